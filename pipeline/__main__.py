@@ -1,0 +1,89 @@
+"""The verbs. `pipeline VERB …`; everything after the verb is Hydra's grammar."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from pipeline.errors import ConfigError
+
+VERBS = {
+    "train": "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
+    "ui": "MLflow's UI on the configured store, on 127.0.0.1",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    full = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    sys.path.append(os.getcwd())  # a user's own modules, also for the installed command
+    try:
+        if arguments[:1] == ["-sc"]:
+            return _complete(arguments)
+        return _run(arguments)
+    except ConfigError as error:
+        if full:
+            traceback.print_exc()
+        print(f"pipeline: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("pipeline: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from pipeline.composing import refusal
+
+        said = refusal(error)
+        if said is None or full:
+            traceback.print_exc()
+        if said is None:
+            return 1
+        print(f"pipeline: {said}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: list[str]) -> int:
+    from pipeline import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="pipeline",
+        description="Gradient accumulation done right: Hydra configs, Keras training, every update in MLflow.",
+        epilog="\n".join(["verbs:", *(f"  {verb:8}{does}" for verb, does in VERBS.items())])
+        + "\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("verb", choices=VERBS, metavar="VERB")
+    if not arguments or arguments[0].startswith("-"):
+        parser.parse_args(arguments or ["--help"])
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
+    from pipeline import composing
+
+    return {"train": composing.train, "ui": composing.ui}[verb](rest)
+
+
+def _complete(arguments: list[str]) -> int:
+    """Hydra's shell completion, which calls the command without its verb."""
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    if arguments[1:2] == ["query=bash"] and len(words) <= 2:
+        print(" ".join(VERBS))
+        return 0
+    os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
+    from pipeline import composing
+
+    return composing.train(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except BaseException as error:
+        if type(error).__name__ != "Terminated":
+            raise
+        status = 143
+    sys.exit(status)

@@ -1,0 +1,391 @@
+"""The update: slices → weighted gradient sum → one apply.
+
+    for each micro-batch k of the effective batch:      # on every replica, over its share
+        Lₖ, Wₖ = Σᵢ wᵢ·lossᵢ, Σᵢ wᵢ                     # sums, never means
+        S += ∇Lₖ;  L += Lₖ;  W += Wₖ
+    gradient = S / W                                    # divided once, by the weight of the whole update
+    optimizer.apply(gradient)                           # once, after the reduction over replicas
+
+Σₖ ∇Lₖ / Σₖ Wₖ is the gradient of the mean over the effective batch, whatever the sizes of the micro-batches,
+the sample weights and the masks. The mean of the micro-batches' means, Σₖ (∇Lₖ/Wₖ) / K, equals it only where
+all Wₖ are equal.
+
+This module knows nothing of configs, trackers or datasets, so that it can be lifted into any project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
+
+
+class GradientSums(NamedTuple):
+    """What one effective batch, or one replica's share of it, adds up to.
+
+    Two sums are kept apart because they are divided by different totals: the loss by the weight of its
+    elements, and what the model adds to it (regularisation, `add_loss`) by the number of examples. A total of
+    zero divides by one: its sum is zero too, or the loss' reduction is `sum`, which divides by nothing.
+
+    Attributes:
+        loss: Σ wᵢ·lossᵢ, scalar.
+        weight: Σ wᵢ, scalar: elements, unmasked elements or summed sample weights, as the loss' reduction says.
+        sums: ∇ Σ wᵢ·lossᵢ by index of the trainable variable; one that the loss does not depend on is absent.
+        added_loss: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples.
+        added_sums: its gradient, by index of the trainable variable; empty where the model adds nothing.
+        examples: Σₖ nₖ, scalar.
+    """
+
+    loss: tf.Tensor
+    weight: tf.Tensor
+    sums: dict[int, tf.Tensor]
+    added_loss: tf.Tensor
+    added_sums: dict[int, tf.Tensor]
+    examples: tf.Tensor
+
+    def mean_loss(self) -> tf.Tensor:
+        """The loss that one large batch would have shown, scalar."""
+        return _divide(self.loss, self.weight) + _divide(self.added_loss, self.examples)
+
+    def gradients(self, count: int | None = None) -> list[tf.Tensor | None]:
+        """What one large batch would have given, in the order of `model.trainable_variables`.
+
+        Args:
+            count: number of trainable variables, where the last ones may be absent from the sums.
+
+        Returns:
+            One gradient of its variable's shape for each; None where the loss does not depend on it.
+        """
+        last = max([*self.sums, *self.added_sums], default=-1)
+        return [self._gradient(index) for index in range(last + 1 if count is None else count)]
+
+    def _gradient(self, index: int) -> tf.Tensor | None:
+        parts = []
+        for sums, total in ((self.sums, self.weight), (self.added_sums, self.examples)):
+            if index in sums:
+                parts.append(_divide(sums[index], total))
+        return tf.add_n(parts) if parts else None
+
+
+def accumulate_gradients(
+    model: keras.Model,
+    loss: keras.losses.Loss,
+    batch: Nest,
+    micro_batch_size: int,
+    *,
+    metrics: Sequence[keras.metrics.Metric] = (),
+    scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    jit_compile: bool = False,
+) -> GradientSums:
+    """Runs `batch` forward and backward in micro-batches and sums what they give.
+
+    Peak memory is that of one micro-batch and one gradient, whatever the size of `batch`. Call it inside a
+    `tf.function`: it traces the model once a call.
+
+    Args:
+        model: built, with its trainable variables fixed.
+        loss: any Keras loss whose reduction is not `none`.
+        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the
+            examples on axis 0. The number of examples need not be known when traced, and may be zero.
+        micro_batch_size: examples per forward+backward; the last slice may be smaller.
+        metrics: updated with every micro-batch's outputs; the mask of the outputs weighs them.
+        scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
+            wants it; the sums then hold scaled gradients and `loss` is unscaled.
+        jit_compile: compile each forward+backward with XLA.
+
+    Returns:
+        The sums; `sums.gradients()` is what one large batch would have given.
+
+    Raises:
+        ValueError: the loss reduces nothing, or the micro-batch size is not positive.
+    """
+    variables = [_tensor_variable(variable) for variable in model.trainable_variables]
+
+    def micro_step(x: Nest, y: Nest, sample_weight: Nest) -> GradientSums:
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = model(x, training=True)
+            total, weight = weighted_sum(loss, y, outputs, sample_weight)
+            examples = tf.cast(_examples(x), total.dtype)
+            added = model.losses
+            added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
+            # A mean-sized loss is what a loss scale is made for: the sum over a micro-batch overflows float16.
+            scaled = total if scale_loss is None else scale_loss(total / micro_batch_size)
+            added_scaled = added_total if scale_loss is None else scale_loss(added_total / micro_batch_size)
+        _update(metrics, y, outputs)
+        times = 1 if scale_loss is None else micro_batch_size
+        sums = _gradient_sums(tape, scaled, variables, times)
+        added_sums = _gradient_sums(tape, added_scaled, variables, times) if added else {}
+        return GradientSums(total, weight, sums, added_total, added_sums, examples)
+
+    return _over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
+
+
+class Update:
+    """One effective batch in, one optimizer step out, under the current or the given strategy.
+
+    Args:
+        model, loss, optimizer: as Keras has them; the optimizer is built for the model's variables.
+        micro_batch_size: examples per forward+backward on one replica.
+        metrics: reset at each update, so that their results are over exactly its examples.
+        strategy: the strategy in whose scope the model was built; the default one where it is not given.
+        jit_compile: compile each forward+backward with XLA.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        loss: keras.losses.Loss,
+        optimizer: keras.optimizers.Optimizer,
+        micro_batch_size: int,
+        *,
+        metrics: Sequence[keras.metrics.Metric] = (),
+        strategy: tf.distribute.Strategy | None = None,
+        jit_compile: bool = False,
+    ):
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.micro_batch_size, self.metrics, self.jit_compile = micro_batch_size, list(metrics), jit_compile
+        self.strategy = strategy or tf.distribute.get_strategy()
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self._scale_loss = optimizer.scale_loss if scales else None
+
+    def __call__(self, batch: Nest) -> dict[str, tf.Tensor]:
+        """Applies the gradient of `batch` once. Call it inside a `tf.function`.
+
+        Args:
+            batch: the effective batch, as `accumulate_gradients` takes it; every replica gets its share.
+
+        Returns:
+            Scalars: `loss`, one entry for each metric, `learning_rate` as this update used it, and
+            `gradient_norm`, the global L2 norm of the averaged gradient before clipping.
+        """
+        for metric in self.metrics:
+            metric.reset_state()
+        sums = _reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch,)))
+        variables = self.model.trainable_variables
+        gradients = sums.gradients(len(variables))
+        learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
+        norm = tf.linalg.global_norm([gradient for gradient in gradients if gradient is not None])
+        if self._scale_loss is not None:
+            norm /= tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
+        with tf.control_dependencies([learning_rate]):
+            self.optimizer.apply(gradients, variables)
+        results = {metric.name: metric.result() for metric in self.metrics}
+        return {"loss": sums.mean_loss(), **results, "learning_rate": learning_rate, "gradient_norm": norm}
+
+    def _accumulate(self, batch: Nest) -> GradientSums:
+        share = share_of(batch, self.strategy.num_replicas_in_sync)
+        return accumulate_gradients(
+            self.model,
+            self.loss,
+            share,
+            self.micro_batch_size,
+            metrics=self.metrics,
+            scale_loss=self._scale_loss,
+            jit_compile=self.jit_compile,
+        )
+
+
+class Evaluation:
+    """The loss and the metrics over a whole split, each example weighted exactly. Arguments as for `Update`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        loss: keras.losses.Loss,
+        micro_batch_size: int,
+        *,
+        metrics: Sequence[keras.metrics.Metric] = (),
+        strategy: tf.distribute.Strategy | None = None,
+    ):
+        self.model, self.loss, self.metrics = model, loss, list(metrics)
+        self.micro_batch_size = micro_batch_size
+        self.strategy = strategy or tf.distribute.get_strategy()
+
+    def __call__(self, batch: Nest) -> GradientSums:
+        """Adds `batch` to the metrics; returns its loss and weights, with no gradients in them."""
+        return _reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))
+
+    def _evaluate(self, batch: Nest) -> GradientSums:
+        share = share_of(batch, self.strategy.num_replicas_in_sync)
+
+        def micro_step(x: Nest, y: Nest, sample_weight: Nest) -> GradientSums:
+            outputs = self.model(x, training=False)
+            total, weight = weighted_sum(self.loss, y, outputs, sample_weight)
+            examples = tf.cast(_examples(x), total.dtype)
+            added = self.model.losses
+            added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
+            _update(self.metrics, y, outputs)
+            return GradientSums(total, weight, {}, added_total, {}, examples)
+
+        return _over_micro_batches(micro_step, share, self.micro_batch_size)
+
+
+def weighted_sum(
+    loss: keras.losses.Loss, y_true: Nest, outputs: Nest, sample_weight: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Numerator and denominator of what `loss(y_true, outputs, sample_weight)` divides.
+
+    Follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and `sum_over_batch_size` divide by
+    the number of loss elements, or of unmasked ones; `mean_with_sample_weight` by the sum of the weights; `sum`
+    by nothing.
+
+    Args:
+        loss: its `call` gives one value per example, or per element of an example.
+        y_true, outputs: as `loss` takes them, with the examples on axis 0.
+        sample_weight: (examples,) or of the values' shape.
+
+    Returns:
+        Two scalars. Sums of each over disjoint parts of a batch, divided once, are the loss of the batch. For
+        the reduction `sum` the denominator is 0, to be read as 1.
+
+    Raises:
+        ValueError: the loss reduces nothing, or has already reduced its values to a scalar.
+    """
+    if loss.reduction in (None, "none"):
+        raise ValueError(f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}")
+    dtype = tf.as_dtype(loss.dtype)
+    mask = _mask(outputs)
+    outputs, y_true = _cast(outputs, dtype), _cast(y_true, dtype)
+    values = loss.call(y_true, outputs)
+    mask = _both(mask, _mask(values))
+    if isinstance(values, tf.RaggedTensor):
+        values = values.flat_values
+    values = tf.cast(values, dtype)
+    if values.shape.rank == 0:
+        raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
+    weights, count = None, tf.cast(tf.size(values), dtype)
+    if mask is not None:
+        weights = tf.cast(mask, dtype)
+        count *= tf.math.divide_no_nan(tf.reduce_sum(weights), tf.cast(tf.size(weights), dtype))
+    if sample_weight is not None:
+        sample_weight = tf.cast(sample_weight, dtype)
+        if isinstance(sample_weight, tf.RaggedTensor):
+            sample_weight = sample_weight.flat_values
+        if weights is None:
+            weights = sample_weight
+        else:
+            rank = max(weights.shape.rank, sample_weight.shape.rank)
+            weights = _aligned(weights, rank) * _aligned(sample_weight, rank)
+    if weights is not None:
+        weights = _aligned(weights, values.shape.rank)
+        values *= weights
+    total = tf.reduce_sum(values)
+    if loss.reduction == "sum":
+        return total, tf.zeros((), dtype)
+    if loss.reduction == "mean_with_sample_weight" and weights is not None:
+        return total, tf.reduce_sum(weights)
+    return total, count
+
+
+def share_of(batch: Nest, replicas: int) -> Nest:
+    """This replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last ones."""
+    if replicas == 1:
+        return batch
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    # On the host, so that a device receives its share and not the whole batch.
+    with tf.device("CPU:0"):
+        size = -(-_examples(batch) // replicas)
+        return _slice(batch, replica * size, (replica + 1) * size)
+
+
+def _over_micro_batches(
+    micro_step: Callable[..., GradientSums], batch: Nest, micro_batch_size: int, jit_compile: bool = False
+) -> GradientSums:
+    """Σ over the micro-batches of `batch` of `micro_step(x, y, sample_weight)`."""
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
+    parts = tuple(part for part in keras.utils.unpack_x_y_sample_weight(batch) if part is not None)
+    count = _examples(parts)
+
+    def on_parts(*parts: Nest) -> GradientSums:
+        return micro_step(*parts, *[None] * (3 - len(parts)))
+
+    # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
+    step = tf.function(on_parts, input_signature=_slice_specs(parts), jit_compile=jit_compile or None)
+    outputs = step.get_concrete_function().structured_outputs
+    zeros = tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
+
+    def body(start: tf.Tensor, sums: GradientSums) -> tuple[tf.Tensor, GradientSums]:
+        stop = tf.minimum(start + micro_batch_size, count)
+        return stop, tf.nest.map_structure(tf.add, sums, step(*_slice(parts, start, stop)))
+
+    _, sums = tf.while_loop(lambda start, _: start < count, body, (0, zeros), parallel_iterations=1)
+    return sums
+
+
+def _gradient_sums(
+    tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: int
+) -> dict[int, tf.Tensor]:
+    gradients = {}
+    for index, gradient in enumerate(tape.gradient(target, variables)):
+        if gradient is None:
+            continue
+        gradient = tf.convert_to_tensor(gradient)  # an embedding's slices have another length every micro-batch
+        if gradient.dtype in (tf.float16, tf.bfloat16):
+            gradient = tf.cast(gradient, tf.float32)
+        gradients[index] = gradient if times == 1 else gradient * times
+    return gradients
+
+
+def _reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
+    return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)
+
+
+def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    return value / tf.cast(tf.where(total == 0, tf.ones_like(total), total), value.dtype)
+
+
+def _update(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> None:
+    mask = _mask(outputs)
+    for metric in metrics:
+        metric.update_state(y, outputs, sample_weight=mask)
+
+
+def _tensor_variable(variable: Any) -> tf.Variable:
+    return variable.value
+
+
+def _examples(nest: Nest) -> tf.Tensor:
+    first = tf.nest.flatten(nest)[0]
+    return tf.cast(first.nrows(), tf.int32) if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+
+
+def _slice(nest: Nest, start: Any, stop: Any) -> Nest:
+    return tf.nest.map_structure(lambda leaf: leaf[start:stop], nest)
+
+
+def _slice_specs(nest: Nest) -> Nest:
+    def spec(leaf: Any) -> tf.TypeSpec:
+        shape = tf.TensorShape([None, *leaf.shape[1:]])
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+        return tf.TensorSpec(shape, leaf.dtype)
+
+    return tf.nest.map_structure(spec, nest)
+
+
+def _cast(nest: Nest, dtype: tf.DType) -> Nest:
+    return tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), nest)
+
+
+def _mask(nest: Nest) -> tf.Tensor | None:
+    return getattr(nest, "_keras_mask", None)  # where Keras keeps the mask of a layer's output
+
+
+def _both(first: tf.Tensor | None, second: tf.Tensor | None) -> tf.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return tf.logical_and(first, second)
+
+
+def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:
+    """`weights` with last axes of one added or removed to have `rank` axes: (examples,) weighs every element."""
+    while weights.shape.rank < rank:
+        weights = tf.expand_dims(weights, -1)
+    while weights.shape.rank > rank and weights.shape[-1] == 1:
+        weights = tf.squeeze(weights, -1)
+    return weights

@@ -1,0 +1,222 @@
+"""The typed schema of a run, and the checks across its fields.
+
+Imports neither TensorFlow nor MLflow: a wrong config is refused in under a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+
+from pipeline import batching
+from pipeline.errors import ConfigError
+
+Device = Enum("Device", ["auto", "cpu", "gpu"])
+Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+
+
+@dataclass
+class AccumulationConfig:
+    effective_batch_size: int | None = None
+    factor: int | None = None
+    micro_batch_size: int | None = None
+
+
+@dataclass
+class TrainingConfig:
+    epochs: int | None = None
+    updates: int | None = None
+    examples: int | None = None
+    evaluate_every: Any = "epoch"
+    loss: dict[str, Any] = MISSING
+    metrics: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class HardwareConfig:
+    device: Device = Device.auto
+    replicas: int = 1
+    precision: Precision = Precision.float32
+    xla: bool = False
+    deterministic: bool = False
+
+
+@dataclass
+class TrackingConfig:
+    uri: str = MISSING
+    experiment: str = MISSING
+    run_name: str | None = None
+    log_every: int = 1
+    log_model: bool = True
+    system_metrics: bool = True
+
+
+@dataclass
+class Config:
+    dataset: Any = MISSING
+    model: Any = MISSING
+    optimizer: Any = MISSING
+    schedule: Any = MISSING
+    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    seed: int = 0
+
+
+def register() -> None:
+    """Makes the schema and the resolvers known to Hydra. Safe to call again."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
+
+
+def directory(name: str = "conf") -> str:
+    """The packaged folder `conf` or `sweeps`: inside an installed wheel, beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / name
+    return str(inside if inside.is_dir() else package.parent / name)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the cross-field checks derived from a config.
+
+    Attributes:
+        batching: how an effective batch is cut.
+        horizon: `epochs`, `updates` or `examples`.
+        length: how many of them.
+    """
+
+    batching: batching.Batching
+    horizon: str
+    length: int
+
+
+def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
+    """Checks what one field alone cannot show, and settles defaults that the command line outranks.
+
+    Args:
+        config: the composed config; its `accumulation` and `training` are settled in place, so that what is
+            recorded is what was used.
+        overrides: the command line's overrides. A horizon or a size named there drops the default one.
+
+    Raises:
+        ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
+    """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(missing[0], "must be given")
+    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    for group in ("dataset", "model", "optimizer", "schedule", "training.loss"):
+        node = OmegaConf.select(config, group)
+        if not (isinstance(node, DictConfig) and isinstance(node.get("_target_"), str)):
+            raise ConfigError(f"{group}._target_", "must be the dotted name of what builds it", node)
+    for group in ("training.metrics", "training.callbacks"):
+        for name, node in OmegaConf.select(config, group).items():
+            if not (isinstance(node, DictConfig) and isinstance(node.get("_target_"), str)):
+                raise ConfigError(f"{group}.{name}._target_", "must be the dotted name of what builds it", node)
+    horizon, length = _settle_horizon(config, named)
+    sizes = _settle_sizes(config, named)
+    _positive(config, "tracking.log_every")
+    buffer = config.dataset.get("shuffle_buffer")
+    if buffer is not None and (not isinstance(buffer, int) or buffer < 1):
+        raise ConfigError("dataset.shuffle_buffer", "must be at least 1, or null for the whole split", buffer)
+    if not isinstance(config.dataset.get("in_memory", True), bool):
+        raise ConfigError("dataset.in_memory", "must be true or false", config.dataset.in_memory)
+    every = config.training.evaluate_every
+    if every != "epoch" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise ConfigError("training.evaluate_every", "must be a positive number of updates, or 'epoch'", every)
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError("seed", "must be from 0 to 4294967295", config.seed)
+    rate = config.optimizer.get("learning_rate")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+        raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
+    if config.hardware.device == Device.gpu and not Path("/dev/nvidia0").exists() and not Path("/dev/dxg").exists():
+        choices = [device.name for device in Device if device is not Device.gpu]
+        raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu", choices)
+    if not config.tracking.uri:
+        raise ConfigError("tracking.uri", "must be an MLflow tracking URI", config.tracking.uri)
+    return Settings(sizes, horizon, length)
+
+
+def _positive(config: DictConfig, key: str) -> None:
+    value = OmegaConf.select(config, key)
+    if value < 1:
+        raise ConfigError(key, "must be at least 1", value)
+
+
+def _settle_horizon(config: DictConfig, named: set[str]) -> tuple[str, int]:
+    training = config.training
+    if any(f"training.{name}" in named and training[name] is not None for name in batching.HORIZONS):
+        for name in batching.HORIZONS:
+            if f"training.{name}" not in named:
+                training[name] = None
+    given = {name: training[name] for name in batching.HORIZONS if training[name] is not None}
+    if len(given) != 1:
+        received = {name: training[name] for name in batching.HORIZONS}
+        raise ConfigError("training", "must set exactly one of epochs, updates, examples", received)
+    ((horizon, length),) = given.items()
+    _positive(config, f"training.{horizon}")
+    return horizon, length
+
+
+def _settle_sizes(config: DictConfig, named: set[str]) -> batching.Batching:
+    sizes = config.accumulation
+    # What the command line names counts first; defaults fill up to two, the effective batch before the factor.
+    order = sorted(
+        (name for name in ("effective_batch_size", "factor", "micro_batch_size") if sizes[name] is not None),
+        key=lambda name: f"accumulation.{name}" not in named,
+    )
+    explicit = sum(f"accumulation.{name}" in named for name in order)
+    if explicit:
+        for name in order[max(2, explicit) :]:
+            sizes[name] = None
+    return batching.derive(
+        sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, config.hardware.replicas
+    )
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The resolved config as plain dicts, lists and scalars."""
+    container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Every leaf of a plain config under its dotted name; an empty dict or list is a leaf."""
+    if isinstance(node, Mapping) and node:
+        items: Iterable[tuple[Any, Any]] = node.items()
+    elif isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
+        items = enumerate(node)
+    else:
+        return {prefix: node}
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def without(node: DictConfig, *keys: str) -> DictConfig:
+    """A copy of `node` that lacks `keys`: what is left are the arguments of its `_target_`."""
+    copy = node.copy()
+    with open_dict(copy):
+        for key in keys:
+            copy.pop(key, None)
+    return copy
+
+
+_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def mask(text: str) -> str:
+    """`text` without the user and password of any URI in it."""
+    return _SECRET.sub("***@", text)

@@ -1,0 +1,1 @@
+"""TFDS builders that the package brings along."""

@@ -1,0 +1,85 @@
+"""Device, replicas, precision and determinism: what must be set before TensorFlow builds anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+from omegaconf import DictConfig
+
+from pipeline.config import Device
+from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run computes on.
+
+    Attributes:
+        strategy: one device is the default strategy; several are mirrored.
+        devices: TensorFlow's names of the devices in use, one a replica.
+        description: one line for a person.
+    """
+
+    strategy: tf.distribute.Strategy
+    devices: tuple[str, ...]
+    description: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return "GPU" in self.devices[0]
+
+
+def setup(config: DictConfig, seed: int) -> Hardware:
+    """Chooses the devices and fixes this process' global state. Call it once, before any other TensorFlow call.
+
+    Args:
+        config: the `hardware` group.
+        seed: of Python's, NumPy's and TensorFlow's generators.
+
+    Raises:
+        ConfigError: the machine lacks the devices that the config asks for.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if config.device == Device.gpu and not gpus:
+        choices = [device.name for device in Device if device is not Device.gpu]
+        raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu", choices)
+    on_gpu = bool(gpus) and config.device != Device.cpu
+    if on_gpu:
+        if config.replicas > len(gpus):
+            rule = f"must be at most the {len(gpus)} GPUs of this machine"
+            raise ConfigError("hardware.replicas", rule, config.replicas)
+        gpus = gpus[: config.replicas]
+        tf.config.set_visible_devices(gpus, "GPU")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    else:
+        tf.config.set_visible_devices([], "GPU")
+        if config.replicas > 1:
+            (cpu,) = tf.config.list_physical_devices("CPU")
+            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(config.replicas)]
+            tf.config.set_logical_device_configuration(cpu, logical)
+    kind = "GPU" if on_gpu else "CPU"
+    devices = tuple(f"/{kind}:{index}" for index in range(config.replicas))
+    precision = config.precision.name
+    # Not every loss and layer follows the policy alone: what has no policy follows floatx.
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    keras.config.set_dtype_policy(precision)
+    keras.utils.set_random_seed(seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    strategy = tf.distribute.get_strategy() if config.replicas == 1 else tf.distribute.MirroredStrategy(devices)
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus] if on_gpu else []
+    what = ", ".join(names) if on_gpu else "CPU" if config.replicas == 1 else f"{config.replicas} logical CPU devices"
+    why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
+    return Hardware(strategy, devices, f"{what}{why}, {precision}")
+
+
+def peak_memory(hardware: Hardware) -> int:
+    """Bytes at the peak: of the first GPU's memory, or of this process' resident memory on a CPU."""
+    if hardware.on_gpu:
+        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,133 @@
+"""The durable outbox: the trainer appends lines to a file, a process of its own ships them to MLflow.
+
+    training thread ─► journal.jsonl ─► `python -m pipeline.shipper` ─► MLflow
+
+The trainer never waits for the tracker, shares no interpreter lock with it, and imports nothing of MLflow
+before the run is over. What is on disk keeps its time stamp, so shipping a line again changes nothing. When the
+trainer dies without a word, the shipper still ships what was written and closes the run.
+
+One line is one JSON object:
+    {"start": {…}}                                    the run: params, tags, inputs; the first line
+    {"time": ms, "step": updates, "metrics": {…}}
+    {"tags": {…}}    {"artifact": path, "folder": …}
+    {"end": "FINISHED" | "FAILED" | "KILLED", "time": ms}
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.errors import ConfigError
+
+
+class Journal:
+    """The trainer's end. Opens the store at once, in the background, while TensorFlow is still being imported.
+
+    Args:
+        uri: an MLflow tracking URI.
+    """
+
+    def __init__(self, uri: str):
+        self.uri = uri
+        self._file: IO[str] | None = None
+        # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
+        self._shipper = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.shipper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._send({"open": uri})
+
+    def ready(self) -> None:
+        """Waits until the store answers.
+
+        Raises:
+            ConfigError: it cannot be reached, read or written.
+        """
+        answer = self._answer()
+        if "error" in answer:
+            self.abandon()
+            raise ConfigError("tracking.uri", f"must be a store that answers ({answer['error']})", self.uri)
+
+    def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
+        """Creates the run.
+
+        Args:
+            path: of the journal file, which is created.
+            run: `experiment`, `name`, `params`, `tags`, `inputs`, `system_metrics`.
+
+        Returns:
+            `run_id`, `experiment_id`.
+        """
+        self._file = path.open("a", encoding="utf-8")
+        self.write({"start": run, "time": _now()})
+        self.flush()
+        self._send({"start": str(path)})
+        answer = self._answer()
+        if "error" in answer:
+            self.abandon()
+            raise RuntimeError(f"MLflow refused the run: {answer['error']}")
+        return answer
+
+    def metrics(self, step: int, metrics: dict[str, float], milliseconds: int | None = None) -> None:
+        """One row: what was measured after `step` updates. Each (metric, step) may be written once."""
+        self.write({"time": milliseconds or _now(), "step": step, "metrics": metrics})
+
+    def write(self, line: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        """Hands what was written to the operating system, which keeps it if this process dies."""
+        assert self._file is not None
+        self._file.flush()
+
+    def close(self, status: str) -> str | None:
+        """Ends the run and waits until everything is shipped, or until the shipper gives up.
+
+        Returns:
+            Why something could not be shipped; None when all of it was.
+        """
+        self.write({"end": status, "time": _now()})
+        assert self._file is not None
+        self._file.close()
+        self._end()
+        error = self._answer().get("error")
+        self._shipper.wait()
+        return error
+
+    def abandon(self) -> None:
+        """Lets the shipper go before a run was started; nothing is left in the store."""
+        self._end()
+        self._shipper.wait()
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._shipper.stdin is not None
+        try:
+            self._shipper.stdin.write(json.dumps(command) + "\n")
+            self._shipper.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer, which is then missing, says so
+
+    def _answer(self) -> dict[str, str]:
+        assert self._shipper.stdout is not None
+        line = self._shipper.stdout.readline()
+        return json.loads(line) if line else {"error": f"the shipper ended with status {self._shipper.wait()}"}
+
+    def _end(self) -> None:
+        assert self._shipper.stdin is not None
+        try:
+            self._shipper.stdin.close()
+        except BrokenPipeError:
+            pass
+
+
+def _now() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,96 @@
+"""Config → keras.Model, of the dataset's shape and number of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+from keras import layers
+from omegaconf import DictConfig
+
+from pipeline import targets
+from pipeline.dataset import Data
+from pipeline.errors import ConfigError
+
+
+def build(node: DictConfig, data: Data) -> keras.Model:
+    """The model of `node`, built for one example's shape.
+
+    A builder gets `input_shape` (of one example, without the batch) and `classes` where it has parameters of
+    those names and the config gives them no value.
+
+    Raises:
+        ConfigError: the target or one of its arguments is wrong, or it has no weights to train.
+    """
+    target = targets.locate(node, "model")
+    offers = targets.accepted(target, node, input_shape=data.input_shape, classes=data.classes)
+    model = targets.build(node, "model", **offers)
+    if not isinstance(model, keras.Model):
+        raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
+    return model
+
+
+def mlp(
+    input_shape: Sequence[int], classes: int, hidden: Sequence[int] = (128, 128), dropout: float = 0.0, l2: float = 0.0
+) -> keras.Model:
+    """Dense layers over the flattened input.
+
+    Args:
+        input_shape: of one example, any rank.
+        classes: width of the output, which are logits.
+        hidden: widths of the hidden layers.
+        dropout: share of each hidden layer's outputs that is dropped.
+        l2: factor of the weights' L2 penalty.
+    """
+    inputs = keras.Input(tuple(input_shape))
+    x = inputs if len(input_shape) == 1 else layers.Flatten()(inputs)
+    return keras.Model(inputs, _head(x, classes, hidden, dropout, l2), name="mlp")
+
+
+def cnn(
+    input_shape: Sequence[int],
+    classes: int,
+    filters: Sequence[int] = (32, 64),
+    kernel_size: int = 3,
+    hidden: Sequence[int] = (128,),
+    dropout: float = 0.0,
+    l2: float = 0.0,
+) -> keras.Model:
+    """Convolutions, each followed by 2×2 pooling while the image is large enough, then dense layers.
+
+    Args:
+        input_shape: (height, width, channels).
+        classes: width of the output, which are logits.
+        filters: channels of each convolution.
+        kernel_size: height and width of each convolution.
+        hidden, dropout, l2: of the dense layers, as for `mlp`; `l2` is of the convolutions too.
+    """
+    if len(input_shape) != 3:
+        raise ValueError(f"input_shape must be (height, width, channels). Received: {tuple(input_shape)}")
+    x = inputs = keras.Input(tuple(input_shape))
+    for channels in filters:
+        x = layers.Conv2D(channels, kernel_size, padding="same", activation="relu", kernel_regularizer=_l2(l2))(x)
+        if min(x.shape[1:3]) >= 2:
+            x = layers.MaxPooling2D()(x)
+    return keras.Model(inputs, _head(layers.Flatten()(x), classes, hidden, dropout, l2), name="cnn")
+
+
+def batch_dependent_layers(model: keras.Model) -> list[str]:
+    """Names of the layers whose output for one example depends on the rest of its micro-batch.
+
+    Their statistics are of a micro-batch, so they differ between factors at one effective batch.
+    """
+    return sorted(layer.name for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization))
+
+
+def _head(x: keras.KerasTensor, classes: int, hidden: Sequence[int], dropout: float, l2: float) -> keras.KerasTensor:
+    for units in hidden:
+        x = layers.Dense(units, activation="relu", kernel_regularizer=_l2(l2))(x)
+        if dropout:
+            x = layers.Dropout(dropout)(x)
+    # Logits in full precision under a mixed policy: a softmax of float16 loses what the loss needs.
+    return layers.Dense(classes, dtype=keras.config.floatx(), kernel_regularizer=_l2(l2))(x)
+
+
+def _l2(factor: float) -> keras.regularizers.Regularizer | None:
+    return keras.regularizers.L2(factor) if factor else None

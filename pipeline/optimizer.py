@@ -1,0 +1,100 @@
+"""Config → Keras optimizer, its schedule counted in updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline import targets
+from pipeline.errors import ConfigError
+
+
+def build(config: DictConfig, updates: int) -> keras.optimizers.Optimizer:
+    """The optimizer of `config.optimizer` at the rates of `config.schedule`.
+
+    Args:
+        config: the whole config.
+        updates: the horizon; lengths such as `5%` in the schedule are shares of it.
+
+    Raises:
+        ConfigError: a target or one of its arguments is wrong.
+    """
+    schedule = build_schedule(config.schedule, updates)
+    optimizer = targets.build(config.optimizer, "optimizer", learning_rate=schedule)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        rule = "must name a keras.optimizers.Optimizer"
+        raise ConfigError("optimizer._target_", rule, config.optimizer.get("_target_"))
+    if optimizer.gradient_accumulation_steps:
+        rule = "must be left out: the pipeline accumulates; set accumulation.factor"
+        raise ConfigError("optimizer.gradient_accumulation_steps", rule, optimizer.gradient_accumulation_steps)
+    if config.hardware.precision.name == "mixed_float16" and not isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer
+    ):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def build_schedule(node: DictConfig, updates: int) -> Any:
+    """The schedule of `node`: a Keras schedule, or a float that stays as it is.
+
+    Args:
+        node: the `schedule` group; a string such as `5%` stands for that share of `updates`, at least one.
+        updates: the horizon.
+
+    Raises:
+        ConfigError: a target or one of its arguments is wrong.
+    """
+    lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule"))
+    assert isinstance(lengths, DictConfig)
+    schedule = targets.build(lengths, "schedule")
+    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule | float | int):
+        raise ConfigError("schedule._target_", "must name a Keras schedule or give a number", node.get("_target_"))
+    return schedule
+
+
+def constant(learning_rate: float) -> float:
+    """The same rate at every update; callbacks may still set it."""
+    return learning_rate
+
+
+@keras.saving.register_keras_serializable("pipeline")
+class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
+    """rate · min(u/w, √(w/u)), u = completed updates + 1, w = warm-up (Vaswani et al. 2017, equation 3).
+
+    Args:
+        learning_rate: the peak, reached when the warm-up ends.
+        warmup_steps: updates of linear warm-up, at least 1.
+    """
+
+    def __init__(self, learning_rate: float, warmup_steps: int):
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps must be at least 1. Received: {warmup_steps}")
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+
+    def __call__(self, step: Any) -> Any:
+        rate = ops.convert_to_tensor(self.learning_rate)
+        update = ops.cast(step, rate.dtype) + 1
+        warmup = ops.cast(self.warmup_steps, rate.dtype)
+        return rate * ops.minimum(update / warmup, ops.sqrt(warmup / update))
+
+    def get_config(self) -> dict[str, Any]:
+        return {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
+
+
+def _in_updates(value: Any, updates: int, key: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_updates(entry, updates, f"{key}.{name}") for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_in_updates(entry, updates, f"{key}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, str) and value.endswith("%"):
+        try:
+            share = float(value[:-1]) / 100
+        except ValueError:
+            raise ConfigError(key, "must be a share of the horizon such as 5%", value) from None
+        if not 0 <= share <= 1:
+            raise ConfigError(key, "must be from 0% to 100%", value)
+        return max(1, round(share * updates))
+    return value

@@ -1,0 +1,48 @@
+"""What a person sees while a run trains: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+SECONDS = 5.0  # between two plain lines
+
+
+class Progress:
+    """Shows the updates of one run on standard error.
+
+    Args:
+        updates: of the whole run.
+    """
+
+    def __init__(self, updates: int):
+        self.updates = updates
+        self._bar = tqdm(total=updates, unit="update", file=sys.stderr) if sys.stderr.isatty() else None
+        self._begun = self._shown = time.monotonic()
+
+    def show(self, update: int, row: Mapping[str, float], examples_per_second: float) -> None:
+        """`row` is that of `update`, the latest one that is known."""
+        rate = f"{examples_per_second:,.0f} examples/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}", refresh=False)
+            self._bar.update(update - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._shown < SECONDS and update < self.updates:
+            return
+        self._shown = now
+        left = (now - self._begun) / update * (self.updates - update)
+        values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
+        print(f"update {update}/{self.updates}  {values}  {left:.0f} s left", file=sys.stderr)
+
+    def validated(self, update: int, results: Mapping[str, float]) -> None:
+        if self._bar is not None:
+            values = "  ".join(f"val/{name} {value:.4f}" for name, value in results.items())
+            self._bar.write(f"update {update}  {values}", file=sys.stderr)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

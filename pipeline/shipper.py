@@ -1,0 +1,203 @@
+"""`python -m pipeline.shipper`: the process that carries a journal to MLflow. See `pipeline.journal`.
+
+Reads two commands from standard input, answers each with one line of JSON, then follows the journal until
+standard input ends, ships what is left and answers once more.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.store import Store  # first: it sets what MLflow reads when it is imported
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag  # isort: skip
+from mlflow.tracking import MlflowClient  # isort: skip
+
+BATCH = 1000  # metrics; what MLflow's log_batch takes at once
+INTERVAL = 3.0  # seconds between two writes of a run that fills no batch
+PATIENCE = 60.0  # seconds of further tries once the trainer is gone
+PARAM_LENGTH = 6000  # characters of a param's value
+
+
+class Shipper:
+    """Ships the lines of one journal, in order, each at least once.
+
+    Args:
+        store: where to.
+        path: of the journal; its first line says what run to create.
+    """
+
+    def __init__(self, store: Store, path: Path):
+        self._file = path.open(encoding="utf-8")
+        self._partial = ""
+        self._metrics: list[Metric] = []
+        self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
+        self.ended: str | None = None
+        self.last_step = 0
+        start = json.loads(self._file.readline())
+        self.client: MlflowClient = store.client()
+        self._create(store, start["start"], start["time"])
+
+    def _create(self, store: Store, run: dict[str, Any], started: int) -> None:
+        self.experiment_id = store.experiment(run["experiment"])
+        created = self.client.create_run(self.experiment_id, started, run["tags"], run["name"])
+        self.run_id = created.info.run_id
+        params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
+        for first in range(0, len(params), 100):
+            self.client.log_batch(self.run_id, params=params[first : first + 100])
+        if run["inputs"]:
+            self.client.log_inputs(self.run_id, [_dataset_input(entry) for entry in run["inputs"]])
+        self._monitor = None
+        if run["system_metrics"]:
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            self._monitor = SystemMetricsMonitor(
+                self.run_id, sampling_interval=2, samples_before_logging=1, tracking_uri=store.uri
+            )
+            self._monitor.start()
+
+    def read(self) -> None:
+        """Takes in the lines that have been written since."""
+        while text := self._file.readline():
+            self._partial += text
+            if not self._partial.endswith("\n"):
+                return
+            line, self._partial = json.loads(self._partial), ""
+            if "metrics" in line:
+                step, milliseconds = line["step"], line["time"]
+                self.last_step = max(step, self.last_step)
+                self._metrics += [Metric(key, value, milliseconds, step) for key, value in line["metrics"].items()]
+            else:
+                self._waiting.append(line)
+
+    @property
+    def full(self) -> bool:
+        return len(self._metrics) >= BATCH
+
+    def ship(self, everything: bool) -> None:
+        """Sends full batches, or everything; what MLflow has not confirmed stays here and is sent again."""
+        while len(self._metrics) >= BATCH or (everything and self._metrics):
+            self.client.log_batch(self.run_id, metrics=self._metrics[:BATCH])
+            del self._metrics[:BATCH]
+        while everything and self._waiting:
+            self._carry_out(self._waiting[0])
+            del self._waiting[0]
+
+    def _carry_out(self, line: dict[str, Any]) -> None:
+        if "tags" in line:
+            self.client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in line["tags"].items()])
+        elif "artifact" in line:
+            self.client.log_artifact(self.run_id, line["artifact"], line.get("folder"))
+        elif "end" in line:
+            self.end(line["end"], line["time"])
+
+    def end(self, status: str, milliseconds: int) -> None:
+        if self._monitor is not None:
+            self._monitor.finish()
+        self.client.set_terminated(self.run_id, status, milliseconds)
+        self.ended = status
+
+    def vanished(self) -> None:
+        """The trainer died without a word: say so, and leave no run RUNNING."""
+        why = f"The process ended without a word after update {self.last_step}."
+        self.client.log_batch(self.run_id, tags=[RunTag("failure", why)])
+        self.end("KILLED", int(time.time() * 1000))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's end is ours: it closes our standard input
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    store = None
+    try:
+        command = _command()
+        if command is None:
+            return
+        try:
+            store = Store(command["open"])
+        except Exception as error:
+            _answer({"error": _said(error)})
+            return
+        _answer({})
+        command = _command()
+        if command is None:
+            return
+        try:
+            shipper = Shipper(store, Path(command["start"]))
+        except Exception as error:
+            _answer({"error": _said(error)})
+            return
+        _answer({"run_id": shipper.run_id, "experiment_id": shipper.experiment_id})
+        gc.freeze()  # what is loaded by now stays: collecting it again and again doubled the cost of a batch
+        _follow(shipper)
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _follow(shipper: Shipper) -> None:
+    shipped, wait, failing_since = time.monotonic(), 0.2, None
+    alive = True
+    while True:
+        if alive:
+            alive = not select.select([sys.stdin], [], [], wait)[0]
+        else:
+            time.sleep(wait if failing_since else 0)
+        shipper.read()
+        due = not alive or time.monotonic() - shipped >= max(INTERVAL, wait)
+        if not due and not shipper.full:
+            continue
+        try:
+            shipper.ship(everything=due)
+            if not alive and shipper.ended is None:
+                shipper.vanished()
+        except Exception as error:
+            failing_since = failing_since or time.monotonic()
+            wait = min(2 * wait, 10.0)
+            if not alive and time.monotonic() - failing_since > PATIENCE:
+                _answer({"error": _said(error)})
+                return
+            continue
+        shipped, wait, failing_since = time.monotonic(), 0.2, None
+        if not alive:
+            _answer({})
+            return
+
+
+def _dataset_input(entry: dict[str, Any]) -> DatasetInput:
+    dataset = Dataset(
+        name=entry["name"],
+        digest=entry["digest"],
+        source_type="code",
+        source=json.dumps(entry["source"]),
+        schema=json.dumps(entry["schema"]),
+        profile=json.dumps(entry["profile"]),
+    )
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", entry["context"])])
+
+
+def _command() -> dict[str, Any] | None:
+    line = sys.stdin.readline()
+    return json.loads(line) if line else None
+
+
+def _answer(answer: dict[str, str]) -> None:
+    try:
+        print(json.dumps(answer), flush=True)
+    except BrokenPipeError:
+        sys.stdout = None  # nobody is left to be told
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Opening an MLflow store: refuse what cannot work, create a SQLite store whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sqlite3
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+# Before MLflow is imported: quiet migrations, and answers within seconds where a server is gone.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+logging.getLogger("alembic").setLevel(logging.WARNING)
+
+from mlflow.entities import ExperimentTag  # noqa: E402
+from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.store.db.utils import create_sqlalchemy_engine, _initialize_tables  # noqa: E402
+from mlflow.tracking import MlflowClient  # noqa: E402
+
+SQLITE = "sqlite:///"
+_TRAINING_MODE = ExperimentTag("mlflow.experimentKind", "custom_model_development")  # else the UI opens for GenAI
+
+
+class StoreError(Exception):
+    """The store cannot be used; the message says why in one line."""
+
+
+class Store:
+    """A tracking store that answers, and is created only when a run starts.
+
+    Args:
+        uri: an MLflow tracking URI.
+
+    Raises:
+        StoreError: it cannot be reached, read or written.
+    """
+
+    def __init__(self, uri: str):
+        self.uri = uri
+        self._new: Path | None = None  # a schema made ready beside the database that is not there yet
+        if uri.startswith(SQLITE):
+            self._open_sqlite(Path(uri.removeprefix(SQLITE).split("?")[0]).absolute())
+        elif urlsplit(uri).scheme in ("http", "https"):
+            self._open_server()
+        elif urlsplit(uri).scheme.split("+")[0] in ("postgresql", "mysql", "mssql"):
+            self._search()
+        else:
+            raise StoreError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
+
+    def client(self) -> MlflowClient:
+        """Of the store, which is put in place first where it is new."""
+        if self._new is not None:
+            self._put_in_place()
+        return MlflowClient(self.uri)
+
+    def close(self) -> None:
+        """Leaves nothing behind of a store that was not put in place."""
+        if self._new is not None:
+            self._new.unlink(missing_ok=True)
+
+    def experiment(self, name: str) -> str:
+        """ID of the experiment `name`, created where there is none, with its artifacts beside a SQLite store."""
+        client = self.client()
+        found = client.get_experiment_by_name(name)
+        if found is not None:
+            if found.lifecycle_stage != "active":
+                raise StoreError(f"the experiment {name!r} is deleted; restore it or choose another name")
+            return found.experiment_id
+        location = None
+        if self.uri.startswith(SQLITE):
+            location = (self._database.parent / "artifacts").as_uri()
+        try:
+            created: str = client.create_experiment(name, location, {_TRAINING_MODE.key: _TRAINING_MODE.value})
+        except MlflowException:  # another run created it in between
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return found.experiment_id
+        return created
+
+    def _open_sqlite(self, database: Path) -> None:
+        self._database = database
+        if database.exists():
+            try:
+                with sqlite3.connect(f"file:{database}?mode=rw", uri=True) as connection:
+                    connection.execute("BEGIN IMMEDIATE").connection.rollback()
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error):  # a store in use by another run is a store that works
+                    raise StoreError(f"{database}: {error}") from error
+            except sqlite3.DatabaseError as error:
+                raise StoreError(f"{database}: {error}") from error
+            if not os.access(database, os.W_OK) or not os.access(database.parent, os.W_OK):
+                raise StoreError(f"{database} cannot be written")
+            self._search()
+            return
+        parent = next(folder for folder in database.parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise StoreError(f"{parent} cannot be written")
+        # The schema takes seconds: it is made in a file of another name, and renamed when a run starts.
+        handle, name = tempfile.mkstemp(prefix=".mlflow-", suffix=".db", dir=parent)
+        os.close(handle)
+        self._new = Path(name)
+        engine = create_sqlalchemy_engine(f"{SQLITE}{name}")
+        _initialize_tables(engine)
+        engine.dispose()
+
+    def _put_in_place(self) -> None:
+        assert self._new is not None
+        self._database.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(self._new, self._database)  # unlike a rename it fails where another run was faster
+        except FileExistsError:
+            pass
+        self._new.unlink()
+        self._new = None
+
+    def _open_server(self) -> None:
+        parts = urlsplit(self.uri)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname or "", port), timeout=5).close()
+        except OSError as error:
+            raise StoreError(f"{parts.hostname}:{port}: {error.strerror or error}") from error
+        self._search()
+
+    def _search(self) -> None:
+        try:
+            MlflowClient(self.uri).search_experiments(max_results=1)
+        except Exception as error:
+            raise StoreError(str(error).splitlines()[0]) from error

@@ -1,0 +1,235 @@
+"""The loop, straight down: update, record, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from pipeline.accumulation import Evaluation, Update
+from pipeline.batching import Plan
+from pipeline.progress import Progress
+
+FETCH_SECONDS = 1.0  # how long results may stay on the device
+FETCH_UPDATES = 200  # how many results may
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient is no longer a number."""
+
+
+class Log(Protocol):
+    """Where rows go: `pipeline.tracking.Tracker`, or nowhere."""
+
+    def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None: ...
+
+    def validation(self, update: int, results: Mapping[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+@dataclass
+class Recorder:
+    """Keeps each update's results on the device and fetches them in groups: reading one waits for the device.
+
+    Attributes:
+        log: where the rows go.
+        plan: of the run.
+        log_every: updates from one logged row to the next; the last update is always logged.
+        peak_memory: bytes at the peak so far.
+        progress: what a person sees.
+        skips: whether the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does.
+    """
+
+    log: Log
+    plan: Plan
+    log_every: int
+    peak_memory: Callable[[], int]
+    progress: Progress
+    skips: bool = False
+    skipped: int = 0
+    names: tuple[str, ...] = ()
+    _epoch_sums: dict[str, float] = field(default_factory=dict)
+    _epoch_examples: int = 0
+    _pending: list[tuple[int, float, tf.Tensor]] = field(default_factory=list)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def add(self, update: int, results: tf.Tensor) -> None:
+        """Keeps the results of `update`, a vector in the order of `names`; fetches when enough are waiting."""
+        self._pending.append((update, time.time(), results))
+        waited = time.perf_counter() - self._since
+        # The first update is traced as it runs: a group of its own, so that it spoils no other's seconds.
+        if update == 1 or waited >= FETCH_SECONDS or len(self._pending) >= FETCH_UPDATES:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Writes the rows of all kept results.
+
+        Raises:
+            NonFiniteError: at the first update whose loss or gradient is not finite; its row is written too.
+        """
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        fetched = tf.stack([results for _, _, results in pending]).numpy().tolist()
+        now = time.perf_counter()
+        seconds, self._since = (now - self._since) / len(pending), now
+        peak = self.peak_memory()
+        examples = sum(self.plan.batch_size(update) for update, _, _ in pending)
+        performance = {
+            "update_seconds": seconds,
+            "examples_per_second": examples / (seconds * len(pending)),
+            "peak_memory_bytes": peak,
+        }
+        for (update, at, _), values in zip(pending, fetched, strict=True):
+            row = dict(zip(self.names, values, strict=True))
+            bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(row[name])]
+            if self.skips:
+                self.skipped += bad == ["gradient_norm"]
+                row["skipped_updates"] = self.skipped
+                bad = [] if bad == ["gradient_norm"] else bad
+            if update % self.log_every == 0 or update == self.plan.updates or bad:
+                self.log.update(update, row, performance, at)
+            self._epoch_examples += self.plan.batch_size(update)
+            for name, value in row.items():
+                self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value * self.plan.batch_size(update)
+            if bad:
+                self.log.flush()
+                group = f"updates {pending[0][0]} to {pending[-1][0]}"
+                values_of = " and ".join(f"{name}={row[name]}" for name in bad)
+                raise NonFiniteError(f"{values_of} at update {update}, found when {group} were fetched")
+        self.log.flush()
+        self.progress.show(pending[-1][0], row, performance["examples_per_second"])
+
+    def restart_clock(self) -> None:
+        """Leaves what happened since the last fetch out of the updates' seconds."""
+        self._since = time.perf_counter()
+
+    def epoch_means(self) -> dict[str, float]:
+        """Means over the epoch, each update weighted by its examples; starts the next epoch's."""
+        means = {name: total / self._epoch_examples for name, total in self._epoch_sums.items()}
+        self._epoch_sums, self._epoch_examples = {}, 0
+        return means
+
+
+def train(
+    model: keras.Model,
+    batches: tf.data.Dataset,
+    update: Update,
+    plan: Plan,
+    recorder: Recorder,
+    *,
+    evaluate: Callable[[], dict[str, float]] | None = None,
+    evaluate_every: int | str = "epoch",
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+    checkpoint: Callable[[int], None] | None = None,
+) -> int:
+    """Trains to the end of `plan`, or until a callback sets `model.stop_training`.
+
+    Args:
+        model: built, and compiled where a callback wants that.
+        batches: effective batches, one an update.
+        update: applies one effective batch.
+        plan: how many updates, and where epochs end.
+        recorder: takes every update's results.
+        evaluate: over the validation split.
+        evaluate_every: in updates, or `epoch`; the last update is always followed by one.
+        callbacks: one batch of theirs is one update.
+        checkpoint: called with the number of completed updates, between two updates.
+
+    Returns:
+        The number of completed updates.
+
+    Raises:
+        NonFiniteError: as `Recorder.fetch`.
+    """
+    hooks = keras.callbacks.CallbackList(list(callbacks), model=model, epochs=plan.epochs, steps=plan.updates_per_epoch)
+    names: list[str] = []
+
+    @tf.function
+    def next_update(iterator: Any) -> tf.Tensor:
+        results = update(next(iterator))
+        names[:] = results
+        return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
+
+    iterator = iter(batches)
+    model.stop_training = False
+    hooks.on_train_begin()
+    for done in range(1, plan.updates + 1):
+        epoch, index = divmod(done - 1, plan.updates_per_epoch)
+        if callbacks:
+            if index == 0:
+                hooks.on_epoch_begin(epoch)
+            hooks.on_train_batch_begin(index)
+
+        results = next_update(iterator)
+
+        recorder.names = tuple(names)
+        recorder.add(done, results)
+        if callbacks:
+            hooks.on_train_batch_end(index, dict(zip(names, tf.unstack(results), strict=True)))
+
+        last = done == plan.updates or model.stop_training
+        validation: dict[str, float] = {}
+        if evaluate is not None and (last or _due(done, evaluate_every, plan)):
+            recorder.fetch()
+            if last:
+                _finalize(update, model)
+            hooks.on_test_begin()
+            validation = evaluate()
+            hooks.on_test_end(validation)
+            recorder.log.validation(done, validation)
+            recorder.progress.validated(done, validation)
+            recorder.restart_clock()
+
+        if callbacks and (last or plan.ends_epoch(done)):
+            recorder.fetch()
+            hooks.on_epoch_end(epoch, recorder.epoch_means() | {f"val_{k}": v for k, v in validation.items()})
+
+        if checkpoint is not None:
+            checkpoint(done)
+        if last or model.stop_training:
+            break
+    recorder.fetch()
+    if evaluate is None:
+        _finalize(update, model)
+    hooks.on_train_end()
+    return done
+
+
+def evaluator(
+    evaluation: Evaluation, batches: tf.data.Dataset
+) -> Callable[[], dict[str, float]]:
+    """A function that gives the loss and the metrics over all of `batches`, each example weighted exactly."""
+
+    @tf.function
+    def next_batch(iterator: Any) -> Any:
+        return evaluation(next(iterator))
+
+    count = int(batches.cardinality())
+
+    def evaluate() -> dict[str, float]:
+        for metric in evaluation.metrics:
+            metric.reset_state()
+        iterator = iter(batches)
+        sums = next_batch(iterator)
+        for _ in range(count - 1):
+            sums = tf.nest.map_structure(tf.add, sums, next_batch(iterator))
+        results = {metric.name: float(metric.result()) for metric in evaluation.metrics}
+        return {"loss": float(sums.mean_loss()), **results}
+
+    return evaluate
+
+
+def _due(update: int, every: int | str, plan: Plan) -> bool:
+    return plan.ends_epoch(update) if isinstance(every, str) else update % every == 0
+
+
+def _finalize(update: Update, model: keras.Model) -> None:
+    # With `use_ema` the averaged weights are the result: they are evaluated and saved, as Keras' fit does.
+    update.optimizer.finalize_variable_values(model.trainable_variables)
