@@ -66,7 +66,8 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
     if sum(value is not None for value in given.values()) < 2:
         raise ConfigError("accumulation", "must give two of effective_batch_size, factor, micro_batch_size", given)
     if effective is None:
-        assert factor is not None and micro is not None
+        assert factor is not None
+        assert micro is not None
         effective = micro * factor * replicas
     if effective < replicas:
         raise ConfigError(EFFECTIVE, f"must be at least hardware.replicas ({replicas})", effective)

@@ -12,6 +12,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -47,9 +48,8 @@ def _train(config: DictConfig) -> None:
     run_dir = Path(settings.runtime.output_dir)
     try:
         job.run(config, list(settings.overrides.task), run_dir)
-    except BaseException:
+    finally:
         _remove_empty(run_dir)
-        raise
 
 
 def _remove_empty(folder: Path) -> None:
@@ -64,11 +64,21 @@ def _remove_empty(folder: Path) -> None:
 
 def _hydra(task: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
     configuration.register()
+    raised: list[Exception] = []
+
+    def job(config: DictConfig) -> None:
+        try:
+            task(config)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # the launcher must know which job failed
+            raised.append(error)  # else Hydra prints a line of its own about it
+
     before, environment = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["pipeline", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it refuses in many lines and exits with 1
     try:
-        hydra.main(version_base="1.3", config_path=configuration.directory(), config_name="config")(task)()
+        hydra.main(version_base="1.3", config_path=configuration.directory(), config_name="config")(job)()
     except SystemExit as exit:
         if exit.code not in (0, None):
             raise ConfigError("arguments", "must be of Hydra's grammar: see pipeline train --hydra-help") from None
@@ -76,6 +86,8 @@ def _hydra(task: Callable[[DictConfig], None], arguments: Sequence[str]) -> None
         sys.argv = before
         if environment is None:
             del os.environ["HYDRA_FULL_ERROR"]
+    if raised:
+        raise raised[0]
 
 
 def refusal(error: Exception) -> str | None:

@@ -179,9 +179,7 @@ def _settle_sizes(config: DictConfig, named: set[str]) -> batching.Batching:
     if explicit:
         for name in order[max(2, explicit) :]:
             sizes[name] = None
-    return batching.derive(
-        sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, config.hardware.replicas
-    )
+    return batching.derive(sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, config.hardware.replicas)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -191,8 +191,8 @@ def _from_builder(
             raise ConfigError(f"dataset.{key}", f"must be a split of {builder.name}", name, choices) from error
         return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 
-    features = builder.info.features or {}
-    labels = features[label_key] if label_key in features else None
+    features = dict(builder.info.features or {})
+    labels = features.get(label_key)
     return Data(
         split(train, "train_split"),
         None if validation is None else split(validation, "validation_split"),

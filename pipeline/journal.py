@@ -15,6 +15,7 @@ One line is one JSON object:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -110,11 +111,9 @@ class Journal:
 
     def _send(self, command: dict[str, Any]) -> None:
         assert self._shipper.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the answer, which is then missing, says so
             self._shipper.stdin.write(json.dumps(command) + "\n")
             self._shipper.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer, which is then missing, says so
 
     def _answer(self) -> dict[str, str]:
         assert self._shipper.stdout is not None
@@ -123,10 +122,8 @@ class Journal:
 
     def _end(self) -> None:
         assert self._shipper.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._shipper.stdin.close()
-        except BrokenPipeError:
-            pass
 
 
 def _now() -> int:

@@ -50,7 +50,7 @@ def mlp(
 def cnn(
     input_shape: Sequence[int],
     classes: int,
-    filters: Sequence[int] = (32, 64),
+    filters: Sequence[int] = (64, 128),
     kernel_size: int = 3,
     hidden: Sequence[int] = (128,),
     dropout: float = 0.0,

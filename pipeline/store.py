@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ logging.getLogger("alembic").setLevel(logging.WARNING)
 
 from mlflow.entities import ExperimentTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
-from mlflow.store.db.utils import create_sqlalchemy_engine, _initialize_tables  # noqa: E402
+from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine  # noqa: E402
 from mlflow.tracking import MlflowClient  # noqa: E402
 
 SQLITE = "sqlite:///"
@@ -112,10 +113,8 @@ class Store:
     def _put_in_place(self) -> None:
         assert self._new is not None
         self._database.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(self._new, self._database)  # unlike a rename it fails where another run was faster
-        except FileExistsError:
-            pass
+        with contextlib.suppress(FileExistsError):  # another run was faster, and its schema is the same
+            os.link(self._new, self._database)
         self._new.unlink()
         self._new = None
 

@@ -26,7 +26,9 @@ class NonFiniteError(ArithmeticError):
 class Log(Protocol):
     """Where rows go: `pipeline.tracking.Tracker`, or nowhere."""
 
-    def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None: ...
+    def update(
+        self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float
+    ) -> None: ...
 
     def validation(self, update: int, results: Mapping[str, float]) -> None: ...
 
@@ -202,9 +204,7 @@ def train(
     return done
 
 
-def evaluator(
-    evaluation: Evaluation, batches: tf.data.Dataset
-) -> Callable[[], dict[str, float]]:
+def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], dict[str, float]]:
     """A function that gives the loss and the metrics over all of `batches`, each example weighted exactly."""
 
     @tf.function

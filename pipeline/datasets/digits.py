@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -13,7 +13,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     """1797 images of 8×8×1 with values 0 … 16, in fixed stratified splits of 1437, 180 and 180."""
 
     VERSION = tfds.core.Version("1.0.0")
-    RELEASE_NOTES = {"1.0.0": "Stratified splits of scikit-learn's 1797 digits."}
+    RELEASE_NOTES: ClassVar = {"1.0.0": "Stratified splits of scikit-learn's 1797 digits."}
 
     def _info(self) -> tfds.core.DatasetInfo:
         return self.dataset_info_from_configs(
