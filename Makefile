@@ -1,0 +1,57 @@
+# Each target sets up .venv first where that has not been done. `make` alone lists the targets.
+#   ARGS="…"      passed on:  make train ARGS="model=mlp accumulation.factor=8"
+#   PYTHON=…      the interpreter that .venv is made with, 3.11 or newer
+
+PYTHON ?= python3
+ARGS   ?=
+# TensorFlow's CUDA libraries too, where an NVIDIA driver answers.
+LOCK   := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.lock || echo requirements.lock)
+STAMP  := .venv/$(LOCK).installed
+RUN    := .venv/bin/python -m
+COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+	--no-emit-index-url --no-emit-find-links --group dev pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check bench ui screenshot lock clean
+
+help:
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## .venv from the lock, and this project in it
+
+train: $(STAMP) ## train: digits, a small CNN, effective batch 128, factor 4; ARGS="overrides"
+	$(RUN) pipeline train $(ARGS)
+
+test: $(STAMP) ## the whole test suite
+	$(RUN) pytest $(ARGS)
+
+check: $(STAMP) ## formatter, linter and type checker, changing nothing
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+
+bench: $(STAMP) ## the benchmarks, as ratios
+	$(RUN) benchmarks $(ARGS)
+
+ui: $(STAMP) ## MLflow's UI on the default store, on 127.0.0.1
+	$(RUN) pipeline ui $(ARGS)
+
+screenshot: $(STAMP) ## the README's picture, from a real run in a real browser
+	$(RUN) docs.screenshot
+
+lock: ## requirements*.lock again from pyproject.toml; ARGS=--upgrade for newer versions
+	$(COMPILE) -o requirements.lock $(ARGS)
+	$(COMPILE) --extra gpu -c requirements.lock -o requirements-gpu.lock $(ARGS)
+
+clean: ## removes .venv, caches and build outputs; keeps runs and stores
+	rm -rf .venv dist .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip of the outer interpreter installs into .venv, so that a Python without ensurepip will do. The lock brings
+# .venv a pip of its own. The project is installed in place: what is edited is what runs.
+$(STAMP): $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %d.%d: make PYTHON=…" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv --without-pip .venv
+	$(PYTHON) -m pip --python .venv/bin/python install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
+	$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
