@@ -1,0 +1,114 @@
+"""A real MLflow server and a real Chromium, for tests and pictures of what a person sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.remote.webdriver import WebDriver
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+
+
+@contextmanager
+def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
+    """An MLflow server on `store_uri`, on a free port of 127.0.0.1; gives its address.
+
+    Args:
+        store_uri: the backend store, as `tracking.uri` has it.
+        seconds: how long it may take to answer.
+    """
+    port = _free_port()
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with tempfile.TemporaryFile() as log:
+        # A session of its own: the server starts about ten processes, and ending the first leaves some behind.
+        process = subprocess.Popen(
+            [*command, "--backend-store-uri", store_uri, "--workers", "1"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            if not _answers(f"{address}/health", process, seconds):
+                log.seek(0)
+                raise RuntimeError(f"mlflow server did not answer:\n{log.read().decode(errors='replace')[-4000:]}")
+            yield address
+        finally:
+            _end_group(process)
+
+
+@contextmanager
+def browser(width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
+    """Headless Chromium with an empty profile and a window of `width` × `height`."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        raise RuntimeError("chromium and chromedriver are needed (Debian's chromium and chromium-driver)")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        options = Options()
+        options.binary_location = chromium
+        for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+            options.add_argument(flag)
+        chrome = webdriver.Chrome(options, Service(driver))
+        try:
+            yield chrome
+        finally:
+            chrome.quit()
+
+
+def picture(chrome: WebDriver, path: Path) -> None:
+    """Writes what the window shows as a PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(chrome.get_screenshot_as_png())
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _answers(address: str, process: subprocess.Popen[bytes], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        with suppress(OSError), urllib.request.urlopen(address, timeout=5) as answer:
+            return bool(answer.status == 200)
+        time.sleep(0.3)
+    return False
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, ending)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
