@@ -34,41 +34,35 @@ class GradientSums(NamedTuple):
     Attributes:
         loss: Σ wᵢ·lossᵢ, scalar.
         weight: Σ wᵢ, scalar: elements, unmasked elements or summed sample weights, as the loss' reduction says.
-        sums: ∇ Σ wᵢ·lossᵢ by index of the trainable variable; one that the loss does not depend on is absent.
+        sums: ∇ Σ wᵢ·lossᵢ for each trainable variable; `()` for one that the loss does not depend on.
         added_loss: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples.
-        added_sums: its gradient, by index of the trainable variable; empty where the model adds nothing.
+        added_sums: its gradient, as in `sums`.
         examples: Σₖ nₖ, scalar.
     """
 
     loss: tf.Tensor
     weight: tf.Tensor
-    sums: dict[int, tf.Tensor]
+    sums: tuple[tf.Tensor | tuple[()], ...]
     added_loss: tf.Tensor
-    added_sums: dict[int, tf.Tensor]
+    added_sums: tuple[tf.Tensor | tuple[()], ...]
     examples: tf.Tensor
 
     def mean_loss(self) -> tf.Tensor:
         """The loss that one large batch would have shown, scalar."""
         return _divide(self.loss, self.weight) + _divide(self.added_loss, self.examples)
 
-    def gradients(self, count: int | None = None) -> list[tf.Tensor | None]:
+    def gradients(self) -> list[tf.Tensor | None]:
         """What one large batch would have given, in the order of `model.trainable_variables`.
-
-        Args:
-            count: number of trainable variables, where the last ones may be absent from the sums.
 
         Returns:
             One gradient of its variable's shape for each; None where the loss does not depend on it.
         """
-        last = max([*self.sums, *self.added_sums], default=-1)
-        return [self._gradient(index) for index in range(last + 1 if count is None else count)]
-
-    def _gradient(self, index: int) -> tf.Tensor | None:
-        parts = []
-        for sums, total in ((self.sums, self.weight), (self.added_sums, self.examples)):
-            if index in sums:
-                parts.append(_divide(sums[index], total))
-        return tf.add_n(parts) if parts else None
+        means = []
+        for of_loss, of_added in zip(self.sums, self.added_sums, strict=True):
+            sums = ((of_loss, self.weight), (of_added, self.examples))
+            parts = [_divide(value, total) for value, total in sums if not isinstance(value, tuple)]
+            means.append(tf.add_n(parts) if parts else None)
+        return means
 
 
 def accumulate_gradients(
@@ -88,9 +82,10 @@ def accumulate_gradients(
 
     Args:
         model: built, with its trainable variables fixed.
-        loss: any Keras loss whose reduction is not `none`.
-        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the
-            examples on axis 0. The number of examples need not be known when traced, and may be zero.
+        loss: any Keras loss whose reduction is not `none` and whose value for one example does not depend on
+            the other ones (in `keras.losses.Circle` it does: that is a loss of the micro-batch).
+        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on
+            axis 0. The number of examples need not be known when traced, and may be zero.
         micro_batch_size: examples per forward+backward; the last slice may be smaller.
         metrics: updated with every micro-batch's outputs; the mask of the outputs weighs them.
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
@@ -101,7 +96,7 @@ def accumulate_gradients(
         The sums; `sums.gradients()` is what one large batch would have given.
 
     Raises:
-        ValueError: the loss reduces nothing, or the micro-batch size is not positive.
+        ValueError: the loss reduces nothing, the batch has no labels, or the micro-batch size is not positive.
     """
     variables = [_tensor_variable(variable) for variable in model.trainable_variables]
 
@@ -118,7 +113,7 @@ def accumulate_gradients(
         _update(metrics, y, outputs)
         times = 1 if scale_loss is None else micro_batch_size
         sums = _gradient_sums(tape, scaled, variables, times)
-        added_sums = _gradient_sums(tape, added_scaled, variables, times) if added else {}
+        added_sums = _gradient_sums(tape, added_scaled, variables, times)
         return GradientSums(total, weight, sums, added_total, added_sums, examples)
 
     return _over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
@@ -166,7 +161,7 @@ class Update:
             metric.reset_state()
         sums = _reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch,)))
         variables = self.model.trainable_variables
-        gradients = sums.gradients(len(variables))
+        gradients = sums.gradients()
         learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
         norm = tf.linalg.global_norm([gradient for gradient in gradients if gradient is not None])
         if self._scale_loss is not None:
@@ -219,7 +214,7 @@ class Evaluation:
             added = self.model.losses
             added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
             _update(self.metrics, y, outputs)
-            return GradientSums(total, weight, {}, added_total, {}, examples)
+            return GradientSums(total, weight, (), added_total, (), examples)
 
         return _over_micro_batches(micro_step, share, self.micro_batch_size)
 
@@ -283,6 +278,7 @@ def weighted_sum(
 
 def share_of(batch: Nest, replicas: int) -> Nest:
     """This replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last ones."""
+    batch = _parts(batch)
     if replicas == 1:
         return batch
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -298,11 +294,11 @@ def _over_micro_batches(
     """Σ over the micro-batches of `batch` of `micro_step(x, y, sample_weight)`."""
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
-    parts = tuple(part for part in keras.utils.unpack_x_y_sample_weight(batch) if part is not None)
+    parts = _parts(batch)
     count = _examples(parts)
 
-    def on_parts(*parts: Nest) -> GradientSums:
-        return micro_step(*parts, *[None] * (3 - len(parts)))
+    def on_parts(x: Nest, y: Nest, sample_weight: Nest = None) -> GradientSums:
+        return micro_step(x, y, sample_weight)
 
     # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
     step = tf.function(on_parts, input_signature=_slice_specs(parts), jit_compile=jit_compile or None)
@@ -319,16 +315,17 @@ def _over_micro_batches(
 
 def _gradient_sums(
     tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: int
-) -> dict[int, tf.Tensor]:
-    gradients = {}
-    for index, gradient in enumerate(tape.gradient(target, variables)):
+) -> tuple[tf.Tensor | tuple[()], ...]:
+    def full(gradient: Any, variable: tf.Variable) -> tf.Tensor | tuple[()]:
         if gradient is None:
-            continue
+            return ()
         gradient = tf.convert_to_tensor(gradient)  # an embedding's slices have another length every micro-batch
+        gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
         if gradient.dtype in (tf.float16, tf.bfloat16):
             gradient = tf.cast(gradient, tf.float32)
-        gradients[index] = gradient if times == 1 else gradient * times
-    return gradients
+        return gradient if times == 1 else gradient * times
+
+    return tuple(map(full, tape.gradient(target, variables), variables))
 
 
 def _reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
@@ -347,6 +344,15 @@ def _update(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> 
 
 def _tensor_variable(variable: Any) -> tf.Variable:
     return variable.value
+
+
+def _parts(batch: Nest) -> tuple[Nest, ...]:
+    """`(x, y)` or `(x, y, sample_weight)`, its arrays as tensors: a traced loop slices only those."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if y is None:
+        raise ValueError("The batch must be (x, y) or (x, y, sample_weight). Received no y")
+    parts = (x, y) if sample_weight is None else (x, y, sample_weight)
+    return tf.nest.map_structure(lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), parts)
 
 
 def _examples(nest: Nest) -> tf.Tensor:

@@ -1,0 +1,51 @@
+"""What the tests share. TensorFlow is imported only by the modules that need it: most tests start the command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_devices() -> None:
+    """Two logical CPU devices, for MirroredStrategy in this process.
+
+    TensorFlow takes them only before its first operation. A module that needs them imports TensorFlow at its
+    top, so it is loaded by now, and builds nothing there.
+    """
+    if "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+@pytest.fixture
+def precision() -> Iterator:
+    """A function that sets Keras' precision by the name of its policy; the test's end restores it."""
+    import keras
+
+    before = keras.config.floatx(), keras.config.dtype_policy()
+
+    def set_precision(name: str) -> None:
+        # Losses and metrics have no policy of their own: they follow floatx.
+        keras.config.set_floatx("float64" if name == "float64" else "float32")
+        keras.config.set_dtype_policy(name)
+        keras.utils.set_random_seed(0)
+
+    set_precision("float32")
+    yield set_precision
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+@pytest.fixture
+def float64(precision) -> None:
+    """Double precision: where two ways to compute the same differ by rounding alone, it shows."""
+    precision("float64")
