@@ -31,6 +31,11 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
+# What a user of MLflow's UI has clicked on the first day: training mode, and the assistant's panel closed.
+PREFERENCES = """
+localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+"""
 
 
 @contextmanager
@@ -66,17 +71,20 @@ def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
 
 @contextmanager
 def browser(width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
-    """Headless Chromium with an empty profile and a window of `width` × `height`."""
+    """Headless Chromium with a new profile and a page of `width` × `height`."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
         raise RuntimeError("chromium and chromedriver are needed (Debian's chromium and chromium-driver)")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = Options()
         options.binary_location = chromium
-        for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         chrome = webdriver.Chrome(options, Service(driver))
         try:
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
             yield chrome
         finally:
             chrome.quit()
