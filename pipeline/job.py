@@ -163,7 +163,7 @@ def _log_model(uri: str, tracker: Tracker, network: Any, data: Any) -> None:
     try:
         if not hasattr(example, "numpy"):
             raise TypeError("an input that is not one dense tensor has no signature")
-        tracking.log_model(uri, tracker.run_id, network, example.numpy())
+        tracking.log_model(uri, tracker.experiment_id, tracker.run_id, network, example.numpy())
     except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
         first = (str(error).splitlines() or [type(error).__name__])[0]
         tracker.journal.write({"tags": {"model.not_logged": first}})

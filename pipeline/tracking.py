@@ -101,11 +101,12 @@ class Tracker:
         return self.journal.close(status)
 
 
-def log_model(uri: str, run_id: str, model: keras.Model, example: Any) -> None:
+def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any) -> None:
     """Logs the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
 
     Args:
         uri: of the store that holds the run.
+        experiment_id: of the run.
         run_id: of the run that trained it.
         model: saved in Keras' own format.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
@@ -116,6 +117,7 @@ def log_model(uri: str, run_id: str, model: keras.Model, example: Any) -> None:
     from mlflow.models import Model, infer_signature  # isort: skip
 
     mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
     signature = infer_signature(example, model(example, training=False).numpy())
     # Named, because MLflow finds requirements out by loading the model in another process.
     requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]

@@ -1,0 +1,82 @@
+"""Runs the real command in real processes, and reads what it left in a real store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
+
+
+def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
+    """`pipeline …` as a process group of its own, with its output kept apart."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeline", *arguments],
+        cwd=cwd,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def pipeline(
+    *arguments: str, cwd: Path, status: int = 0, timeout: int = 570, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`pipeline …` to its end; its exit status must be `status`."""
+    process = start(*arguments, cwd=cwd, **more)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == status, f"{arguments}\n{out}\n{err}"
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+class Store:
+    """The default store of a folder that the command was run in."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.client = MlflowClient(f"sqlite:///{folder}/mlruns/mlflow.db")
+
+    def runs(self, experiment: str = "pipeline") -> list[Run]:
+        """Oldest first."""
+        found = self.client.get_experiment_by_name(experiment)
+        return list(self.client.search_runs([found.experiment_id], order_by=["start_time ASC"])) if found else []
+
+    def run(self, experiment: str = "pipeline") -> Run:
+        (run,) = self.runs(experiment)
+        return run
+
+    def history(self, run: Run, key: str) -> dict[int, float]:
+        """Value by step; no step is there twice."""
+        points = self.client.get_metric_history(run.info.run_id, key)
+        by_step = {point.step: point.value for point in points}
+        assert len(by_step) == len(points), f"{key} has two values on one step"
+        return dict(sorted(by_step.items()))
+
+    def histories(self, run: Run, *prefixes: str) -> dict[str, dict[int, float]]:
+        keys = [key for key in run.data.metrics if key.startswith(prefixes or ("train/", "val/"))]
+        return {key: self.history(run, key) for key in sorted(keys)}
+
+    def by_param(self, runs: list[Run], *keys: str) -> dict[tuple[str, ...], Run]:
+        found = defaultdict(list)
+        for run in runs:
+            found[tuple(run.data.params[key] for key in keys)].append(run)
+        assert all(len(group) == 1 for group in found.values())
+        return {values: group[0] for values, group in found.items()}

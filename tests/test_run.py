@@ -1,0 +1,224 @@
+"""The main job end to end: real processes, a real SQLite store, what a user finds there afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.running import Store, pipeline, start
+
+QUIET = ("tracking.log_model=false", "tracking.system_metrics=false")
+EXACT = ("experiment=exact", "model=mlp", "training.updates=100", *QUIET)
+EPOCHS, EXAMPLES, SIZE = 10, 1437, 128
+UPDATES = EPOCHS * 12
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("main")
+    return pipeline("train", "hydra.run.dir=run", cwd=folder), Store(folder)
+
+
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory):
+    """One process, one run a size and optimizer: the last micro-batch size divides neither batch nor tail."""
+    folder = tmp_path_factory.mktemp("proofs")
+    save = (
+        "+training.callbacks.save={_target_: keras.callbacks.ModelCheckpoint, save_weights_only: true, save_freq: 100,"
+        "filepath: '${hydra:runtime.output_dir}/final.weights.h5'}"
+    )
+    sizes = "accumulation.micro_batch_size=128,64,32,16,24"
+    pipeline("train", "-m", *EXACT, sizes, "optimizer=momentum,adamw", save, "hydra.sweep.dir=runs", cwd=folder)
+    pipeline("train", *EXACT, "optimizer=adamw", "hardware.replicas=2", "tracking.experiment=two", cwd=folder)
+    return Store(folder)
+
+
+def test_digits_are_learned_and_the_run_is_printed(main_job):
+    done, store = main_job
+    run = store.run()
+    assert run.info.status == "FINISHED"
+    assert store.history(run, "val/accuracy")[UPDATES] >= 0.97
+    assert (
+        "effective batch 128 = 32 × 4 × 1 replica; 1437 examples → 12 updates per epoch (last one 29), 120 in all"
+        in (done.stderr)
+    )
+    assert run.info.run_id in done.stderr
+    assert "pipeline ui" in done.stderr
+    assert str(store.folder / "run") in done.stderr
+
+
+def test_every_metric_is_there_once_on_every_update(main_job):
+    _, store = main_job
+    histories = store.histories(store.run(), "train/", "perf/")
+    assert set(histories) == {
+        *("train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),
+        *("train/effective_batch_size", "train/micro_steps", "train/examples_seen", "train/epoch"),
+        *("perf/update_seconds", "perf/examples_per_second", "perf/peak_memory_bytes"),
+    }
+    for key, history in histories.items():
+        assert list(history) == list(range(1, UPDATES + 1)), key
+    for key, history in store.histories(store.run(), "val/").items():
+        assert list(history) == list(range(12, UPDATES + 1, 12)), key
+
+
+def test_counters_are_those_of_the_examples(main_job):
+    _, store = main_job
+    run = store.run()
+    sizes = store.history(run, "train/effective_batch_size")
+    assert [sizes[update] for update in (1, 11, 12, 13, 24)] == [128, 128, 29, 128, 29]
+    assert store.history(run, "train/examples_seen")[UPDATES] == EPOCHS * EXAMPLES
+    assert store.history(run, "train/epoch")[UPDATES] == EPOCHS
+    assert store.history(run, "train/micro_steps")[12] == 11 * 4 + 1  # the tail of 29 is one micro-batch of 32
+    assert store.history(run, "train/micro_steps")[UPDATES] == EPOCHS * 45
+
+
+def test_learning_rate_is_the_schedule_at_the_updates_before(main_job):
+    import keras
+
+    _, store = main_job
+    schedule = keras.optimizers.schedules.CosineDecay(0.0, 114, warmup_target=0.01, warmup_steps=6)
+    logged = store.history(store.run(), "train/learning_rate")
+    assert logged == {update: float(schedule(update - 1)) for update in range(1, UPDATES + 1)}
+
+
+def test_params_tags_inputs_and_artifacts(main_job):
+    _, store = main_job
+    run = store.run()
+    params = run.data.params
+    assert params["optimizer._target_"] == "keras.optimizers.AdamW"
+    assert params["schedule.warmup_target"] == "0.01"
+    assert params["hardware.precision"] == "float32"
+    derived = {key: value for key, value in params.items() if key.startswith("derived.")}
+    parameters = derived.pop("derived.parameters")
+    assert derived == {
+        "derived.effective_batch_size": "128",
+        "derived.factor": "4",
+        "derived.micro_batch_size": "32",
+        "derived.replicas": "1",
+        "derived.updates": "120",
+    }
+    # two 3×3 convolutions, a dense layer over 2×2×128, the logits; each with its biases
+    assert int(parameters) == (9 * 64 + 64) + (9 * 64 * 128 + 128) + (512 * 128 + 128) + (128 * 10 + 10)
+    assert run.data.tags["model.batch_dependent_layers"] == "none"
+    assert len(run.data.tags["config.hash"]) == 64
+    contexts = {entry.tags[0].value: entry.dataset for entry in run.inputs.dataset_inputs}
+    assert {context: json.loads(d.profile)["num_examples"] for context, d in contexts.items()} == {
+        "training": 1437,
+        "validation": 180,
+    }
+    names = {artifact.path for artifact in store.client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "overrides.yaml", "environment.json"} <= names
+    recorded = yaml.safe_load((store.folder / "run" / "config.yaml").read_text())
+    assert recorded["schedule"]["warmup_target"] == 0.01
+    assert any(key.startswith("system/") for key in run.data.metrics)
+
+
+def test_logged_model_predicts_the_same(main_job, monkeypatch):
+    import mlflow
+    import numpy as np
+    from sklearn.datasets import load_digits
+
+    _, store = main_job
+    run = store.run()
+    monkeypatch.chdir(store.folder)
+    mlflow.set_tracking_uri(store.client.tracking_uri)
+    model = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
+    digits = load_digits()
+    outputs = model.predict((digits.images[..., None] / 16).astype(np.float32))
+    assert outputs.shape == (1797, 10)
+    assert np.mean(np.argmax(outputs, axis=1) == digits.target) >= 0.97
+    assert model.metadata.signature.inputs.inputs[0].shape == (-1, 8, 8, 1)
+
+
+@pytest.mark.parametrize("optimizer", ["keras.optimizers.SGD", "keras.optimizers.AdamW"])
+def test_every_factor_trains_the_same_trajectory(proofs, optimizer):
+    import h5py
+    import numpy as np
+
+    runs = proofs.by_param(proofs.runs(), "optimizer._target_", "derived.micro_batch_size")
+    reference, *others = [runs[optimizer, size] for size in ("128", "64", "32", "16", "24")]
+    losses = proofs.history(reference, "train/loss")
+    assert len(losses) == 100
+
+    def weights(run):
+        found = []
+        with h5py.File(Path(run.data.params["training.callbacks.save.filepath"])) as file:
+            file.visititems(lambda _, node: found.append(node[()]) if isinstance(node, h5py.Dataset) else None)
+        return [array for array in found if array.dtype == np.float64]
+
+    for other in others:
+        assert proofs.history(other, "train/loss") == pytest.approx(losses, rel=1e-12)
+        assert proofs.history(other, "val/loss") == pytest.approx(proofs.history(reference, "val/loss"), rel=1e-12)
+        for one, two in zip(weights(other), weights(reference), strict=True):
+            # relative to the size of the array: single entries pass through zero
+            assert np.linalg.norm(one - two) <= 1e-12 * np.linalg.norm(two)
+
+
+def test_two_devices_train_the_same_trajectory_in_one_run(proofs):
+    one = proofs.by_param(proofs.runs(), "optimizer._target_", "derived.micro_batch_size")
+    one = one["keras.optimizers.AdamW", "32"]
+    two = proofs.run("two")  # one run; `history` refuses a row that is doubled
+    assert two.data.params["derived.replicas"] == "2"
+    assert two.data.params["derived.micro_batch_size"] == "16"
+    for key in ("train/loss", "train/gradient_norm", "train/accuracy", "val/loss", "val/accuracy"):
+        assert proofs.history(two, key) == pytest.approx(proofs.history(one, key), rel=1e-12), key
+    assert proofs.history(two, "train/examples_seen") == proofs.history(one, "train/examples_seen")
+
+
+def test_deterministic_runs_are_equal_to_the_bit(tmp_path):
+    for _ in range(2):
+        pipeline(
+            *("train", "experiment=quick", "dataset=digits_shifted", "model.dropout=0.3"),
+            *("hardware.deterministic=true", *QUIET),
+            cwd=tmp_path,
+        )
+    store = Store(tmp_path)
+    one, two = (store.histories(run) for run in store.runs())
+    assert one == two
+    assert len(one) == 10
+
+
+def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
+    done = pipeline(
+        *("train", "experiment=quick", "optimizer=sgd", "optimizer.learning_rate=1e30", *QUIET), cwd=tmp_path, status=1
+    )
+    store = Store(tmp_path)
+    run = store.run()
+    assert run.info.status == "FAILED"
+    last = max(store.history(run, "train/loss"))
+    assert f"at update {last}" in run.data.tags["failure"]
+    assert "NonFiniteError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "exit_status"),
+    [(signal.SIGINT, "KILLED", 130), (signal.SIGTERM, "KILLED", 143), (signal.SIGKILL, "KILLED", -9)],
+)
+def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, status, exit_status):
+    process = start("train", "training.epochs=100000", "model=mlp", *QUIET, "hydra.run.dir=run", cwd=tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    _wait(lambda: journal.exists() and journal.read_text().count("metrics") > 300)
+    os.killpg(process.pid, number)  # as a terminal does it: the whole group
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == exit_status, err
+    store = Store(tmp_path)
+    _wait(lambda: store.run().info.status != "RUNNING")
+    assert store.run().info.status == status
+    rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    written = [row["step"] for row in rows if "train/loss" in row.get("metrics", {})]
+    assert list(store.history(store.run(), "train/loss")) == written == list(range(1, len(written) + 1))
+    if number != signal.SIGKILL:
+        assert "Traceback" not in err
+
+
+def _wait(condition, seconds=120):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.2)
