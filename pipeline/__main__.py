@@ -19,30 +19,28 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     sys.path.append(os.getcwd())  # a user's own modules, also for the installed command
     try:
         if arguments[:1] == ["-sc"]:
             return _complete(arguments)
         return _run(arguments)
     except ConfigError as error:
-        if full:
+        from pipeline.config import mask
+
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        print(f"pipeline: {error}", file=sys.stderr)
+        print(f"pipeline: {mask(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("pipeline: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:
-        from pipeline.composing import refusal
-
-        said = refusal(error)
-        if said is None or full:
-            traceback.print_exc()
-        if said is None:
-            return 1
-        print(f"pipeline: {said}", file=sys.stderr)
-        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+    except BaseException as error:
+        if type(error).__name__ != "Terminated":  # of pipeline.job, which is not imported for its name alone
+            raise
+        return 143
 
 
 def _run(arguments: list[str]) -> int:
@@ -80,10 +78,4 @@ def _complete(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except BaseException as error:
-        if type(error).__name__ != "Terminated":
-            raise
-        status = 143
-    sys.exit(status)
+    sys.exit(main())

@@ -5,18 +5,31 @@ Imports neither TensorFlow nor MLflow: a wrong config is refused in under a seco
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from pipeline import batching
 from pipeline.errors import ConfigError
+from pipeline.refusal import refusing
+
+SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
+_NAME = re.compile(r"[\w.\-/: ]{1,250}")
+_NAME_RULE = "letters, digits and _.-/: up to 250 of them"
+_OUR_METRICS = {"loss", "learning_rate", "gradient_norm", "gradient_noise_scale"} | {
+    "effective_batch_size",
+    "micro_steps",
+    "examples_seen",
+    "epoch",
+}
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
@@ -100,6 +113,7 @@ class Settings:
     length: int
 
 
+@refusing()
 def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
     """Checks what one field alone cannot show, and settles defaults that the command line outranks.
 
@@ -111,40 +125,90 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
     Raises:
         ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(missing[0], "must be given")
+    _check_keys(config)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    for group in ("dataset", "model", "optimizer", "schedule", "training.loss"):
-        node = OmegaConf.select(config, group)
-        if not (isinstance(node, DictConfig) and isinstance(node.get("_target_"), str)):
-            raise ConfigError(f"{group}._target_", "must be the dotted name of what builds it", node)
-    for group in ("training.metrics", "training.callbacks"):
-        for name, node in OmegaConf.select(config, group).items():
-            if not (isinstance(node, DictConfig) and isinstance(node.get("_target_"), str)):
-                raise ConfigError(f"{group}.{name}._target_", "must be the dotted name of what builds it", node)
+    _check_targets(config)
     horizon, length = _settle_horizon(config, named)
     sizes = _settle_sizes(config, named)
-    _positive(config, "tracking.log_every")
+    _check_hardware(config.hardware)
+    _check_tracking(config)
     buffer = config.dataset.get("shuffle_buffer")
-    if buffer is not None and (not isinstance(buffer, int) or buffer < 1):
+    if buffer is not None and (not _is_integer(buffer) or buffer < 1):
         raise ConfigError("dataset.shuffle_buffer", "must be at least 1, or null for the whole split", buffer)
     if not isinstance(config.dataset.get("in_memory", True), bool):
         raise ConfigError("dataset.in_memory", "must be true or false", config.dataset.in_memory)
     every = config.training.evaluate_every
-    if every != "epoch" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+    if every != "epoch" and (not _is_integer(every) or every < 1):
         raise ConfigError("training.evaluate_every", "must be a positive number of updates, or 'epoch'", every)
     if not 0 <= config.seed < 2**32:
         raise ConfigError("seed", "must be from 0 to 4294967295", config.seed)
     rate = config.optimizer.get("learning_rate")
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
         raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
-    if config.hardware.device == Device.gpu and not Path("/dev/nvidia0").exists() and not Path("/dev/dxg").exists():
+    return Settings(sizes, horizon, length)
+
+
+def _check_keys(config: DictConfig) -> None:
+    """With `+` and `~` a command line adds and deletes keys that the schema does not let it change."""
+    nodes = {"": Config, "accumulation": AccumulationConfig, "training": TrainingConfig}
+    nodes |= {"hardware": HardwareConfig, "tracking": TrackingConfig}
+    for key, schema in nodes.items():
+        node = OmegaConf.select(config, key) if key else config
+        names = [field.name for field in fields(schema)]
+        given = [str(name) for name in node] if isinstance(node, DictConfig) else []
+        for name in [*given, *names]:
+            dotted = f"{key}.{name}".lstrip(".")
+            if name not in names:
+                raise ConfigError(dotted, f"must be a key of {key or 'the config'}", name, names)
+            if name not in given:
+                raise ConfigError(dotted, "must be given")
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(missing[0], "must be given")
+    for leaf in leaves(plain(config)):
+        if not _NAME.fullmatch(leaf):
+            raise ConfigError(leaf, f"must be a name that MLflow takes for a param: {_NAME_RULE}", leaf)
+
+
+def _check_targets(config: DictConfig) -> None:
+    nodes = {key: OmegaConf.select(config, key) for key in ("dataset", "model", "optimizer", "schedule")}
+    nodes["training.loss"] = config.training.loss
+    for group in ("metrics", "callbacks"):
+        nodes |= {f"training.{group}.{name}": node for name, node in config.training[group].items()}
+    if config.dataset.get("augment") is not None:
+        nodes["dataset.augment"] = config.dataset.augment
+    for key, node in nodes.items():
+        if not (isinstance(node, DictConfig) and isinstance(node.get("_target_"), str)):
+            received = node.get("_target_") if isinstance(node, DictConfig) else node
+            raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", received)
+    for name in config.training.metrics:
+        if not _NAME.fullmatch(str(name)) or name in _OUR_METRICS:
+            ours = ", ".join(sorted(_OUR_METRICS))
+            rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours}"
+            raise ConfigError(f"training.metrics.{name}", rule, name)
+
+
+def _check_hardware(hardware: DictConfig) -> None:
+    has_gpu = Path("/dev/nvidia0").exists() or Path("/dev/dxg").exists()
+    if hardware.device == Device.gpu and not has_gpu:
         choices = [device.name for device in Device if device is not Device.gpu]
         raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu", choices)
-    if not config.tracking.uri:
-        raise ConfigError("tracking.uri", "must be an MLflow tracking URI", config.tracking.uri)
-    return Settings(sizes, horizon, length)
+    most = max(16, os.cpu_count() or 1)  # a logical device is a thread: more than these only wait for each other
+    if hardware.replicas > most and (hardware.device == Device.cpu or not has_gpu):
+        raise ConfigError("hardware.replicas", f"must be at most {most} on a CPU", hardware.replicas)
+
+
+def _check_tracking(config: DictConfig) -> None:
+    _positive(config, "tracking.log_every")
+    uri, experiment = config.tracking.uri, config.tracking.experiment
+    if urlsplit(uri).scheme.split("+")[0] not in SCHEMES:
+        raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
+    if not experiment.strip() or len(experiment) > 250:
+        raise ConfigError("tracking.experiment", "must be a name of 1 to 250 characters", experiment)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _positive(config: DictConfig, key: str) -> None:

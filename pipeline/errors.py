@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+_UNSAID: Any = object()
+_LONGEST = 300  # characters of a value
+_MOST = 40  # choices that are listed
 
 
 class ConfigError(Exception):
@@ -14,22 +20,61 @@ class ConfigError(Exception):
         rule: what the value must be, as the end of a sentence that starts with the key.
         received: the value that broke the rule; left out of the line when it is not given.
         choices: the values that would have been accepted, where they can be counted.
+        similar: values that would have been accepted where there are too many to list; a close one is suggested.
     """
 
-    _UNSAID = object()
-
-    def __init__(self, key: str, rule: str, received: object = _UNSAID, choices: Iterable[object] | None = None):
-        self.key, self.rule, self.received = key, rule, received
+    def __init__(
+        self,
+        key: str,
+        rule: str,
+        received: object = _UNSAID,
+        choices: Iterable[object] | None = None,
+        similar: Iterable[object] = (),
+    ):
+        # Everything is kept as text, so that the error crosses from one process to another.
+        self.key, self.rule = key, rule
+        self.received = None if received is _UNSAID else said(received)
         self.choices = None if choices is None else [str(choice) for choice in choices]
-        super().__init__(self.key, self.rule)
+        self.close = ""
+        if isinstance(received, str):
+            accepted = [*(self.choices or ()), *map(str, similar)]
+            self.close = next(iter(difflib.get_close_matches(received, accepted, n=1)), "")
+        super().__init__(key, rule)
 
     def __str__(self) -> str:
         line = f"{self.key} {self.rule}."
-        if self.received is not self._UNSAID:
-            line += f" Received: {self.received!r}."
+        if self.received is not None:
+            line += f" Received: {self.received}."
         if self.choices is not None:
-            line += f" Choices: {', '.join(self.choices) or 'none'}."
-            close = difflib.get_close_matches(str(self.received), self.choices, n=1)
-            if close and close[0] != str(self.received):
-                line += f" Did you mean {close[0]!r}?"
+            more = len(self.choices) - _MOST
+            listed = self.choices[:_MOST] + ([f"and {more} more"] if more > 0 else [])
+            line += f" Choices: {', '.join(listed) or 'none'}."
+        if self.close:
+            line += f" Did you mean {self.close!r}?"
         return " ".join(line.split())
+
+
+def said(value: object) -> str:
+    """`value` as a person would have written it in YAML, cut where it is long."""
+    text = _yaml(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line; its type where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _yaml(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return repr(value)
