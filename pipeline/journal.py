@@ -46,6 +46,11 @@ class Journal:
         )
         self._send({"open": uri})
 
+    @property
+    def pid(self) -> int:
+        """Of the shipper's process."""
+        return self._shipper.pid
+
     def ready(self) -> None:
         """Waits until the store answers.
 

@@ -1,0 +1,91 @@
+"""The benchmarks, as ratios of contenders that took turns in one sitting.
+
+Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]     (`make bench`)
+Run time:  about 6 minutes on two CPU cores.
+Expect:    a table with every target met, and the same as JSON in benchmarks/results/.
+
+Parts:
+    update     the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone
+    fit        the training loop ÷ Keras' fit with gradient_accumulation_steps
+    tracking   the training loop that logs every update ÷ the same one that logs nothing; CPU time of a logged update
+    startup    seconds to an answer of `pipeline --help`, to a refusal, and to the first update
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.figures import Figure, table
+
+PARTS = ("startup", "update", "fit", "tracking")
+MODELS = ("mlp", "wide", "cnn")
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    options = _options()
+    begun = time.time()
+    figures: list[Figure] = []
+    if "startup" in options.parts:  # before TensorFlow takes memory and threads here
+        from benchmarks import startup
+
+        figures += startup.measure(options.starts)
+    device = "not used"
+    if set(options.parts) - {"startup"}:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        from benchmarks import fit, models, tracking, update
+
+        device = models.device()
+        for name in options.models:
+            if "update" in options.parts:
+                figures += update.measure(name, options.rounds, options.seconds, options.xla)
+            if "fit" in options.parts:
+                figures += fit.measure(name, options.rounds, options.seconds, options.xla)
+            if "tracking" in options.parts:
+                figures += tracking.measure(name, options.tracked_rounds, options.tracked_seconds)
+    said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
+    print(f"\n{said}\n{table(figures)}")
+    result = {
+        "device": device,
+        "processors": os.cpu_count(),
+        "platform": platform.platform(),
+        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")},
+        "begun": begun,
+        "seconds": time.time() - begun,
+        "options": vars(options),
+        "figures": [figure.as_dict() for figure in figures],
+    }
+    path = Path(options.output or RESULTS / time.strftime("%Y-%m-%d_%H-%M-%S.json", time.localtime(begun)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    print(f"written to {path}", file=sys.stderr)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; all where none is given")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender")
+    parser.add_argument("--seconds", type=float, default=0.3, help="a contender's turn, at least")
+    parser.add_argument("--tracked-rounds", type=int, default=6, help="turns with and without tracking")
+    parser.add_argument("--tracked-seconds", type=float, default=3.0, help="such a turn: long enough to ship in it")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each command")
+    parser.add_argument("--xla", action="store_true", help="compile our forward+backward and the limit's with XLA")
+    parser.add_argument("--output", type=Path, help="of the JSON; by default a new file in benchmarks/results/")
+    options = parser.parse_args()
+    for part in options.parts:
+        if part not in PARTS:
+            parser.error(f"PART must be one of {', '.join(PARTS)}. Received: {part}")
+    options.parts = options.parts or PARTS
+    return options
+
+
+if __name__ == "__main__":
+    main()

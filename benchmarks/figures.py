@@ -1,0 +1,94 @@
+"""What a benchmark says: one figure with its spread, beside its target."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass
+class Figure:
+    """One line of the table.
+
+    Attributes:
+        part, subject, what: which benchmark, of which model or command, and what is compared with what.
+        values: of every round; a ratio is of two contenders in the same round.
+        unit: of the values; empty for a ratio.
+        best: the best round of each contender, in `best_unit`.
+        at_least, at_most: the target; neither where there is none, and `note` says why.
+    """
+
+    part: str
+    subject: str
+    what: str
+    values: Sequence[float]
+    unit: str = ""
+    best: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    best_unit: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.values) < 2:
+            return self.median, self.median
+        first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median meets the target; None where there is none."""
+        if self.at_least is not None:
+            return self.median >= self.at_least
+        return None if self.at_most is None else self.median <= self.at_most
+
+    def as_dict(self) -> dict[str, object]:
+        computed = {"median": self.median, "quartiles": self.quartiles, "met": self.met}
+        return dataclasses.asdict(self) | computed
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """All figures for a person, one a line."""
+    head = ("part", "of", "figure", "median", "quartiles", "target", "", "best round of each")
+    rows = [head, *(_row(figure) for figure in figures)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "─" * max(len(line) for line in lines), *lines[1:]])
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    first, third = figure.quartiles
+    unit = f" {figure.unit}" if figure.unit else ""
+    target = ""
+    if figure.at_least is not None:
+        target = f"≥ {figure.at_least:.2f}{unit}"
+    elif figure.at_most is not None:
+        target = f"≤ {figure.at_most:.2f}{unit}"
+    best = ", ".join(f"{name} {_number(value)}" for name, value in figure.best.items())
+    if best and figure.best_unit:
+        best += f" {figure.best_unit}"
+    return (
+        figure.part,
+        figure.subject,
+        figure.what,
+        f"{figure.median:.2f}{unit}",
+        f"{first:.2f} … {third:.2f}",
+        target,
+        {None: "", True: "met", False: "MISSED"}[figure.met],
+        "; ".join(text for text in (best, figure.note) if text),
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

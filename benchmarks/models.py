@@ -1,0 +1,64 @@
+"""The three models and their data, as all parts use them: Adam, micro-batch 32, factor 8."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from omegaconf import OmegaConf
+
+from pipeline import dataset
+from pipeline.dataset import Data
+
+MICRO, FACTOR = 32, 8
+EFFECTIVE = MICRO * FACTOR
+CLASSES = 10
+SHAPES = {"mlp": (64,), "wide": (256,), "cnn": (32, 32, 3)}
+
+
+def build(name: str) -> keras.Model:
+    """`mlp` is 64-128-128-10, `wide` 256-2048-2048-2048-10 (9 M weights), `cnn` three convolutions."""
+    inputs = keras.Input(SHAPES[name])
+    hidden = inputs
+    if name == "cnn":
+        for filters in (32, 64):
+            hidden = keras.layers.Conv2D(filters, 3, padding="same", activation="relu")(hidden)
+            hidden = keras.layers.MaxPooling2D()(hidden)
+        hidden = keras.layers.Conv2D(64, 3, padding="same", activation="relu")(hidden)
+        hidden = keras.layers.GlobalAveragePooling2D()(hidden)
+    else:
+        for units in {"mlp": (128, 128), "wide": (2048, 2048, 2048)}[name]:
+            hidden = keras.layers.Dense(units, activation="relu")(hidden)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(hidden), name=name)
+
+
+def loss() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def optimizer(gradient_accumulation_steps: int | None = None) -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(1e-4, gradient_accumulation_steps=gradient_accumulation_steps)
+
+
+def examples(name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise with labels: what it is does not change how long it takes."""
+    generator = np.random.default_rng(0)
+    x = generator.random((count, *SHAPES[name]), np.float32)
+    return x, generator.integers(0, CLASSES, count)
+
+
+def batches(name: str, size: int) -> tf.data.Dataset:
+    """Shuffled batches of `size` out of memory, epoch after epoch, by the pipeline's own `tf.data`, without end."""
+    data = Data(tf.data.Dataset.from_tensor_slices(examples(name, 32 * EFFECTIVE)), None)
+    node = OmegaConf.create({"in_memory": True})
+    return dataset.effective_batches(node, data, seed=0, effective_batch_size=size, epochs=10**9)
+
+
+def device() -> str:
+    """What TensorFlow computes on: the first GPU, where there is one."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return "CPU"
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU"))

@@ -1,0 +1,99 @@
+"""The update ÷ the limit.
+
+No update can be faster than its parts: `factor` forward+backward passes at the micro-batch size and one optimizer
+apply. Both are measured alone, with nothing summed, in two forms:
+
+    calls   one call of a traced function for each micro-batch, cut beforehand: the limit as a Python loop meets it
+    strict  all micro-batches in one traced loop, so that no Python runs between them; the gradients of each are
+            loop variables, or the graph optimiser would prune the backward passes whose results nobody reads
+
+The apply is one call of a traced function on gradients that are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from benchmarks import models
+from benchmarks.figures import Figure, ratios
+from benchmarks.models import EFFECTIVE, FACTOR, MICRO
+from benchmarks.turns import alternate, repeats
+from pipeline.accumulation import Update
+
+
+def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
+    """Two figures, one for each form of the limit."""
+    parts = contenders(name, xla)
+    count = repeats(parts["update"], seconds)
+    times = alternate({part: _repeated(call, count) for part, call in parts.items()}, rounds)
+    best = {part: min(values) / count for part, values in times.items()}
+    figures = []
+    for form in ("calls", "strict"):
+        limit = [passes + apply for passes, apply in zip(times[form], times["apply"], strict=True)]
+        shown = {"update": EFFECTIVE / best["update"], "limit": EFFECTIVE * count / min(limit)}
+        what = f"update ÷ limit, {form}"
+        figures.append(
+            Figure("update", name, what, ratios(limit, times["update"]), "", shown, "examples/s", at_least=0.90)
+        )
+    return figures
+
+
+def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
+    """What is measured alone, for one effective batch each."""
+    model, loss, optimizer = models.build(name), models.loss(), models.optimizer()
+    optimizer.build(model.trainable_variables)
+    variables = [variable.value for variable in model.trainable_variables]
+    x, y = map(tf.constant, models.examples(name, EFFECTIVE))
+
+    def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        return value, tape.gradient(value, variables)
+
+    passes = tf.function(gradients, jit_compile=xla or None)
+
+    @tf.function
+    def strict(x: tf.Tensor, y: tf.Tensor) -> Any:
+        def body(index: tf.Tensor, _: tf.Tensor, __: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+            start = index * MICRO
+            return index + 1, *passes(x[start : start + MICRO], y[start : start + MICRO])
+
+        zeros = [tf.zeros(variable.shape) for variable in variables]
+        return tf.while_loop(lambda index, *_: index < FACTOR, body, (0, 0.0, zeros), parallel_iterations=1)
+
+    some = [tf.random.normal(variable.shape, stddev=1e-3) for variable in variables]
+
+    @tf.function
+    def apply() -> None:
+        optimizer.apply(some, model.trainable_variables)
+
+    update = Update(model, loss, optimizer, MICRO, jit_compile=xla)
+
+    # As the training loop traces it: the number of examples is not known.
+    @tf.function(input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype), tf.TensorSpec([None], y.dtype)])
+    def whole(x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
+        return update((x, y))
+
+    cut = [(x[start : start + MICRO], y[start : start + MICRO]) for start in range(0, EFFECTIVE, MICRO)]
+    return {
+        "calls": lambda: [passes(*part) for part in cut][-1],
+        "strict": lambda: strict(x, y),
+        "apply": apply,
+        "update": lambda: whole(x, y),
+    }
+
+
+def _repeated(call: Callable[[], Any], count: int) -> Callable[[], None]:
+    call()  # traces
+
+    def turn() -> None:
+        for _ in range(count):
+            result = call()
+        for value in tf.nest.flatten(result)[:1]:
+            if value is not None:
+                value.numpy()
+
+    return turn
