@@ -30,10 +30,10 @@ def main() -> None:
         overrides = ["tracking.log_model=false", "tracking.system_metrics=false"]
         subprocess.run([sys.executable, "-m", "pipeline", "train", *overrides], cwd=folder, check=True)
         client = MlflowClient(store)
-        experiment = client.get_experiment_by_name("pipeline").experiment_id
-        (run,) = client.search_runs([experiment])
+        (experiment,) = client.search_experiments(filter_string="name = 'pipeline'")
+        (run,) = client.search_runs([experiment.experiment_id])
         with server(store) as address, browser() as chrome:
-            page = f"{address}/#/experiments/{experiment}/runs/{run.info.run_id}/model-metrics"
+            page = f"{address}/#/experiments/{experiment.experiment_id}/runs/{run.info.run_id}/model-metrics"
             photograph_charts(chrome, page, CHARTS, 6, HERE / "run.png")
 
 
