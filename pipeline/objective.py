@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 from pipeline import dataset, targets
 from pipeline.accumulation import weighted_sum
 from pipeline.dataset import Data
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line
 
 
 @dataclass(frozen=True)
@@ -70,42 +71,65 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
     """
     batch = next(iter(dataset.in_order(data.train, min(micro_batch_size, 32))))
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    loss = objective.loss
-    try:
-        outputs = model(x, training=False)
-    except Exception as error:
-        shape = data.input_shape
-        raise ConfigError("model", f"must take the dataset's inputs ({_first_line(error)})", shape) from error
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
-    shapes = f"labels {_shape(y)} and outputs {_shape(outputs)}"
-    try:
-        _check_shapes(loss, y, outputs)
-        _check_classes(loss, y, outputs)
-        weighted_sum(loss, y, outputs, sample_weight)
-        for metric in objective.metrics:
+    loss, variables = objective.loss, [variable.value for variable in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        with _refused("model", f"must take inputs of {_shape(x)}", model.name):
+            outputs = model(x, training=False)
+        fit = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
+        with _refused("training.loss", fit, loss.name):
+            _check_shapes(loss, y, outputs)
+            _check_classes(loss, y, outputs, data.classes)
+            total, _ = weighted_sum(loss, y, outputs, sample_weight)
+    if all(gradient is None for gradient in tape.gradient(total, variables)):
+        raise ConfigError("training.loss", "must depend on the model's weights: no gradient reaches any", loss.name)
+    for metric in objective.metrics:
+        with _refused(f"training.metrics.{metric.name}", fit, type(metric).__name__):
+            if isinstance(metric, keras.metrics.MeanMetricWrapper):
+                _check_shapes(metric, y, outputs)
             metric.update_state(y, outputs)
-            metric.reset_state()
+            metric.result()
+        metric.reset_state()
+
+
+@contextmanager
+def _refused(key: str, rule: str, received: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        raise ConfigError("training.loss", f"must fit {shapes} ({_first_line(error)})", type(loss).__name__) from error
+        raise ConfigError(key, f"{rule} ({first_line(error)})", received) from error
 
 
-def _check_shapes(loss: keras.losses.Loss, y: Any, outputs: Any) -> None:
-    """Keras' own losses broadcast (batch,) labels against (batch, n) outputs, which is never meant."""
-    if not type(loss).__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
+def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
+    """Keras' own losses and metrics broadcast (batch,) labels against (batch, n) outputs, which is never meant."""
+    if not type(measure).__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
-    labels, predicted = [size for size in y.shape[1:]], [size for size in outputs.shape[1:]]
-    if type(loss).__name__.startswith("Sparse"):
+    labels, predicted = list(y.shape[1:]), list(outputs.shape[1:])
+    if type(measure).__name__.startswith("Sparse"):
         predicted = predicted[:-1]
     if [size for size in labels if size != 1] != [size for size in predicted if size != 1]:
         raise ValueError("the shapes differ")
 
 
-def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any) -> None:
-    if isinstance(loss, keras.losses.SparseCategoricalCrossentropy) and tf.is_tensor(y):
-        classes, largest = outputs.shape[-1], int(tf.reduce_max(tf.cast(y, tf.int64)))
-        if largest >= classes:
-            raise ValueError(f"label {largest} is outside of the {classes} outputs")
+def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int | None) -> None:
+    """What Keras computes without a word: a label without an output, a logarithm of what is no probability."""
+    if not isinstance(loss, _CROSS_ENTROPIES) or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
+        return
+    if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+        largest = int(tf.reduce_max(tf.cast(y, tf.int64))) if classes is None else classes - 1
+        if largest >= outputs.shape[-1]:
+            raise ValueError(f"label {largest} is outside of the {outputs.shape[-1]} outputs")
+    outside = float(tf.reduce_min(outputs)) < 0 or float(tf.reduce_max(outputs)) > 1 + 1e-3
+    if outside and not loss.get_config().get("from_logits"):
+        raise ValueError("the outputs are no probabilities; for logits, set from_logits=true")
+
+
+_CROSS_ENTROPIES = (
+    keras.losses.BinaryCrossentropy,
+    keras.losses.CategoricalCrossentropy,
+    keras.losses.SparseCategoricalCrossentropy,
+)
 
 
 def _loss(node: DictConfig) -> keras.losses.Loss:
@@ -137,8 +161,3 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
 
 def _shape(nest: Any) -> str:
     return ", ".join(f"{tuple(leaf.shape)} {leaf.dtype.name}" for leaf in tf.nest.flatten(nest))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -9,7 +9,7 @@ from keras import ops
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import targets
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line
 
 
 def build(config: DictConfig, updates: int) -> keras.optimizers.Optimizer:
@@ -53,6 +53,27 @@ def build_schedule(node: DictConfig, updates: int) -> Any:
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule | float | int):
         raise ConfigError("schedule._target_", "must name a Keras schedule or give a number", node.get("_target_"))
     return schedule
+
+
+def check(optimizer: keras.optimizers.Optimizer) -> None:
+    """Applies one gradient to a variable that nobody needs: Keras looks at most arguments only then.
+
+    Args:
+        optimizer: of the config, and not the one that trains.
+
+    Raises:
+        ConfigError: one of its arguments, or its schedule, cannot be computed with.
+    """
+    trial = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    variable = keras.Variable(ops.ones((2, 2)))
+    try:
+        rate = float(ops.convert_to_numpy(trial.learning_rate))
+        trial.apply([ops.ones((2, 2))], [variable])
+    except Exception as error:
+        rule = f"must be able to apply a gradient ({type(error).__name__}: {first_line(error)})"
+        raise ConfigError("optimizer", rule, type(trial).__name__) from error
+    if not 0 <= rate < float("inf"):
+        raise ConfigError("schedule", "must start at a learning rate that is finite and not negative", rate)
 
 
 def constant(learning_rate: float) -> float:
