@@ -51,6 +51,7 @@ clean: ## removes .venv, caches and build outputs; keeps runs and stores
 # .venv a pip of its own. The project is installed in place: what is edited is what runs.
 $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %d.%d: make PYTHON=…" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up .venv from $(LOCK): a few minutes the first time."
 	$(PYTHON) -m venv --without-pip .venv
 	$(PYTHON) -m pip --python .venv/bin/python install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
 	$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
