@@ -12,6 +12,7 @@ from pipeline.errors import ConfigError
 
 VERBS = {
     "train": "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
+    "sweep": "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
     "ui": "MLflow's UI on the configured store, on 127.0.0.1",
 }
 
@@ -62,7 +63,7 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
     from pipeline import composing
 
-    return {"train": composing.train, "ui": composing.ui}[verb](rest)
+    return {"train": composing.train, "sweep": composing.sweep, "ui": composing.ui}[verb](rest)
 
 
 def _complete(arguments: list[str]) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,20 +16,72 @@ from typing import Any, ClassVar, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hydra_plugins import pipeline_launcher
 from pipeline import config as configuration
 from pipeline.errors import ConfigError
 from pipeline.refusal import COMPOSITION, refusing
 
 
 def train(arguments: Sequence[str]) -> int:
-    """`pipeline train`: Hydra composes, then `job.run` runs."""
-    _hydra(_train, arguments)
-    return 0
+    """`pipeline train`: Hydra composes, then `job.run` runs, or with -m a sweep of jobs."""
+    interrupted = False
+    try:
+        _hydra(_train, arguments)
+    except KeyboardInterrupt:
+        interrupted = True
+    current = _sweep_of_this_process()
+    if current is None and not interrupted:
+        return 0
+    status = current.close(interrupted) if current is not None else 0
+    if interrupted:
+        raise KeyboardInterrupt
+    return status
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """`pipeline sweep NAME`: the multirun in `sweeps/NAME.yaml`, of this folder or of the package."""
+    parser = argparse.ArgumentParser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(_sweeps())}")
+    parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
+    if not arguments:
+        raise ConfigError("NAME", "must name a sweep", "", _sweeps())
+    options, rest = parser.parse_known_args(list(arguments))
+    if options.name not in _sweeps():
+        raise ConfigError("NAME", "must name a sweep", options.name, _sweeps())
+    command = ["--config-dir", str(_sweeps()[options.name].parent), "--config-name", options.name, *rest]
+    if options.again:
+        from pipeline import sweep as sweeping
+
+        parent = sweeping.find(_composed(command).tracking.uri, options.again)
+        if parent.data.tags["sweep.name"] != options.name:
+            raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
+        recorded = json.loads(parent.data.tags["sweep.overrides"])
+        command = [*command, *recorded, f"tracking.sweep={parent.info.run_id}"]
+    return train(["-m", *command])
+
+
+def _sweeps() -> dict[str, Path]:
+    """The sweep files by name; those of this folder come before those of the package."""
+    folders = [Path(configuration.directory("sweeps")), Path("sweeps").absolute()]
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+
+
+def _composed(arguments: Sequence[str]) -> DictConfig:
+    """What `arguments` compose to, without running anything."""
+    seen: list[DictConfig] = []
+    _hydra(seen.append, [*arguments, "hydra.mode=RUN", "hydra.run.dir=."])
+    return seen[0]
+
+
+def _sweep_of_this_process() -> Any:
+    module = sys.modules.get("pipeline.sweep")  # which the launcher has imported, if there was a sweep
+    return module.take() if module is not None else None
 
 
 def ui(arguments: Sequence[str]) -> int:
@@ -50,14 +104,14 @@ def _serve(uri: str) -> int:
         return 0
 
 
-def _train(config: DictConfig) -> None:
+def _train(config: DictConfig) -> float:
     from pipeline import job
 
     settings = HydraConfig.get()
     try:
         # Unresolved: an override may hold an interpolation, which is the config's to resolve.
         overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
-        job.run(config, overrides, Path(settings.runtime.output_dir))
+        return job.run(config, overrides, Path(settings.runtime.output_dir))
     finally:
         Folders.take_back()
 
@@ -81,22 +135,27 @@ class Folders(Callback):
             folder.rmdir()
 
 
-def _hydra(task: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
+def _hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     """Runs `task` on the config that Hydra composes from `arguments`.
 
     Raises:
         ConfigError: the arguments or the config that they ask for are wrong.
     """
+    Plugins.instance()  # before `register`: what it finds would take the place of the launchers
     configuration.register()
+    pipeline_launcher.register()
     raised: list[Exception] = []
 
-    def job(config: DictConfig) -> None:
+    def job(config: DictConfig) -> Any:
         try:
-            task(config)
+            return task(config)
         except Exception as error:
-            raised.append(error)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise  # the launcher must know which job failed; else Hydra prints a line of its own about it
+                # The launcher must know which job failed, in words that need no import of TensorFlow there.
+                traceback.print_exc()
+                raise RuntimeError(str(error) if isinstance(error, ConfigError) else _in_one_line(error)) from None
+            raised.append(error)  # raised again below: else Hydra prints a line of its own about it
+            return None
 
     options = _parsed(arguments)
     flags = [argument for argument in arguments if argument not in options.overrides]
@@ -121,6 +180,10 @@ def _hydra(task: Callable[[DictConfig], None], arguments: Sequence[str]) -> None
             del os.environ["HYDRA_FULL_ERROR"]
     if raised:
         raise raised[0]
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -32,7 +32,15 @@ _OUR_METRICS = {"loss", "learning_rate", "gradient_norm", "gradient_noise_scale"
 }
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
+Rule = Enum("Rule", ["none", "linear", "sqrt"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+
+
+@dataclass
+class ScalingConfig:
+    rule: Rule = Rule.none
+    reference_batch_size: int = 128
+    warmup: Any = 0
 
 
 @dataclass
@@ -58,6 +66,8 @@ class HardwareConfig:
     device: Device = Device.auto
     replicas: int = 1
     precision: Precision = Precision.float32
+    parallel_jobs: int | None = None
+    gpus_per_job: int = 1
     xla: bool = False
     deterministic: bool = False
 
@@ -70,6 +80,8 @@ class TrackingConfig:
     log_every: int = 1
     log_model: bool = True
     system_metrics: bool = True
+    sweep: str | None = None
+    job: str | None = None
 
 
 @dataclass
@@ -78,6 +90,7 @@ class Config:
     model: Any = MISSING
     optimizer: Any = MISSING
     schedule: Any = MISSING
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -200,6 +213,10 @@ def _check_hardware(hardware: DictConfig) -> None:
 
 def _check_tracking(config: DictConfig) -> None:
     _positive(config, "tracking.log_every")
+    _positive(config, "hardware.gpus_per_job")
+    _positive(config, "scaling.reference_batch_size")
+    if config.hardware.parallel_jobs is not None:
+        _positive(config, "hardware.parallel_jobs")
     uri, experiment = config.tracking.uri, config.tracking.experiment
     if urlsplit(uri).scheme.split("+")[0] not in SCHEMES:
         raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)

@@ -28,7 +28,7 @@ class Terminated(BaseException):
     """SIGTERM arrived. Like KeyboardInterrupt no `except Exception` swallows it."""
 
 
-def run(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
+def run(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> float:
     """Trains what `config` says and records it.
 
     Args:
@@ -36,18 +36,21 @@ def run(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
         overrides: of the command line.
         run_dir: of this run; exists. It stays empty when the config is refused.
 
+    Returns:
+        The last loss, of the validation split where there is one: what a sweeper that searches makes small.
+
     Raises:
         ConfigError: the config is wrong; nothing was created.
     """
     settings = configuration.check(config, overrides)
     configuration.plain(config)  # an interpolation that leads nowhere is a config error as well
-    journal = Journal(config.tracking.uri)  # opens the store while TensorFlow is imported
+    journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
         prepared = _prepare(config, settings, journal, run_dir)
     except BaseException:
         journal.abandon()
         raise
-    _train(config, overrides, *prepared)
+    return _train(config, overrides, *prepared)
 
 
 def _prepare(config: DictConfig, settings: configuration.Settings, journal: Journal, run_dir: Path) -> Any:
@@ -59,6 +62,7 @@ def _prepare(config: DictConfig, settings: configuration.Settings, journal: Jour
         machine = hardware.setup(config.hardware, config.seed)
     data = dataset.load(config.dataset)
     plan = batching.plan(settings.batching, data.examples, settings.horizon, settings.length)
+    optimizer.check(optimizer.build(config, plan.updates, plan.batching.effective_batch_size))
     with machine.strategy.scope():
         network = model.build(config.model, data)
         goal = objective.build(config.training)
@@ -80,7 +84,7 @@ def _train(
     goal: Any,
     optimizing: Any,
     tracker: Tracker,
-) -> None:
+) -> float:
     from pipeline import dataset, hardware, model, training
     from pipeline.accumulation import Evaluation, Update
     from pipeline.progress import Progress
@@ -117,7 +121,7 @@ def _train(
         skips=config.hardware.precision.name == "mixed_float16",
     )
     with _closing(tracker, recorder, progress):
-        training.train(
+        loss = training.train(
             network,
             batches,
             update,
@@ -131,6 +135,7 @@ def _train(
         if config.tracking.log_model:
             _log_model(config.tracking.uri, tracker, network, data)
     say("open it with: pipeline ui" + (f" tracking.uri={_shown(config)}" if _shown(config) else ""))
+    return loss
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -9,20 +10,22 @@ from keras import ops
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import targets
+from pipeline.config import Rule
 from pipeline.errors import ConfigError, first_line
 
 
-def build(config: DictConfig, updates: int) -> keras.optimizers.Optimizer:
+def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.optimizers.Optimizer:
     """The optimizer of `config.optimizer` at the rates of `config.schedule`.
 
     Args:
         config: the whole config.
         updates: the horizon; lengths such as `5%` in the schedule are shares of it.
+        effective_batch_size: examples per update, which `config.scaling` compares with its reference.
 
     Raises:
         ConfigError: a target or one of its arguments is wrong.
     """
-    schedule = build_schedule(config.schedule, updates)
+    schedule = scaled(build_schedule(config.schedule, updates), config, effective_batch_size, updates)
     optimizer = targets.build(config.optimizer, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         rule = "must name a keras.optimizers.Optimizer"
@@ -76,9 +79,63 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
         raise ConfigError("schedule", "must start at a learning rate that is finite and not negative", rate)
 
 
+def scaled(schedule: Any, config: DictConfig, effective_batch_size: int, updates: int) -> Any:
+    """`schedule` as `config.scaling` scales it for the effective batch; unchanged under the rule `none`.
+
+    The rules, for a factor of E/R between the effective batch E and the reference R:
+        linear: E/R. Krizhevsky 2014 (arXiv:1404.5997, section 5); Goyal et al. 2017 (arXiv:1706.02677, section 2.1).
+        sqrt: √(E/R), which keeps the variance of an update. Krizhevsky 2014; Hoffer et al. 2017 (arXiv:1705.08741);
+            for Adam and RMSprop Malladi et al. 2022 (arXiv:2205.10287).
+    """
+    if config.scaling.rule == Rule.none:
+        return schedule
+    ratio = effective_batch_size / config.scaling.reference_batch_size
+    factor = ratio if config.scaling.rule == Rule.linear else math.sqrt(ratio)
+    warmup = _in_updates(config.scaling.warmup, updates, "scaling.warmup")
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise ConfigError("scaling.warmup", "must be a number of updates, or a share of the horizon such as 5%", warmup)
+    return Scaled(schedule, factor, warmup)
+
+
 def constant(learning_rate: float) -> float:
     """The same rate at every update; callbacks may still set it."""
     return learning_rate
+
+
+@keras.saving.register_keras_serializable("pipeline")
+class Scaled(keras.optimizers.schedules.LearningRateSchedule):
+    """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)): Goyal et al. 2017, section 2.2, gradual warm-up.
+
+    It starts at the rate of the reference batch and reaches the scaled one after the warm-up.
+
+    Args:
+        schedule: a schedule, or a number.
+        factor: of every rate once the warm-up is over.
+        warmup: updates; 0 scales from the first one.
+    """
+
+    def __init__(self, schedule: Any, factor: float, warmup: int):
+        self.schedule, self.factor, self.warmup = schedule, factor, warmup
+
+    def __call__(self, step: Any) -> Any:
+        rate = ops.convert_to_tensor(self.schedule(step) if callable(self.schedule) else self.schedule)
+        if not self.warmup:
+            return rate * self.factor
+        share = ops.minimum(1.0, (ops.cast(step, rate.dtype) + 1) / self.warmup)
+        return rate * (1 + (self.factor - 1) * ops.cast(share, rate.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        schedule = self.schedule
+        if callable(schedule):
+            schedule = keras.optimizers.schedules.serialize(schedule)
+        return {"schedule": schedule, "factor": self.factor, "warmup": self.warmup}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Scaled:
+        schedule = config["schedule"]
+        if isinstance(schedule, dict):
+            schedule = keras.optimizers.schedules.deserialize(schedule)
+        return cls(schedule, config["factor"], config["warmup"])
 
 
 @keras.saving.register_keras_serializable("pipeline")

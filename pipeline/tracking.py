@@ -55,7 +55,7 @@ class Tracker:
             "experiment": config.tracking.experiment,
             "name": config.tracking.run_name or f"{data.name} {model.name} {self.plan.batching}",
             "params": params | derived,
-            "tags": {**_origin(), "config.hash": config_hash(resolved), **tags},
+            "tags": {**_origin(), "config.hash": config_hash(resolved), **_place(config.tracking), **tags},
             "inputs": _inputs(data),
             "system_metrics": config.tracking.system_metrics,
         }
@@ -160,6 +160,12 @@ def _origin() -> dict[str, str]:
         clean = _git("status", "--porcelain") == ""
         tags |= {"git.commit": commit, "git.clean": str(clean).lower(), "mlflow.source.git.commit": commit}
     return tags
+
+
+def _place(tracking: DictConfig) -> dict[str, str]:
+    if tracking.sweep is None:
+        return {}
+    return {"mlflow.parentRunId": tracking.sweep, "sweep": tracking.sweep, "sweep.job": tracking.job or ""}
 
 
 def _git(*arguments: str) -> str | None:

@@ -45,6 +45,7 @@ class Recorder:
         log_every: updates from one logged row to the next; the last update is always logged.
         peak_memory: bytes at the peak so far.
         progress: what a person sees.
+        last: the latest row that was fetched.
         skips: whether the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does.
     """
 
@@ -56,6 +57,7 @@ class Recorder:
     skips: bool = False
     skipped: int = 0
     names: tuple[str, ...] = ()
+    last: dict[str, float] = field(default_factory=dict)
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
     _pending: list[tuple[int, float, tf.Tensor]] = field(default_factory=list)
@@ -106,6 +108,7 @@ class Recorder:
                 values_of = " and ".join(f"{name}={row[name]}" for name in bad)
                 raise NonFiniteError(f"{values_of} at update {update}, found when {group} were fetched")
         self.log.flush()
+        self.last = row
         self.progress.show(pending[-1][0], row, performance["examples_per_second"])
 
     def restart_clock(self) -> None:
@@ -130,7 +133,7 @@ def train(
     evaluate_every: int | str = "epoch",
     callbacks: Sequence[keras.callbacks.Callback] = (),
     checkpoint: Callable[[int], None] | None = None,
-) -> int:
+) -> float:
     """Trains to the end of `plan`, or until a callback sets `model.stop_training`.
 
     Args:
@@ -145,7 +148,7 @@ def train(
         checkpoint: called with the number of completed updates, between two updates.
 
     Returns:
-        The number of completed updates.
+        The last loss: of the validation split where there is one, else of the last update.
 
     Raises:
         NonFiniteError: as `Recorder.fetch`.
@@ -201,7 +204,7 @@ def train(
     if evaluate is None:
         _finalize(update, model)
     hooks.on_train_end()
-    return done
+    return validation["loss"] if validation else recorder.last["loss"]
 
 
 def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], dict[str, float]]:
