@@ -66,7 +66,7 @@ def _prepare(config: DictConfig, settings: configuration.Settings, journal: Jour
     with machine.strategy.scope():
         network = model.build(config.model, data)
         goal = objective.build(config.training)
-        optimizing = optimizer.build(config, plan.updates)
+        optimizing = optimizer.build(config, plan.updates, plan.batching.effective_batch_size)
         objective.check(goal, network, data, settings.batching.micro_batch_size)
         optimizing.build(network.trainable_variables)
         network.compile(optimizing, goal.loss)  # callbacks and the saved model look for it there

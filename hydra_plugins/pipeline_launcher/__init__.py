@@ -24,7 +24,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher
 from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 
 from pipeline import config as configuration
 from pipeline import sweep
@@ -33,7 +33,7 @@ from pipeline import sweep
 class _Sweeping(Launcher):
     """Plans the jobs of a batch, then launches each alone with `super().launch`."""
 
-    config: DictConfig
+    config: Any  # set by Hydra
     hydra_context: Any
     params: dict[str, Any]
 
