@@ -38,7 +38,7 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     warm.close()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "mlflow.db"
-        journal = Journal(f"sqlite:///{store}")
+        journal = Journal(f"sqlite:///{store}", "benchmark")
         journal.ready()
         tracker = Tracker(journal, Path(folder), fit.plan())
         run = {"experiment": "benchmark", "name": name, "params": {}, "tags": {}, "inputs": [], "system_metrics": True}

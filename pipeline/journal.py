@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,26 +26,32 @@ from typing import IO, Any
 
 from pipeline.errors import ConfigError
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one a line
+
 
 class Journal:
     """The trainer's end. Opens the store at once, in the background, while TensorFlow is still being imported.
 
     Args:
         uri: an MLflow tracking URI.
+        experiment: that the run will belong to; created with the run where there is none.
     """
 
-    def __init__(self, uri: str):
-        self.uri = uri
+    def __init__(self, uri: str, experiment: str):
+        self.uri, self.experiment = uri, experiment
         self._file: IO[str] | None = None
+        # It finds this package where this process did, wherever the command was started.
+        paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
         # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
         self._shipper = subprocess.Popen(
             [sys.executable, "-m", "pipeline.shipper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             text=True,
             start_new_session=True,
         )
-        self._send({"open": uri})
+        self._send({"open": uri, "experiment": experiment})
 
     @property
     def pid(self) -> int:
@@ -60,6 +67,8 @@ class Journal:
         answer = self._answer()
         if "error" in answer:
             self.abandon()
+            if answer.get("key") == "tracking.experiment":
+                raise ConfigError("tracking.experiment", answer["error"], self.experiment)
             raise ConfigError("tracking.uri", f"must be a store that answers ({answer['error']})", self.uri)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
@@ -88,7 +97,7 @@ class Journal:
 
     def write(self, line: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.write(_ENCODE(line) + "\n")
 
     def flush(self) -> None:
         """Hands what was written to the operating system, which keeps it if this process dies."""

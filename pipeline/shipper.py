@@ -15,13 +15,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.store import Store  # first: it sets what MLflow reads when it is imported
+from pipeline import imports
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag  # isort: skip
-from mlflow.tracking import MlflowClient  # isort: skip
+# MLflow imports them for data frames, which nobody logs here: a third of its start.
+with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
+    from pipeline.store import ExperimentError, Store  # first: it sets what MLflow reads when it is imported
 
-BATCH = 1000  # metrics; what MLflow's log_batch takes at once
-INTERVAL = 3.0  # seconds between two writes of a run that fills no batch
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag  # isort: skip
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # isort: skip
+    from mlflow.tracking import MlflowClient  # isort: skip
+
+    from pipeline.rows import Point, Rows, rows  # isort: skip
+
+INTERVAL = 3.0  # seconds between two writes, and between two samples of the system's metrics
+RETRY = 0.5, 10.0  # seconds to the next try, at first and at most
 PATIENCE = 60.0  # seconds of further tries once the trainer is gone
 PARAM_LENGTH = 6000  # characters of a param's value
 
@@ -37,13 +44,14 @@ class Shipper:
     def __init__(self, store: Store, path: Path):
         self._file = path.open(encoding="utf-8")
         self._partial = ""
-        self._metrics: list[Metric] = []
+        self._points: list[Point] = []
         self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
         self.ended: str | None = None
         self.last_step = 0
         start = json.loads(self._file.readline())
         self.client: MlflowClient = store.client()
         self._create(store, start["start"], start["time"])
+        self._rows: Rows = rows(self.client, store.database, self.run_id)
 
     def _create(self, store: Store, run: dict[str, Any], started: int) -> None:
         self.experiment_id = store.experiment(run["experiment"])
@@ -54,14 +62,9 @@ class Shipper:
             self.client.log_batch(self.run_id, params=params[first : first + 100])
         if run["inputs"]:
             self.client.log_inputs(self.run_id, [_dataset_input(entry) for entry in run["inputs"]])
-        self._monitor = None
-        if run["system_metrics"]:
-            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-            self._monitor = SystemMetricsMonitor(
-                self.run_id, sampling_interval=2, samples_before_logging=1, tracking_uri=store.uri
-            )
-            self._monitor.start()
+        # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
+        self._system = SystemMetricsMonitor(self.run_id, tracking_uri=store.uri) if run["system_metrics"] else None
+        self._samples = 0
 
     def read(self) -> None:
         """Takes in the lines that have been written since."""
@@ -73,20 +76,28 @@ class Shipper:
             if "metrics" in line:
                 step, milliseconds = line["step"], line["time"]
                 self.last_step = max(step, self.last_step)
-                self._metrics += [Metric(key, value, milliseconds, step) for key, value in line["metrics"].items()]
+                self._points += [Point(key, value, milliseconds, step) for key, value in line["metrics"].items()]
             else:
                 self._waiting.append(line)
 
-    @property
-    def full(self) -> bool:
-        return len(self._metrics) >= BATCH
+    def sample(self) -> None:
+        """Takes one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
+        if self._system is None:
+            return
+        self._system.collect_metrics()
+        now = int(time.time() * 1000)
+        for key, value in self._system.aggregate_metrics().items():
+            self._points.append(Point(f"system/{key}", value, now, self._samples))
+        for monitor in self._system.monitors:
+            monitor.clear_metrics()
+        self._samples += 1
 
-    def ship(self, everything: bool) -> None:
-        """Sends full batches, or everything; what MLflow has not confirmed stays here and is sent again."""
-        while len(self._metrics) >= BATCH or (everything and self._metrics):
-            self.client.log_batch(self.run_id, metrics=self._metrics[:BATCH])
-            del self._metrics[:BATCH]
-        while everything and self._waiting:
+    def ship(self) -> None:
+        """Sends everything; what the store has not confirmed stays here and is sent again."""
+        while self._points:
+            self._rows.write(self._points[: self._rows.at_once])
+            del self._points[: self._rows.at_once]
+        while self._waiting:
             self._carry_out(self._waiting[0])
             del self._waiting[0]
 
@@ -99,8 +110,6 @@ class Shipper:
             self.end(line["end"], line["time"])
 
     def end(self, status: str, milliseconds: int) -> None:
-        if self._monitor is not None:
-            self._monitor.finish()
         self.client.set_terminated(self.run_id, status, milliseconds)
         self.ended = status
 
@@ -121,6 +130,10 @@ def main() -> None:
             return
         try:
             store = Store(command["open"])
+            store.check(command["experiment"])
+        except ExperimentError as error:
+            _answer({"error": _said(error), "key": "tracking.experiment"})
+            return
         except Exception as error:
             _answer({"error": _said(error)})
             return
@@ -142,29 +155,27 @@ def main() -> None:
 
 
 def _follow(shipper: Shipper) -> None:
-    shipped, wait, failing_since = time.monotonic(), 0.2, None
-    alive = True
+    alive, wait, failing_since = True, INTERVAL, None
     while True:
         if alive:
             alive = not select.select([sys.stdin], [], [], wait)[0]
-        else:
-            time.sleep(wait if failing_since else 0)
+        elif failing_since:
+            time.sleep(wait)
         shipper.read()
-        due = not alive or time.monotonic() - shipped >= max(INTERVAL, wait)
-        if not due and not shipper.full:
-            continue
+        if not failing_since:
+            shipper.sample()
         try:
-            shipper.ship(everything=due)
+            shipper.ship()
             if not alive and shipper.ended is None:
                 shipper.vanished()
         except Exception as error:
+            wait = min(2 * wait, RETRY[1]) if failing_since else RETRY[0]
             failing_since = failing_since or time.monotonic()
-            wait = min(2 * wait, 10.0)
             if not alive and time.monotonic() - failing_since > PATIENCE:
                 _answer({"error": _said(error)})
                 return
             continue
-        shipped, wait, failing_since = time.monotonic(), 0.2, None
+        wait, failing_since = INTERVAL, None
         if not alive:
             _answer({})
             return

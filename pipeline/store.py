@@ -9,7 +9,7 @@ import socket
 import sqlite3
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 # Before MLflow is imported: quiet migrations, and answers within seconds where a server is gone.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -22,6 +22,7 @@ from mlflow.entities import ExperimentTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine  # noqa: E402
 from mlflow.tracking import MlflowClient  # noqa: E402
+from sqlalchemy import event  # noqa: E402
 
 SQLITE = "sqlite:///"
 _TRAINING_MODE = ExperimentTag("mlflow.experimentKind", "custom_model_development")  # else the UI opens for GenAI
@@ -31,11 +32,18 @@ class StoreError(Exception):
     """The store cannot be used; the message says why in one line."""
 
 
+class ExperimentError(Exception):
+    """The experiment cannot be logged to; the message says why in one line."""
+
+
 class Store:
     """A tracking store that answers, and is created only when a run starts.
 
     Args:
         uri: an MLflow tracking URI.
+
+    Attributes:
+        database: the file of a SQLite store.
 
     Raises:
         StoreError: it cannot be reached, read or written.
@@ -43,6 +51,7 @@ class Store:
 
     def __init__(self, uri: str):
         self.uri = uri
+        self.database: Path | None = None
         self._new: Path | None = None  # a schema made ready beside the database that is not there yet
         if uri.startswith(SQLITE):
             self._open_sqlite(Path(uri.removeprefix(SQLITE).split("?")[0]).absolute())
@@ -64,17 +73,28 @@ class Store:
         if self._new is not None:
             self._new.unlink(missing_ok=True)
 
+    def check(self, experiment: str) -> None:
+        """Creates nothing.
+
+        Raises:
+            ExperimentError: the experiment is deleted.
+        """
+        if self._new is not None:
+            return
+        found = MlflowClient(self.uri).get_experiment_by_name(experiment)
+        if found is not None and found.lifecycle_stage != "active":
+            raise ExperimentError("is deleted; restore it or choose another name")
+
     def experiment(self, name: str) -> str:
         """ID of the experiment `name`, created where there is none, with its artifacts beside a SQLite store."""
         client = self.client()
+        self.check(name)
         found = client.get_experiment_by_name(name)
         if found is not None:
-            if found.lifecycle_stage != "active":
-                raise StoreError(f"the experiment {name!r} is deleted; restore it or choose another name")
             return found.experiment_id
         location = None
-        if self.uri.startswith(SQLITE):
-            location = (self._database.parent / "artifacts").as_uri()
+        if self.database is not None:
+            location = (self.database.parent / "artifacts").as_uri()
         try:
             created: str = client.create_experiment(name, location, {_TRAINING_MODE.key: _TRAINING_MODE.value})
         except MlflowException:  # another run created it in between
@@ -85,36 +105,38 @@ class Store:
         return created
 
     def _open_sqlite(self, database: Path) -> None:
-        self._database = database
+        self.database = database
         if database.exists():
-            try:
-                with sqlite3.connect(f"file:{database}?mode=rw", uri=True) as connection:
-                    connection.execute("BEGIN IMMEDIATE").connection.rollback()
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error):  # a store in use by another run is a store that works
-                    raise StoreError(f"{database}: {error}") from error
-            except sqlite3.DatabaseError as error:
-                raise StoreError(f"{database}: {error}") from error
-            if not os.access(database, os.W_OK) or not os.access(database.parent, os.W_OK):
-                raise StoreError(f"{database} cannot be written")
+            _check_database(database)
             self._search()
             return
         parent = next(folder for folder in database.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise StoreError(f"{parent} cannot be written")
+            raise StoreError(f"{parent} is not a folder that can be written")
         # The schema takes seconds: it is made in a file of another name, and renamed when a run starts.
-        handle, name = tempfile.mkstemp(prefix=".mlflow-", suffix=".db", dir=parent)
+        try:
+            handle, name = tempfile.mkstemp(prefix=".mlflow-", suffix=".db", dir=parent)
+        except OSError as error:
+            raise StoreError(f"{parent} is not a folder that can be written ({error.strerror})") from error
         os.close(handle)
         self._new = Path(name)
-        engine = create_sqlalchemy_engine(f"{SQLITE}{name}")
-        _initialize_tables(engine)
-        engine.dispose()
+        try:
+            engine = create_sqlalchemy_engine(f"{SQLITE}{name}")
+            event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
+            _initialize_tables(engine)  # sixty migrations: waiting for the disk after each took longer than all else
+            engine.dispose()
+            with self._new.open("rb") as file:
+                os.fsync(file.fileno())
+        except BaseException:
+            self.close()
+            raise
 
     def _put_in_place(self) -> None:
         assert self._new is not None
-        self._database.parent.mkdir(parents=True, exist_ok=True)
+        assert self.database is not None
+        self.database.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # another run was faster, and its schema is the same
-            os.link(self._new, self._database)
+            os.link(self._new, self.database)
         self._new.unlink()
         self._new = None
 
@@ -132,3 +154,22 @@ class Store:
             MlflowClient(self.uri).search_experiments(max_results=1)
         except Exception as error:
             raise StoreError(str(error).splitlines()[0]) from error
+
+
+def _check_database(database: Path) -> None:
+    """Of a file that is there: it can be written, and it is nobody else's."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=rw", uri=True)) as connection:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):  # a store in use by another run is a store that works
+            return
+        raise StoreError(f"{database}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{database}: {error}") from error
+    if tables and "alembic_version" not in tables:  # MLflow would add its tables to it
+        raise StoreError(f"{database} is a database of something other than MLflow")
+    if not os.access(database, os.W_OK) or not os.access(database.parent, os.W_OK):
+        raise StoreError(f"{database} cannot be written")
