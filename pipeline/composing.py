@@ -35,6 +35,9 @@ def train(arguments: Sequence[str]) -> int:
         _hydra(_train, arguments)
     except KeyboardInterrupt:
         interrupted = True
+    except ConfigError:
+        Folders.take_back()
+        raise
     current = _sweep_of_this_process()
     if current is None and not interrupted:
         return 0
@@ -122,13 +125,22 @@ class Folders(Callback):
     _made: ClassVar[list[Path]] = []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        self._note(config, "hydra.run.dir")
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        self._note(config, "hydra.sweep.dir")
+
+    @staticmethod
+    def _note(config: DictConfig, key: str) -> None:
         with suppress(OmegaConfBaseException):  # Hydra reads it next, and then it is refused
-            folder = Path(config.hydra.run.dir).absolute()
+            folder = Path(OmegaConf.select(config, key)).absolute()
             Folders._made = [made for made in (folder, *folder.parents) if not made.exists()]
 
     @classmethod
     def take_back(cls) -> None:
         """Removes what was made and is empty, from the run directory upwards."""
+        if cls._made:
+            (cls._made[0] / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
         for folder in cls._made:
             if not folder.is_dir() or any(folder.iterdir()):
                 return

@@ -15,7 +15,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from pipeline import config as configuration
 from pipeline.errors import ConfigError
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
@@ -190,8 +189,7 @@ def _create(config: DictConfig, name: str, jobs: int) -> Sweep:
     run = store.client().create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     sweep = Sweep(config.tracking.uri, run.info.run_id, experiment_id)
     client = store.client()
-    shared = configuration.plain(config)
-    for key, value in {"sweep": name, "jobs": jobs, "dataset": shared["dataset"]["_target_"]}.items():
+    for key, value in {"sweep": name, "jobs": jobs, "dataset._target_": config.dataset.get("_target_")}.items():
         client.log_param(sweep.run_id, key, value)
     print(f"sweep {sweep.run_id} ({name}): {jobs} jobs", file=sys.stderr)
     return sweep
