@@ -8,7 +8,9 @@ device; only where it is cut depends on the effective batch size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,7 +61,8 @@ def load(node: DictConfig) -> Data:
     Raises:
         ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
     """
-    made = targets.build(without(node, *_OURS), "dataset")
+    with _quietly():
+        made = targets.build(without(node, *_OURS), "dataset")
     if isinstance(made, tuple) and len(made) == 2:
         made = Data(*made, name=str(node.get("_target_")))
     if not isinstance(made, Data):
@@ -174,6 +177,21 @@ def _prepare(builder: Any, download: bool) -> None:
     except Exception as error:
         rule = f"could not be downloaded and prepared in {builder._data_dir_root} ({_first_line(error)})"
         raise ConfigError("dataset", rule, builder.info.full_name) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what TFDS and its downloader print of a dataset that is not there yet: the error says it in one line."""
+    loggers = [logging.getLogger(name) for name in ("absl", "urllib3")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(None):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _from_builder(

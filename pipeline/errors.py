@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any
@@ -62,7 +63,8 @@ def said(value: object) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line; its type where it says nothing."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # where in its graph TensorFlow was
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 

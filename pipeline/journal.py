@@ -121,6 +121,7 @@ class Journal:
     def abandon(self) -> None:
         """Lets the shipper go before a run was started; nothing is left in the store."""
         self._end()
+        self._shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs
         self._shipper.wait()
 
     def _send(self, command: dict[str, Any]) -> None:

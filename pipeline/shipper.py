@@ -122,7 +122,7 @@ class Shipper:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's end is ours: it closes our standard input
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
     store = None
     try:
         command = _command()
@@ -139,6 +139,7 @@ def main() -> None:
             return
         _answer({})
         command = _command()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if command is None:
             return
         try:

@@ -118,9 +118,9 @@ class Store:
             handle, name = tempfile.mkstemp(prefix=".mlflow-", suffix=".db", dir=parent)
         except OSError as error:
             raise StoreError(f"{parent} is not a folder that can be written ({error.strerror})") from error
-        os.close(handle)
         self._new = Path(name)
         try:
+            os.close(handle)
             engine = create_sqlalchemy_engine(f"{SQLITE}{name}")
             event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
             _initialize_tables(engine)  # sixty migrations: waiting for the disk after each took longer than all else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 import re
@@ -13,6 +14,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline import trust
 from pipeline.errors import ConfigError, first_line
 
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises, in several lines
@@ -39,13 +41,12 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
             raise cause from None
-        nested = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
-        where = f"{key}.{nested[1]}" if nested else key
-        said = f"{type(cause).__name__}: {first_line(cause)}"
-        inner = OmegaConf.select(node, nested[1]) if nested else node
-        if not isinstance(inner, DictConfig):
-            inner = node
-        rule = f"must be what {inner.get('_target_')} takes ({said})"
+        # Hydra says which node it was of those inside of this one, by a name that starts at the root that it knows.
+        said = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
+        path = said[1].removeprefix(key).lstrip(".") if said else ""
+        inner = OmegaConf.select(node, path) if path else node
+        where = f"{key}.{path}".rstrip(".")
+        rule = f"must be what {inner.get('_target_')} takes ({type(cause).__name__}: {first_line(cause)})"
         raise ConfigError(where, rule, _arguments(inner)) from error
 
 
@@ -55,6 +56,7 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: it does not exist or cannot be called.
     """
+    trust.check(node, key)
     key, target = f"{key}._target_", node.get("_target_")
     if not isinstance(target, str):
         raise ConfigError(key, "must be the dotted name of what builds it", target)
@@ -69,7 +71,8 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
                 import_module(name)
             found = getattr(found, part)
     except Exception as error:
-        similar = [f"{parent}.{known}" for known in dir(found) if known[0] != "_"] if found is not None else []
+        close = difflib.get_close_matches(name.rpartition(".")[2], dir(found), n=1) if found is not None else []
+        similar = [f"{parent}.{known}" for known in close]
         said = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(key, f"must name something that exists ({said})", target, similar=similar) from error
     if not callable(found):
