@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipeline import noise
+
 Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
 
 
@@ -38,6 +40,7 @@ class GradientSums(NamedTuple):
         added_loss: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples.
         added_sums: its gradient, as in `sums`.
         examples: Σₖ nₖ, scalar.
+        squares, parts: Σₖ |∇Lₖ|²/Wₖ and the number of micro-batches, for `pipeline.noise`; zero where not measured.
     """
 
     loss: tf.Tensor
@@ -46,6 +49,8 @@ class GradientSums(NamedTuple):
     added_loss: tf.Tensor
     added_sums: tuple[tf.Tensor | tuple[()], ...]
     examples: tf.Tensor
+    squares: tf.Tensor
+    parts: tf.Tensor
 
     def mean_loss(self) -> tf.Tensor:
         """The loss that one large batch would have shown, scalar."""
@@ -73,6 +78,7 @@ def accumulate_gradients(
     *,
     metrics: Sequence[keras.metrics.Metric] = (),
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    measure_noise: tf.Tensor | bool = False,
     jit_compile: bool = False,
 ) -> GradientSums:
     """Runs `batch` forward and backward in micro-batches and sums what they give.
@@ -90,6 +96,7 @@ def accumulate_gradients(
         metrics: updated with every micro-batch's outputs; the mask of the outputs weighs them.
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
             wants it; the sums then hold scaled gradients and `loss` is unscaled.
+        measure_noise: whether `squares` and `parts` are wanted: a pass over the gradient for each micro-batch.
         jit_compile: compile each forward+backward with XLA.
 
     Returns:
@@ -114,7 +121,8 @@ def accumulate_gradients(
         times = 1 if scale_loss is None else micro_batch_size
         sums = _gradient_sums(tape, scaled, variables, times)
         added_sums = _gradient_sums(tape, added_scaled, variables, times)
-        return GradientSums(total, weight, sums, added_total, added_sums, examples)
+        squares, parts = _noise_parts(measure_noise, sums, _noise_weight(loss, weight, examples))
+        return GradientSums(total, weight, sums, added_total, added_sums, examples, squares, parts)
 
     return _over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
 
@@ -127,6 +135,7 @@ class Update:
         micro_batch_size: examples per forward+backward on one replica.
         metrics: reset at each update, so that their results are over exactly its examples.
         strategy: the strategy in whose scope the model was built; the default one where it is not given.
+        noise_every: updates from one measurement of the gradient noise to the next; 0 measures none.
         jit_compile: compile each forward+backward with XLA.
     """
 
@@ -139,11 +148,13 @@ class Update:
         *,
         metrics: Sequence[keras.metrics.Metric] = (),
         strategy: tf.distribute.Strategy | None = None,
+        noise_every: int = 0,
         jit_compile: bool = False,
     ):
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.micro_batch_size, self.metrics, self.jit_compile = micro_batch_size, list(metrics), jit_compile
         self.strategy = strategy or tf.distribute.get_strategy()
+        self.noise_every = noise_every
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._scale_loss = optimizer.scale_loss if scales else None
 
@@ -155,23 +166,40 @@ class Update:
 
         Returns:
             Scalars: `loss`, one entry for each metric, `learning_rate` as this update used it, and
-            `gradient_norm`, the global L2 norm of the averaged gradient before clipping.
+            `gradient_norm`, the global L2 norm of the averaged gradient before clipping; where the noise is
+            measured `gradient_variance` and `gradient_square`, as `pipeline.noise.estimate` gives them.
         """
         for metric in self.metrics:
             metric.reset_state()
-        sums = _reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch,)))
+        sums = _reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, self._measures())))
         variables = self.model.trainable_variables
         gradients = sums.gradients()
         learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
         norm = tf.linalg.global_norm([gradient for gradient in gradients if gradient is not None])
+        scale = tf.ones((), norm.dtype)
         if self._scale_loss is not None:
-            norm /= tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
+            scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
+            norm /= scale
         with tf.control_dependencies([learning_rate]):
             self.optimizer.apply(gradients, variables)
         results = {metric.name: metric.result() for metric in self.metrics}
+        results |= self._noise(sums, scale)
         return {"loss": sums.mean_loss(), **results, "learning_rate": learning_rate, "gradient_norm": norm}
 
-    def _accumulate(self, batch: Nest) -> GradientSums:
+    def _measures(self) -> tf.Tensor | bool:
+        if not self.noise_every:
+            return False
+        return tf.convert_to_tensor(self.optimizer.iterations) % self.noise_every == 0
+
+    def _noise(self, sums: GradientSums, scale: tf.Tensor) -> dict[str, tf.Tensor]:
+        if not self.noise_every:
+            return {}
+        weight = _noise_weight(self.loss, sums.weight, sums.examples)
+        variance, square = noise.estimate(sums.squares, sums.parts, noise.square(sums.sums), weight, sums.examples)
+        by = tf.cast(tf.square(scale), variance.dtype)
+        return {"gradient_variance": variance / by, "gradient_square": square / by}
+
+    def _accumulate(self, batch: Nest, measure_noise: tf.Tensor | bool) -> GradientSums:
         share = share_of(batch, self.strategy.num_replicas_in_sync)
         return accumulate_gradients(
             self.model,
@@ -180,6 +208,7 @@ class Update:
             self.micro_batch_size,
             metrics=self.metrics,
             scale_loss=self._scale_loss,
+            measure_noise=measure_noise,
             jit_compile=self.jit_compile,
         )
 
@@ -214,7 +243,8 @@ class Evaluation:
             added = self.model.losses
             added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
             _update(self.metrics, y, outputs)
-            return GradientSums(total, weight, (), added_total, (), examples)
+            zero = tf.zeros((), total.dtype)
+            return GradientSums(total, weight, (), added_total, (), examples, zero, zero)
 
         return _over_micro_batches(micro_step, share, self.micro_batch_size)
 
@@ -326,6 +356,25 @@ def _gradient_sums(
         return gradient if times == 1 else gradient * times
 
     return tuple(map(full, tape.gradient(target, variables), variables))
+
+
+def _noise_weight(loss: keras.losses.Loss, weight: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
+    return examples if loss.reduction == "sum" else weight
+
+
+def _noise_parts(
+    measure: tf.Tensor | bool, sums: Sequence[tf.Tensor | tuple[()]], weight: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """|∇L|²/W and 1 for one micro-batch, both 0 where they are not wanted or nothing in it counts."""
+    zero = tf.zeros((), weight.dtype)
+    if measure is False:
+        return zero, zero
+
+    def parts() -> tuple[tf.Tensor, tf.Tensor]:
+        square = tf.cast(noise.square(sums), weight.dtype)
+        return tf.math.divide_no_nan(square, weight), tf.cast(weight > 0, weight.dtype)
+
+    return tf.cond(measure, parts, lambda: (zero, zero))
 
 
 def _reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:

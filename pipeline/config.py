@@ -78,6 +78,7 @@ class TrackingConfig:
     experiment: str = MISSING
     run_name: str | None = None
     log_every: int = 1
+    noise_every: int = 10
     log_model: bool = True
     system_metrics: bool = True
     sweep: str | None = None
@@ -213,6 +214,7 @@ def _check_hardware(hardware: DictConfig) -> None:
 
 def _check_tracking(config: DictConfig) -> None:
     _positive(config, "tracking.log_every")
+    _positive(config, "tracking.noise_every")
     _positive(config, "hardware.gpus_per_job")
     _positive(config, "scaling.reference_batch_size")
     if config.hardware.parallel_jobs is not None:

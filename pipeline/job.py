@@ -102,6 +102,7 @@ def _train(
         micro,
         metrics=goal.metrics,
         strategy=machine.strategy,
+        noise_every=config.tracking.noise_every if plan.batching.factor * plan.batching.replicas > 1 else 0,
         jit_compile=config.hardware.xla,
     )
     evaluate = None

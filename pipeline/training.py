@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.batching import Plan
+from pipeline.noise import NoiseScale
 from pipeline.progress import Progress
 
 FETCH_SECONDS = 1.0  # how long results may stay on the device
@@ -45,6 +46,7 @@ class Recorder:
         log_every: updates from one logged row to the next; the last update is always logged.
         peak_memory: bytes at the peak so far.
         progress: what a person sees.
+        noise: the gradient noise scale so far; each row has its latest value.
         last: the latest row that was fetched.
         skips: whether the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does.
     """
@@ -58,6 +60,7 @@ class Recorder:
     skipped: int = 0
     names: tuple[str, ...] = ()
     last: dict[str, float] = field(default_factory=dict)
+    noise: NoiseScale = field(default_factory=NoiseScale)
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
     _pending: list[tuple[int, float, tf.Tensor]] = field(default_factory=list)
@@ -92,6 +95,10 @@ class Recorder:
         }
         for (update, at, _), values in zip(pending, fetched, strict=True):
             row = dict(zip(self.names, values, strict=True))
+            if "gradient_variance" in row:
+                self.noise.add(row.pop("gradient_variance"), row.pop("gradient_square"))
+                if self.noise.value is not None:
+                    row["gradient_noise_scale"] = self.noise.value
             bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(row[name])]
             if self.skips:
                 self.skipped += bad == ["gradient_norm"]

@@ -1,0 +1,69 @@
+"""The gradient noise scale: how large a batch is before more examples stop helping.
+
+McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1: the simple noise scale is B = tr(Σ)/|G|², Σ the covariance
+of one example's gradient, G the true gradient. Two batch sizes give two equations; accumulation has both at hand,
+the gradients gₖ of the K micro-batches of bₖ examples and the gradient g of their union of B = Σ bₖ:
+
+    E|gₖ|² = |G|² + tr(Σ)/bₖ        E|g|² = |G|² + tr(Σ)/B
+
+Weighing the first by bₖ/B and solving gives estimates that are unbiased for unequal micro-batches too,
+
+    tr(Σ) ≈ (Σₖ bₖ|gₖ|² − B|g|²) / (K − 1)        |G|² ≈ |g|² − tr(Σ)/B
+
+whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+DECAY = 0.9  # of the moving averages, for each update that is measured
+
+
+def square(gradients: Sequence[tf.Tensor | tuple[()]]) -> tf.Tensor:
+    """Σ of the squares of all entries, scalar; `()` stands for a gradient that is not there."""
+    return tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients if not isinstance(gradient, tuple)])
+
+
+def estimate(
+    squares: tf.Tensor, parts: tf.Tensor, square_of_sum: tf.Tensor, weight: tf.Tensor, examples: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """One update's estimates of tr(Σ), per example, and |G|².
+
+    Args:
+        squares: Σₖ |∇Lₖ|²/Wₖ, where Lₖ is the weighted sum of losses of micro-batch k and Wₖ its weight: Wₖ|gₖ|².
+        parts: K, the number of micro-batches.
+        square_of_sum: |Σₖ ∇Lₖ|².
+        weight: Σₖ Wₖ.
+        examples: Σₖ nₖ, which turns the unit of weight into examples.
+
+    Returns:
+        Two scalars; not a number where there are fewer than two micro-batches, or none was measured.
+    """
+    weight = tf.cast(weight, squares.dtype)
+    of_mean = square_of_sum / tf.square(weight)
+    nan = tf.constant(math.nan, squares.dtype)
+    per_weight = tf.where(parts > 1, (squares - weight * of_mean) / (parts - 1), nan)
+    return per_weight * tf.cast(examples, squares.dtype) / weight, of_mean - per_weight / weight
+
+
+class NoiseScale:
+    """tr(Σ)/|G|² in examples, smoothed over the updates that were measured."""
+
+    def __init__(self) -> None:
+        self._variance = self._square = self._weight = 0.0
+
+    def add(self, variance: float, square: float) -> None:
+        """Takes in one update's estimates; ones that are not a number are passed over."""
+        if math.isfinite(variance) and math.isfinite(square):
+            self._variance = DECAY * self._variance + (1 - DECAY) * variance
+            self._square = DECAY * self._square + (1 - DECAY) * square
+            self._weight = DECAY * self._weight + (1 - DECAY)
+
+    @property
+    def value(self) -> float | None:
+        """The noise scale in examples; None while nothing was measured, or where |G|² drowns in the noise."""
+        return self._variance / self._square if self._weight and self._square > 0 else None
