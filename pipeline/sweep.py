@@ -11,15 +11,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from pipeline import config as configuration
 from pipeline.errors import ConfigError
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
+MULTIRUN = "multirun"  # the name of a sweep that has no file
+LAST = ("val", "train")  # splits whose last loss a job gives, the first of them that it has
+WORST = float("inf")
 LONGEST_TAG = 5000  # characters; what every MLflow store takes
-PATIENCE = 90.0  # seconds for a job's shipper to close its run after the job died
+PATIENCE = 75.0  # seconds for a job's shipper to close its run after the job ended; its own patience is 60
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,19 @@ class Sweep:
     Attributes:
         uri: of the store.
         run_id, experiment_id: of the parent.
+        name: of the sweep file; `multirun` where there is none.
         names: of all jobs, in the order in which they were planned.
-        lost: why a job left no run, by its name.
+        lost: why a job gave no result, by its name.
+        ended: when a job's process ended, by its name.
     """
 
     uri: str
     run_id: str
     experiment_id: str
+    name: str = ""
     names: list[str] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
 
     def children(self) -> dict[str, Any]:
         """The latest run of each job, by the job's name."""
@@ -59,71 +68,112 @@ class Sweep:
         )
         return {run.data.tags["sweep.job"]: run for run in runs}
 
-    def finished(self) -> set[str]:
-        """Names of the jobs that need not run again."""
-        return {name for name, run in self.children().items() if run.info.status == "FINISHED"}
+    def finished(self) -> dict[str, float]:
+        """The jobs that need not run again, each with the last loss that it gave."""
+        done = {name: run for name, run in self.children().items() if run.info.status == "FINISHED"}
+        losses = {name: [run.data.metrics.get(f"{split}/loss") for split in LAST] for name, run in done.items()}
+        return {name: next((loss for loss in found if loss is not None), WORST) for name, found in losses.items()}
 
     def plan(self, jobs: Sequence[Job], varied: Sequence[str]) -> None:
         """Notes jobs before they start; a sweeper that searches plans some more after each batch."""
         self.names += [job.name for job in jobs if job.name not in self.names]
-        client = _client(self.uri)
-        for key, value in (("sweep.varied", list(varied)), ("sweep.jobs", self.names)):
-            text = json.dumps(value)
-            if len(text) <= LONGEST_TAG:
-                client.set_tag(self.run_id, key, text)
+        self.note("sweep.varied", json.dumps(list(varied)))
+        self.note("sweep.jobs", json.dumps(self.names))
 
-    def close(self, interrupted: bool = False) -> int:
+    def note(self, key: str, text: str) -> None:
+        """A tag of the parent run, where it is not too long for one."""
+        if len(text) <= LONGEST_TAG:
+            _client(self.uri).set_tag(self.run_id, key, text)
+
+    def close(self, status: str | None = None) -> int:
         """Ends the parent run and prints what became of the jobs.
+
+        Args:
+            status: `KILLED` where the sweep was interrupted, `FAILED` where something other than a job failed; by
+                default what the jobs make of it.
 
         Returns:
             0 when every job finished, else 1.
         """
-        children = self._settled()
-        rows = []
-        for name in self.names:
-            run = children.get(name)
-            if run is None:
-                rows.append((name, "NOT RUN" if interrupted else "NO RUN", self.lost.get(name, "")))
-            else:
-                rows.append((name, run.info.status, run.data.tags.get("failure", "").split("\n")[0]))
+        client = _client(self.uri)
+        try:
+            rows = self._rows(self._settled(), interrupted=status == "KILLED")
+            self.note("sweep.lost", json.dumps(self.lost))
+        except BaseException:
+            client.set_terminated(self.run_id, "KILLED")
+            raise
         width = max((len(name) for name, *_ in rows), default=0)
-        for name, status, why in rows:
-            print(f"  {name:{width}}  {status:8}  {why}".rstrip(), file=sys.stderr)
-        done = sum(status == "FINISHED" for _, status, _ in rows)
+        for name, ended, why in rows:
+            print(f"  {name:{width}}  {ended:8}  {why}".rstrip(), file=sys.stderr)
+        done = sum(ended == "FINISHED" for _, ended, _ in rows)
         print(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished", file=sys.stderr)
-        if done < len(rows):
-            print("run what is missing with: pipeline sweep NAME --again " + self.run_id, file=sys.stderr)
         whole = done == len(rows)
-        status = "KILLED" if interrupted else "FINISHED" if whole else "FAILED"
-        _client(self.uri).set_terminated(self.run_id, status)
+        if not whole or status is not None:
+            print(f"run what is missing with: {self._again()}", file=sys.stderr)
+        client.set_terminated(self.run_id, status or ("FINISHED" if whole else "FAILED"))
         return 0 if whole else 1
 
+    def _rows(self, children: Mapping[str, Any], interrupted: bool) -> list[tuple[str, str, str]]:
+        """Name, status and reason of every job."""
+        rows = []
+        for name in self.names:
+            run, lost = children.get(name), self.lost.get(name, "")
+            if run is None:
+                rows.append((name, "NOT RUN" if interrupted else "NO RUN", lost))
+                continue
+            failure = run.data.tags.get("failure", "").split("\n")[0]
+            if run.info.status == "FINISHED" or lost in failure or interrupted:
+                lost = ""
+            rows.append((name, run.info.status, " ".join(filter(None, [failure, lost]))))
+        return rows
+
+    def _again(self) -> str:
+        store = "" if self.uri == "sqlite:///mlruns/mlflow.db" else f" tracking.uri={configuration.mask(self.uri)}"
+        if self.name == MULTIRUN:
+            return f"pipeline train -m … tracking.sweep={self.run_id}{store}"
+        return f"pipeline sweep {self.name} --again {self.run_id}{store}"
+
     def _settled(self) -> dict[str, Any]:
-        """The children once none of them is RUNNING: a job's shipper outlives the job by some seconds."""
-        until = time.monotonic() + PATIENCE
+        """The children, none of them RUNNING: a job's shipper outlives the job by some seconds.
+
+        Where it did not, because the machine or Slurm ended it with the job, the run is closed from here.
+        """
+        begun = time.monotonic()
         while True:
             children = self.children()
-            if all(run.info.status != "RUNNING" for run in children.values()) or time.monotonic() > until:
+            running = {name: run for name, run in children.items() if run.info.status == "RUNNING"}
+            if not running:
                 return children
+            for name, run in running.items():
+                if time.monotonic() > self.ended.get(name, begun) + PATIENCE:
+                    client = _client(self.uri)
+                    client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
+                    client.set_terminated(run.info.run_id, "KILLED")
             time.sleep(0.5)
 
 
 _current: Sweep | None = None
 
 
-def begin(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence[str]) -> Sweep:
+def begin(config: DictConfig, jobs: Sequence[Job], varied: Sequence[str]) -> Sweep:
     """The sweep of this process: its parent run is created, or taken up again, on the first call.
 
     Args:
-        config: what all jobs share.
-        name: of the sweep.
+        config: what all jobs share, and Hydra's.
         jobs: that are about to start.
         varied: config keys in which they differ.
     """
     global _current
     if _current is None:
-        _current = _again(config) if config.tracking.sweep else _create(config, name, len(jobs))
+        file = config.hydra.job.config_name
+        name = MULTIRUN if file == "config" else file
+        _current = _again(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
     _current.plan(jobs, varied)
+    return _current
+
+
+def current() -> Sweep | None:
+    """The sweep that `begin` began in this process."""
     return _current
 
 
@@ -144,6 +194,8 @@ def find(uri: str, sweep: str) -> Any:
     Raises:
         ConfigError: there is none, or several.
     """
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///").split("?")[0]).exists():
+        raise ConfigError("SWEEP", f"must name one sweep of the store {uri}, which does not exist", sweep)
     client = _client(uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, "tags.`sweep.name` != ''", max_results=1000)
@@ -155,25 +207,26 @@ def find(uri: str, sweep: str) -> Any:
     return found[0]
 
 
-def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> list[str]:
+def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
     """A unique name for each job by what differs, such as `factor=8 batch=256`.
 
     Args:
         values: of each job, by config key.
         batches: effective batch size of each job.
+        first: number of the first job.
     """
     names = []
     for job, batch in zip(values, batches, strict=True):
         parts = [f"{LETTERS.get(last, last)}={value}" for key, value in job.items() if (last := key.split(".")[-1])]
         if len(set(batches)) > 1 and not any(part.startswith("batch=") for part in parts):
             parts.append(f"batch={batch}")
-        names.append(" ".join(parts) or "job")
+        names.append(" ".join(parts).replace("${", "{") or "job")  # a name is no interpolation
     if len(set(names)) < len(names):
-        names = [f"{name} #{number}" for number, name in enumerate(names)]
+        names = [f"{name} #{number}" for number, name in enumerate(names, first)]
     return names
 
 
-def _create(config: DictConfig, name: str, jobs: int) -> Sweep:
+def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence[str]) -> Sweep:
     from pipeline.store import Store, StoreError
 
     try:
@@ -181,26 +234,39 @@ def _create(config: DictConfig, name: str, jobs: int) -> Sweep:
         experiment_id = store.experiment(config.tracking.experiment)
     except StoreError as error:
         raise ConfigError("tracking.uri", f"must be a store that answers ({error})", config.tracking.uri) from error
+    # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
+    overrides = [text for text in config.hydra.overrides.task if not text.lstrip("+").startswith("tracking.uri=")]
     tags = {
         "sweep.name": name,
-        "sweep.overrides": json.dumps(list(config.hydra.overrides.task)),
+        "sweep.overrides": json.dumps(overrides),
         "mlflow.source.name": "pipeline",
     }
-    run = store.client().create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
-    sweep = Sweep(config.tracking.uri, run.info.run_id, experiment_id)
     client = store.client()
-    for key, value in {"sweep": name, "jobs": jobs, "dataset._target_": config.dataset.get("_target_")}.items():
-        client.log_param(sweep.run_id, key, value)
-    print(f"sweep {sweep.run_id} ({name}): {jobs} jobs", file=sys.stderr)
-    return sweep
+    run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
+    params = {
+        "sweep": name,
+        "jobs": config.hydra.sweeper.get("trials") or len(jobs),
+        "varied": " ".join(varied),
+        "overrides": " ".join(overrides)[:6000],
+        "dataset._target_": config.dataset.get("_target_"),
+    }
+    client.log_batch(run.info.run_id, params=[_param(key, value) for key, value in params.items()])
+    print(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs", file=sys.stderr)
+    return Sweep(config.tracking.uri, run.info.run_id, experiment_id, name)
 
 
-def _again(config: DictConfig) -> Sweep:
+def _again(config: DictConfig, name: str) -> Sweep:
     parent = find(config.tracking.uri, config.tracking.sweep)
     client = _client(config.tracking.uri)
     client.update_run(parent.info.run_id, "RUNNING")
     names = json.loads(parent.data.tags.get("sweep.jobs", "[]"))
-    return Sweep(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, names)
+    return Sweep(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, name, names)
+
+
+def _param(key: str, value: Any) -> Any:
+    from mlflow.entities import Param
+
+    return Param(key, str(value))
 
 
 def _client(uri: str) -> Any:

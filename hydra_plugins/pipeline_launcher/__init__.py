@@ -8,30 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
+import itertools
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher as HydrasBasicLauncher
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher
-from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
-from omegaconf import open_dict
+from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQueueConf, SlurmQueueConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline import config as configuration
 from pipeline import sweep
+from pipeline.errors import ConfigError
+
+GRACE = 60.0  # seconds for a job to close its run before it is killed
+SLURM_INTERVAL = 5.0  # seconds between two questions to Slurm, whatever the number of jobs
 
 
 class _Sweeping(Launcher):
-    """Plans the jobs of a batch, then launches each alone with `super().launch`."""
+    """Plans the jobs of a batch, then launches each alone with `_run`."""
 
     config: Any  # set by Hydra
     hydra_context: Any
@@ -39,132 +49,223 @@ class _Sweeping(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         # In the order of their numbers; the name of a job is known before any of them starts.
-        config = self.config
-        jobs, varied = self._jobs(job_overrides)
-        with open_dict(config):
-            name = config.hydra.job.config_name
-            current = sweep.begin(config, "multirun" if name == "config" else name, jobs, varied)
-        done = current.finished()
-        places: queue.Queue[list[str]] = queue.Queue()
-        for place in self._places():
-            places.put(place)
-
-        def one(number: int, job: sweep.Job) -> JobReturn:
-            if job.name in done:
-                return _nothing()
-            place = places.get()
-            try:
-                return self._launch_one(current, job, initial_job_idx + number, place)
-            finally:
+        with _sigterm_interrupts():
+            composed = [self._composed(overrides) for overrides in job_overrides]
+            jobs, varied = self._jobs(job_overrides, [settings for _, settings in composed], initial_job_idx)
+            places: queue.Queue[list[str]] = queue.Queue()
+            for place in self._places([config.hardware for config, _ in composed]):
                 places.put(place)
+            with open_dict(self.config):
+                current = sweep.begin(self.config, jobs, varied)
+            done = current.finished()
 
-        return self._each(one, jobs, places.qsize(), current)
+            def one(number: int, job: sweep.Job) -> JobReturn:
+                if job.name in done:
+                    return _gave(done[job.name])
+                place = places.get()
+                try:
+                    return self._one(current, job, initial_job_idx + number, place)
+                finally:
+                    places.put(place)
+
+            return self._each(one, jobs, places.qsize(), current)
 
     def _each(
         self, one: Callable[[int, sweep.Job], JobReturn], jobs: list[sweep.Job], at_once: int, current: sweep.Sweep
     ) -> list[JobReturn]:
-        pool = ThreadPoolExecutor(at_once)
-        before = signal.signal(signal.SIGTERM, _interrupt)
+        # The threads' processes inherit that Ctrl-C is not theirs: this process hears it, and ends them in good order.
+        pool = ThreadPoolExecutor(at_once, "job", signal.pthread_sigmask, (signal.SIG_BLOCK, {signal.SIGINT}))
         try:
             futures = [pool.submit(one, number, job) for number, job in enumerate(jobs)]
             return [future.result() for future in futures]
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
-            self._end_jobs(current)
+            until = time.monotonic() + GRACE
+            while not all(future.done() for future in futures):
+                try:
+                    self._end_jobs(current, late=time.monotonic() > until)
+                    time.sleep(0.5)
+                except KeyboardInterrupt:
+                    until = 0.0  # asked a second time: at once
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
             pool.shutdown(cancel_futures=True)
 
-    def _jobs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[list[sweep.Job], list[str]]:
-        """Composes every job, so that a wrong one is refused before the first starts."""
-        parser = OverridesParser.create()
-        values, batches = [], []
-        for overrides in job_overrides:
-            config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-            with open_dict(config):
-                config.pop("hydra")
-                settings = configuration.check(config, overrides)
-            parsed = parser.parse_overrides(list(overrides))
-            values.append({o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in parsed})
-            batches.append(settings.batching.effective_batch_size)
+    def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, configuration.Settings]:
+        """The config of one job, checked: a wrong one is refused before the first job starts."""
+        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(config):
+            config.pop("hydra")
+            return config, self._check(config, overrides)
+
+    def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
+        return configuration.check(config, overrides)
+
+    def _jobs(
+        self, job_overrides: Sequence[Sequence[str]], settings: Sequence[configuration.Settings], first: int
+    ) -> tuple[list[sweep.Job], list[str]]:
+        """The jobs, each with its name, and the keys in which they differ."""
+        parse = OverridesParser.create().parse_override
+        values = [
+            {o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in map(parse, overrides)}
+            for overrides in job_overrides
+        ]
+        asked = [*self.config.hydra.overrides.task]
+        asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
+        # What is swept is in the name also where this batch, of a sweeper that goes in batches, has one value of it.
+        swept = {o.get_key_element().lstrip("+~") for o in map(parse, asked) if o.is_sweep_override()}
         keys = dict.fromkeys(key for job in values for key in job)
-        varied = [key for key in keys if len({job.get(key) for job in values}) > 1]
+        varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
         differing = [{key: job[key] for key in varied if key in job} for job in values]
-        names = sweep.names_of(differing, batches)
+        names = sweep.names_of(differing, [of.batching.effective_batch_size for of in settings], first)
         return [sweep.Job(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)], varied
 
-    def _launch_one(self, current: sweep.Sweep, job: sweep.Job, number: int, place: list[str]) -> JobReturn:
+    def _one(self, current: sweep.Sweep, job: sweep.Job, number: int, place: list[str]) -> JobReturn:
         quoted = "'" + job.name.replace("'", "\\'") + "'"
         of_sweep = [f"tracking.sweep={current.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
         print(f"  {job.name}: started", file=sys.stderr)
+        began = time.monotonic()
         try:
-            launcher: Any = super(_Sweeping, self._at(place, current))  # the published one of these places
-            (returned,) = launcher.launch([[*job.overrides, *of_sweep]], number)
+            returned = self._run([*job.overrides, *of_sweep], number, place, current)
         except Exception as error:  # the process died; what it had logged is in its run
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            current.lost[job.name] = lines[-1].strip() if lines else type(error).__name__
-            returned = _nothing()
+            current.lost[job.name] = str(error) or type(error).__name__
+            returned = _gave(float("inf"))
         if returned.status == JobStatus.FAILED:
             current.lost[job.name] = (str(returned._return_value).splitlines() or ["failed"])[0]
-            returned = _nothing()
-        print(f"  {job.name}: ended", file=sys.stderr)
+            returned = _gave(float("inf"))
+        current.ended[job.name] = time.monotonic()
+        print(f"  {job.name}: ended after {time.monotonic() - began:.0f} s", file=sys.stderr)
         return returned
 
-    def _places(self) -> list[list[str]]:
+    def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
+        """Runs one job to its end; raises where its process died."""
+        raise NotImplementedError
+
+    def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
         """One entry for each job that may run at once: the GPUs it is given."""
         return [[]]
 
-    def _at(self, place: list[str], current: sweep.Sweep) -> _Sweeping:
-        return self
-
-    def _end_jobs(self, current: sweep.Sweep) -> None:
-        """Ends the jobs that run, so that each closes its run as KILLED."""
+    def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
+        """Asks the jobs that run to end, so that each closes its run as KILLED; ends them itself when it is late."""
 
 
-class LocalLauncher(_Sweeping, submitit_launcher.LocalLauncher):
+class _Submitting(_Sweeping):
+    """Each job in a process of its own, through submitit."""
+
+    _EXECUTOR: str
+    place: list[str] | None = None  # the GPUs of this job; None: they are not ours to choose
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        # In the job's process, before TensorFlow looks for GPUs. Submitit's own way knows no GPU by its UUID.
+        if self.place is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.place)
+        return super().__call__(*arguments, **named)  # type: ignore[misc]  # the published launcher's
+
+    def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
+        # What the published launcher does, but for its waiting: a second at a time, and fifteen for what a job that
+        # died has not left.
+        import submitit
+
+        launcher = copy.copy(self)
+        launcher.place = self._given(place)
+        params = {**self.params, **self._more(current)}
+        folder = params.pop("submitit_folder").replace("%j", f"{number}_%j")  # process numbers come again
+        timeouts = {f"{self._EXECUTOR}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
+        executor = submitit.AutoExecutor(folder, cluster=self._EXECUTOR, **timeouts)
+        shared = set(OmegaConf.structured(BaseQueueConf).keys())
+        executor.update_parameters(
+            **{key if key in shared else f"{self._EXECUTOR}_{key}": value for key, value in params.items()}
+        )
+        begun = time.monotonic()
+        job = executor.submit(launcher, overrides, "hydra.sweep.dir", number, str(number), Singleton.get_state())
+        how = self._wait(job, begun, current)
+        if not job.paths.result_pickle.exists():
+            lines = [line.strip() for line in (job.stderr() or "").splitlines() if line.strip()]
+            raise RuntimeError(": ".join([how, *lines[-1:]]))
+        returned: JobReturn = job.result()
+        return returned
+
+    def _given(self, place: list[str]) -> list[str] | None:
+        return place
+
+    def _more(self, current: sweep.Sweep) -> dict[str, Any]:
+        """Parameters of submitit beside those of the config."""
+        return {}
+
+    def _wait(self, job: Any, begun: float, current: sweep.Sweep) -> str:
+        """Waits until the job is over; returns how it ended where it left no result."""
+        raise NotImplementedError
+
+
+class LocalLauncher(_Submitting, submitit_launcher.LocalLauncher):
     """Each job a process of its own on this machine: as many at once as `hardware.parallel_jobs` says."""
 
-    def _places(self) -> list[list[str]]:
-        hardware = self.config.hardware
-        gpus = visible_gpus() if hardware.device.name != "cpu" else []
-        size = hardware.gpus_per_job * hardware.replicas if gpus else 0
-        places = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)] if size else []
-        if hardware.parallel_jobs is None:
-            return places or [[]]
-        return places[: hardware.parallel_jobs] if places else [[] for _ in range(hardware.parallel_jobs)]
+    def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        at_once = self.config.hardware.parallel_jobs
+        gpus = visible_gpus()
+        size = max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
+        if not gpus or not size:
+            return [[] for _ in range(at_once or 1)]
+        if size > len(gpus):
+            raise ConfigError("hardware.gpus_per_job", f"must be at most the {len(gpus)} GPUs of this machine", size)
+        places = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
+        return places[:at_once]
 
-    def _at(self, place: list[str], current: sweep.Sweep) -> _Sweeping:
-        launcher = copy.copy(self)
-        # Without them submitit hides every GPU from its jobs.
-        gpus = {"gpus_per_node": len(place), "visible_gpus": [int(gpu) for gpu in place]} if place else {}
-        launcher.params = {**self.params, **gpus}
-        return launcher
+    def _wait(self, job: Any, begun: float, current: sweep.Sweep) -> str:
+        while not job.done():
+            time.sleep(0.1)
+        return "the process died"
 
-    def _end_jobs(self, current: sweep.Sweep) -> None:
+    def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
         import psutil
 
-        jobs = [child for child in psutil.Process().children(recursive=True) if _is_job(child)]
-        for job in jobs:
-            _quietly(job.send_signal, signal.SIGTERM)
-        _, alive = psutil.wait_procs(jobs, timeout=60)
-        for job in alive:
-            _quietly(job.kill)
+        for process in psutil.Process().children(recursive=True):
+            # Again and again: until TensorFlow is about to be imported, submitit lets SIGTERM pass by.
+            if _runs(process, "submitit.core._submit"):
+                with contextlib.suppress(psutil.Error):  # it has ended by itself
+                    process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
 
 
-class SlurmLauncher(_Sweeping, submitit_launcher.SlurmLauncher):
+class SlurmLauncher(_Submitting, submitit_launcher.SlurmLauncher):
     """Each job a Slurm job; Slurm decides how many run at once, and where."""
 
-    def _places(self) -> list[list[str]]:
+    def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        if shutil.which("sbatch") is None:
+            raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
+        wanted = [max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name == "gpu"]
+        if wanted and self.params.get("gpus_per_node") is None:
+            self.params["gpus_per_node"] = max(wanted)
         return [[] for _ in range(self.params.get("array_parallelism") or 256)]
 
-    def _at(self, place: list[str], current: sweep.Sweep) -> _Sweeping:
-        launcher = copy.copy(self)
-        launcher.params = {**self.params, "name": f"pipeline-{current.run_id}"}
-        return launcher
+    def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
+        device = config.hardware.device
+        config.hardware.device = "auto"  # the job's machine may have the GPU that this one lacks
+        try:
+            return super()._check(config, overrides)
+        finally:
+            config.hardware.device = device
 
-    def _end_jobs(self, current: sweep.Sweep) -> None:
-        subprocess.run(["scancel", "--signal=TERM", "--full", f"--name=pipeline-{current.run_id}"], check=False)
+    def _given(self, place: list[str]) -> list[str] | None:
+        return None
+
+    def _more(self, current: sweep.Sweep) -> dict[str, Any]:
+        return {"name": f"pipeline-{current.run_id}"}
+
+    def _wait(self, job: Any, begun: float, current: sweep.Sweep) -> str:
+        states = _SlurmStates.of(f"pipeline-{current.run_id}")
+        while not job.paths.result_pickle.exists():
+            ended = states.ended(job.job_id, begun)
+            if ended:
+                until = time.monotonic() + 2 * SLURM_INTERVAL  # a network's file system may show the file late
+                while not job.paths.result_pickle.exists() and time.monotonic() < until:
+                    time.sleep(0.5)
+                return f"Slurm job {job.job_id}: {ended}"
+            time.sleep(0.5)
+        return ""
+
+    def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
+        # Those that wait are gone, those that run get SIGTERM, and SIGKILL after Slurm's KillWait.
+        subprocess.run(["scancel", f"--name=pipeline-{current.run_id}"], check=False)
 
 
 class BasicLauncher(_Sweeping, HydrasBasicLauncher):
@@ -174,6 +275,47 @@ class BasicLauncher(_Sweeping, HydrasBasicLauncher):
         self, one: Callable[[int, sweep.Job], JobReturn], jobs: list[sweep.Job], at_once: int, current: sweep.Sweep
     ) -> list[JobReturn]:
         return [one(number, job) for number, job in enumerate(jobs)]
+
+    def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
+        (returned,) = HydrasBasicLauncher.launch(self, [overrides], number)
+        return returned
+
+
+class _SlurmStates:
+    """What Slurm says of the jobs of one name, asked once for all of them.
+
+    `squeue` answers on every cluster; submitit asks `sacct`, which needs a database, and where there is none it
+    waits for a job that died for ever.
+    """
+
+    _ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
+    _by_name: dict[str, _SlurmStates] = {}  # noqa: RUF012
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._asked = self._answered = float("-inf")
+        self._states: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, name: str) -> _SlurmStates:
+        return cls._by_name.setdefault(name, cls(name))
+
+    def ended(self, job_id: str, begun: float) -> str:
+        """The state in which the job ended; empty where it has not, or Slurm has not answered since `begun`."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._asked > SLURM_INTERVAL:
+                command = ["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i %T"]
+                answer = subprocess.run(command, capture_output=True, text=True)
+                self._asked = now
+                if answer.returncode == 0:
+                    self._answered = now
+                    self._states = dict(line.split()[:2] for line in answer.stdout.splitlines() if line.strip())
+            if self._answered < begun:
+                return ""
+            state = self._states.get(job_id, "gone")
+            return state if state == "gone" or state in self._ENDED else ""
 
 
 def register() -> None:
@@ -189,35 +331,42 @@ def register() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Numbers of the NVIDIA GPUs that this process may use; none where no driver answers."""
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by number or UUID."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
-        return [gpu.strip() for gpu in listed.split(",") if gpu.strip().isdigit()]
+        names = (gpu.strip() for gpu in listed.split(","))
+        return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names))  # as CUDA reads it
     try:
         answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
+        count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [str(number) for number, line in enumerate(answer.stdout.splitlines()) if line.startswith("GPU ")]
+        count = len(glob.glob("/dev/nvidia[0-9]*"))
+    return [str(number) for number in range(count)]
 
 
-def _is_job(process: Any) -> bool:
+def _runs(process: Any, module: str) -> bool:
     try:
-        return "submitit.core._submit" in process.cmdline()
-    except Exception:
+        return any(argument.startswith(module) for argument in process.cmdline())
+    except Exception:  # it has ended
         return False
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the jobs as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _nothing() -> JobReturn:
-    """What a job that gave nothing returns: a sweeper that searches reads it as the worst value."""
+def _gave(value: float) -> JobReturn:
+    """Of a job that has its value from before, or that gave none: a sweeper that searches reads inf as the worst."""
     returned = JobReturn(status=JobStatus.COMPLETED)
-    returned.return_value = float("inf")
+    returned.return_value = value
     return returned
-
-
-def _quietly(call: Any, *arguments: Any) -> None:
-    with contextlib.suppress(Exception):  # it has ended by itself
-        call(*arguments)
