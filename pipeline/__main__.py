@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("pipeline: interrupted", file=sys.stderr)
         return 130
     except Exception:
-        traceback.print_exc()
+        from pipeline.config import mask
+
+        print(mask(traceback.format_exc()), end="", file=sys.stderr)
         return 1
     except BaseException as error:
         if type(error).__name__ != "Terminated":  # of pipeline.job, which is not imported for its name alone

@@ -30,21 +30,17 @@ from pipeline.refusal import COMPOSITION, refusing
 
 def train(arguments: Sequence[str]) -> int:
     """`pipeline train`: Hydra composes, then `job.run` runs, or with -m a sweep of jobs."""
-    interrupted = False
     try:
         _hydra(_train, arguments)
-    except KeyboardInterrupt:
-        interrupted = True
-    except ConfigError:
-        Folders.take_back()
+    except BaseException as error:
+        if isinstance(error, ConfigError):
+            Folders.take_back()
+        begun = _sweep_of_this_process()
+        if begun is not None:
+            begun.close("FAILED" if isinstance(error, Exception) else "KILLED")
         raise
     current = _sweep_of_this_process()
-    if current is None and not interrupted:
-        return 0
-    status = current.close(interrupted) if current is not None else 0
-    if interrupted:
-        raise KeyboardInterrupt
-    return status
+    return 0 if current is None else current.close()
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -65,7 +61,8 @@ def sweep(arguments: Sequence[str]) -> int:
         if parent.data.tags["sweep.name"] != options.name:
             raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
         recorded = json.loads(parent.data.tags["sweep.overrides"])
-        command = [*command, *recorded, f"tracking.sweep={parent.info.run_id}"]
+        # What is given now counts more: Hydra takes the last.
+        command = [*command[:4], *recorded, *command[4:], f"tracking.sweep={parent.info.run_id}"]
     return train(["-m", *command])
 
 
@@ -114,7 +111,7 @@ def _train(config: DictConfig) -> float:
     try:
         # Unresolved: an override may hold an interpolation, which is the config's to resolve.
         overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
-        return job.run(config, overrides, Path(settings.runtime.output_dir))
+        return job.run(config, overrides, Path(settings.runtime.output_dir)).loss
     finally:
         Folders.take_back()
 

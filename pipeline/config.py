@@ -295,9 +295,16 @@ def without(node: DictConfig, *keys: str) -> DictConfig:
     return copy
 
 
-_SECRET = re.compile(r"(?<=://)[^/@\s]+@")
+HIDDEN = "***"
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
+_SHORTEST_SECRET = 6  # characters: masking shorter values would hide half of every text
 
 
 def mask(text: str) -> str:
-    """`text` without the user and password of any URI in it."""
-    return _SECRET.sub("***@", text)
+    """`text` without the user and password of any URI, and without what secret environment variables hold."""
+    text = _CREDENTIALS.sub(f"{HIDDEN}@", text)
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAMES.search(name):
+            text = text.replace(value, HIDDEN)
+    return text

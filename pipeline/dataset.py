@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -35,6 +36,7 @@ class Data:
             nest of tensors without a batch axis. The number of examples is known.
         classes: number of labels, where the labels are classes.
         name, version: as the dataset calls itself.
+        files: that the examples are read from, where they are prepared files.
     """
 
     train: tf.data.Dataset
@@ -42,6 +44,7 @@ class Data:
     classes: int | None = None
     name: str = "custom"
     version: str = ""
+    files: tuple[Path, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:
@@ -217,6 +220,7 @@ def _from_builder(
         getattr(labels, "num_classes", None),
         builder.name,
         str(builder.version),
+        tuple(sorted(path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.suffix != ".json")),
     )
 
 

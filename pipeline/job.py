@@ -9,19 +9,26 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from pipeline import config as configuration
-from pipeline import imports
+from pipeline import imports, record
 from pipeline.journal import Journal
 
 if TYPE_CHECKING:
+    import keras
+
+    from pipeline.batching import Plan
+    from pipeline.dataset import Data
+    from pipeline.hardware import Hardware
+    from pipeline.objective import Objective
     from pipeline.tracking import Tracker
 
 
@@ -29,40 +36,77 @@ class Terminated(BaseException):
     """SIGTERM arrived. Like KeyboardInterrupt no `except Exception` swallows it."""
 
 
-def run(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> float:
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        run_id: in MLflow.
+        loss: the last one, of the validation split where there is one: what a sweeper that searches makes small.
+    """
+
+    run_id: str
+    loss: float
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All that a run is made of, in the order in which it is built."""
+
+    machine: Hardware
+    data: Data
+    dataset: dict[str, Any]
+    plan: Plan
+    model: keras.Model
+    objective: Objective
+
+
+def run(
+    config: DictConfig,
+    overrides: Sequence[str],
+    run_dir: Path,
+    *,
+    tags: Mapping[str, str] = MappingProxyType({}),
+    check_dataset: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> Outcome:
     """Trains what `config` says and records it.
 
     Args:
         config: composed; not yet checked.
         overrides: of the command line.
         run_dir: of this run; exists. It stays empty when the config is refused.
-
-    Returns:
-        The last loss, of the validation split where there is one: what a sweeper that searches makes small.
+        tags: of the run, beside its own.
+        check_dataset: takes what `record.dataset` says of the data, and may refuse it.
 
     Raises:
         ConfigError: the config is wrong; nothing was created.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     settings = configuration.check(config, overrides)
     configuration.plain(config)  # an interpolation that leads nowhere is a config error as well
     journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
-        prepared = _prepare(config, settings, journal, run_dir)
+        prepared = _prepare(config, settings, check_dataset)
+        journal.ready()
     except BaseException:
         journal.abandon()
         raise
-    return _train(config, overrides, *prepared)
+    return _train(config, overrides, prepared, journal, run_dir, tags)
 
 
-def _prepare(config: DictConfig, settings: configuration.Settings, journal: Journal, run_dir: Path) -> Any:
+def _prepare(
+    config: DictConfig, settings: configuration.Settings, check_dataset: Callable[[dict[str, Any]], None]
+) -> _Prepared:
     """Everything that can still refuse the config; creates nothing."""
     # Keras imports them for its galleries, data frames and estimators: a third of what importing it takes.
     with _without_native_chatter(), imports.without("matplotlib", "pandas", "sklearn"):
         from pipeline import batching, dataset, hardware, model, objective, optimizer
-        from pipeline.tracking import Tracker
 
         machine = hardware.setup(config.hardware, config.seed)
     data = dataset.load(config.dataset)
+    recorded = record.dataset(data)
+    check_dataset(recorded)
     plan = batching.plan(settings.batching, data.examples, settings.horizon, settings.length)
     optimizer.check(optimizer.build(config, plan.updates, plan.batching.effective_batch_size))
     with machine.strategy.scope():
@@ -72,54 +116,53 @@ def _prepare(config: DictConfig, settings: configuration.Settings, journal: Jour
         objective.check(goal, network, data, settings.batching.micro_batch_size)
         optimizing.build(network.trainable_variables)
         network.compile(optimizing, goal.loss)  # callbacks and the saved model look for it there
-    journal.ready()
-    return machine, data, plan, network, goal, network.optimizer, Tracker(journal, run_dir, plan)
+    return _Prepared(machine, data, recorded, plan, network, goal)
 
 
 def _train(
     config: DictConfig,
     overrides: Sequence[str],
-    machine: Any,
-    data: Any,
-    plan: Any,
-    network: Any,
-    goal: Any,
-    optimizing: Any,
-    tracker: Tracker,
-) -> float:
+    run: _Prepared,
+    journal: Journal,
+    run_dir: Path,
+    tags: Mapping[str, str],
+) -> Outcome:
     from pipeline import dataset, hardware, model, training
     from pipeline.accumulation import Evaluation, Update
     from pipeline.progress import Progress
+    from pipeline.tracking import Tracker
 
+    plan, network, goal, strategy = run.plan, run.model, run.objective, run.machine.strategy
     size, micro = plan.batching.effective_batch_size, plan.batching.micro_batch_size
     batches = dataset.effective_batches(
-        config.dataset, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs
+        config.dataset, run.data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs
     )
     update = Update(
         network,
         goal.loss,
-        optimizing,
+        network.optimizer,
         micro,
         metrics=goal.metrics,
-        strategy=machine.strategy,
+        strategy=strategy,
         noise_every=config.tracking.noise_every if plan.batching.factor * plan.batching.replicas > 1 else 0,
         jit_compile=config.hardware.xla,
     )
     evaluate = None
-    if data.validation is not None:
-        evaluation = Evaluation(network, goal.loss, micro, metrics=goal.validation_metrics, strategy=machine.strategy)
-        evaluate = training.evaluator(evaluation, dataset.in_order(data.validation, size))
+    if run.data.validation is not None:
+        evaluation = Evaluation(network, goal.loss, micro, metrics=goal.validation_metrics, strategy=strategy)
+        evaluate = training.evaluator(evaluation, dataset.in_order(run.data.validation, size))
 
-    dependent = model.batch_dependent_layers(network)
-    tracker.start(config, overrides, data, network, {"model.batch_dependent_layers": ", ".join(dependent) or "none"})
-    say(f"{machine.description}; {plan}")
-    say(f"run directory {tracker.run_dir}\nMLflow run {tracker.run_id} in {configuration.mask(config.tracking.uri)}")
+    tracker = Tracker(journal, run_dir, plan)
+    dependent = {"model.batch_dependent_layers": ", ".join(model.batch_dependent_layers(network)) or "none"}
+    tracker.start(config, overrides, run.data, run.dataset, network, {**dependent, **tags})
+    say(f"{run.machine.description}; {plan}")
+    say(f"run directory {run_dir}\nMLflow run {tracker.run_id} in {configuration.mask(config.tracking.uri)}")
     progress = Progress(plan.updates)
     recorder = training.Recorder(
         tracker,
         plan,
         config.tracking.log_every,
-        lambda: hardware.peak_memory(machine),
+        lambda: hardware.peak_memory(run.machine),
         progress,
         skips=config.hardware.precision.name == "mixed_float16",
     )
@@ -136,16 +179,14 @@ def _train(
         )
         progress.close()
         if config.tracking.log_model:
-            _log_model(config.tracking.uri, tracker, network, data)
+            _log_model(config.tracking.uri, tracker, network, run.data)
     say("open it with: pipeline ui" + (f" tracking.uri={_shown(config)}" if _shown(config) else ""))
-    return loss
+    return Outcome(tracker.run_id, loss)
 
 
 @contextmanager
 def _closing(tracker: Tracker, recorder: Any, progress: Any) -> Iterator[None]:
     """Closes the run as FINISHED, FAILED or KILLED, with all that it had logged."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
     status, failure = "FINISHED", None
     try:
         yield
@@ -207,6 +248,7 @@ def _without_native_chatter() -> Iterator[None]:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second would interrupt the closing of the run
     raise Terminated("SIGTERM")
 
 

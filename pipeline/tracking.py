@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
+from pipeline import record
 from pipeline.batching import Plan
 from pipeline.journal import Journal
 
@@ -39,7 +35,15 @@ class Tracker:
         self.journal, self.run_dir, self.plan = journal, run_dir, plan
         self.run_id = self.experiment_id = ""
 
-    def start(self, config: DictConfig, overrides: Sequence[str], data: Data, model: keras.Model, tags: dict) -> None:
+    def start(
+        self,
+        config: DictConfig,
+        overrides: Sequence[str],
+        data: Data,
+        dataset: dict[str, Any],
+        model: keras.Model,
+        tags: Mapping[str, str],
+    ) -> None:
         """Creates the run with its params, tags, inputs and the artifacts that are known before it starts."""
         resolved = configuration.plain(config)
         params = {key: _text(value) for key, value in configuration.leaves(resolved).items()}
@@ -55,19 +59,28 @@ class Tracker:
             "experiment": config.tracking.experiment,
             "name": config.tracking.run_name or f"{data.name} {model.name} {self.plan.batching}",
             "params": params | derived,
-            "tags": {**_origin(), "config.hash": config_hash(resolved), **_place(config.tracking), **tags},
+            "tags": {**record.origin(), "config.hash": record.config_hash(resolved), **_place(config.tracking), **tags},
             "inputs": _inputs(data),
             "system_metrics": config.tracking.system_metrics,
         }
         answer = self.journal.start(self.run_dir / "journal.jsonl", run)
         self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
-        # The config keeps the store's own URI for this machine; what is logged has no password in it.
-        (self.run_dir / "config.yaml").write_text(configuration.mask(OmegaConf.to_yaml(OmegaConf.create(resolved))))
-        (self.run_dir / "overrides.yaml").write_text(configuration.mask(OmegaConf.to_yaml(list(overrides))))
-        (self.run_dir / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
-        for name in ("config.yaml", "overrides.yaml", "environment.json"):
-            self.journal.write({"artifact": str((self.run_dir / name).absolute())})
+        self._artifacts(resolved, overrides, dataset)
         self.journal.flush()
+
+    def _artifacts(self, resolved: dict[str, Any], overrides: Sequence[str], dataset: dict[str, Any]) -> None:
+        surroundings = record.environment(self.run_dir)
+        texts = {
+            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
+            "overrides.yaml": OmegaConf.to_yaml(list(overrides)),
+            "environment.json": json.dumps(surroundings, indent=1) + "\n",
+            "dataset.json": json.dumps(dataset, indent=1) + "\n",
+        }
+        if surroundings["git"].get("clean") is False:
+            texts["git.diff"] = record.diff()
+        for name, text in texts.items():
+            (self.run_dir / name).write_text(configuration.mask(text), encoding="utf-8")
+            self.journal.write({"artifact": str((self.run_dir / name).absolute())})
 
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """The row of one update.
@@ -133,47 +146,10 @@ def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, exa
     )
 
 
-def config_hash(resolved: Mapping[str, Any]) -> str:
-    """SHA-256 that two runs share when they were asked for the same training, wherever they were logged."""
-    same = {key: value for key, value in resolved.items() if key != "tracking"}
-    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
-
-
-def environment() -> dict[str, Any]:
-    """Interpreter, machine and the version of every installed distribution."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "packages": {dist.name: dist.version for dist in sorted(metadata.distributions(), key=lambda d: d.name or "")},
-    }
-
-
-def _origin() -> dict[str, str]:
-    tags = {
-        "mlflow.user": getpass.getuser(),
-        "mlflow.source.type": "LOCAL",
-        "mlflow.source.name": configuration.mask(" ".join(["pipeline", *sys.argv[1:]])),
-    }
-    commit = _git("rev-parse", "HEAD")
-    if commit:
-        clean = _git("status", "--porcelain") == ""
-        tags |= {"git.commit": commit, "git.clean": str(clean).lower(), "mlflow.source.git.commit": commit}
-    return tags
-
-
 def _place(tracking: DictConfig) -> dict[str, str]:
     if tracking.sweep is None:
         return {}
     return {"mlflow.parentRunId": tracking.sweep, "sweep": tracking.sweep, "sweep.job": tracking.job or ""}
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _inputs(data: Data) -> list[dict[str, Any]]:

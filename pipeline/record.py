@@ -1,0 +1,191 @@
+"""What a run records of its surroundings, so that it can be run again and what differs can be named."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import mask
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.dataset import Data
+
+LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
+HASHED_WHOLE = 256 * 2**20  # bytes; of a larger file the size and three pieces are hashed
+PIECE = 2**20
+NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
+
+
+def config_hash(resolved: Mapping[str, Any]) -> str:
+    """SHA-256 that two runs share when they were asked for the same training, wherever they were logged."""
+    same = {key: value for key, value in resolved.items() if key != "tracking"}
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def environment(run_dir: Path) -> dict[str, Any]:
+    """Interpreter, machine, code and the version of every installed distribution.
+
+    Args:
+        run_dir: of the run, which its config's paths may lie in.
+    """
+    packages = {dist.name: dist.version for dist in sorted(metadata.distributions(), key=lambda d: d.name or "")}
+    return {
+        "run_dir": str(run_dir.absolute()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "processors": os.cpu_count(),
+        **_gpus(),
+        **_cuda(),
+        "lock": _lock(),
+        "git": git(),
+        "packages": packages,
+    }
+
+
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of the surroundings is not as it was recorded, a line each."""
+    lines = []
+    for key in ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock"):
+        if key in recorded and recorded[key] != now.get(key):
+            lines.append(f"{key}: {recorded[key]} then, {now.get(key)} now")
+    then, code = recorded.get("git") or {}, now.get("git") or {}
+    if then.get("commit") != code.get("commit"):
+        lines.append(f"code: commit {then.get('commit', 'unknown')} then, {code.get('commit', 'unknown')} now")
+    for when, tree in (("then", then), ("now", code)):
+        if tree.get("clean") is False:
+            lines.append(f"code: the tree was not clean {when}")
+    packages, installed = recorded.get("packages", {}), now.get("packages", {})
+    for name in sorted(set(packages) | set(installed)):
+        if packages.get(name) != installed.get(name) and (name in NAMED or name.startswith("nvidia-")):
+            lines.append(f"{name}: {packages.get(name, 'absent')} then, {installed.get(name, 'absent')} now")
+    return lines
+
+
+def git() -> dict[str, Any]:
+    """Commit and state of the tree that the command is run in; empty outside of one."""
+    commit = _git("rev-parse", "HEAD")
+    return {} if commit is None else {"commit": commit, "clean": _git("status", "--porcelain") == ""}
+
+
+def diff() -> str:
+    """What the tree has changed against its commit, without secrets; cut at `LARGEST_DIFF` characters."""
+    text = mask(_git("diff", "HEAD") or "")
+    return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
+
+
+def dataset(data: Data) -> dict[str, Any]:
+    """Name, version, sizes and checksums of a dataset: of its files, or of its examples where it has none."""
+    splits = {"train": data.train, "validation": data.validation}
+    files = {path.name: _file_hash(path) for path in data.files}
+    content = {name: _content_hash(split) for name, split in splits.items() if split is not None and not files}
+    return {
+        "name": data.name,
+        "version": data.version,
+        "examples": {name: int(split.cardinality()) for name, split in splits.items() if split is not None},
+        "files": files,
+        "content": content,
+    }
+
+
+def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: str) -> None:
+    """Refuses data that is not what the recorded run was trained on.
+
+    Raises:
+        ConfigError: with the file or the split that differs.
+    """
+    for key in ("name", "version"):
+        if recorded[key] != now[key]:
+            raise ConfigError("dataset", f"must have the {key} {recorded[key]!r} of run {run_id}", now[key])
+    for key, what in (("files", "file"), ("content", "split"), ("examples", "number of examples of the split")):
+        for name, value in recorded[key].items():
+            if now[key].get(name) != value:
+                found = now[key].get(name, "absent")
+                raise ConfigError("dataset", f"must be that of run {run_id}: the {what} {name} differs", found)
+
+
+def origin() -> dict[str, str]:
+    """Tags: who ran which command on which commit."""
+    tags = {
+        "mlflow.user": getpass.getuser(),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.name": mask(" ".join(["pipeline", *sys.argv[1:]])),
+    }
+    tree = git()
+    if tree:
+        commit, clean = tree["commit"], str(tree["clean"]).lower()
+        tags |= {"git.commit": commit, "git.clean": clean, "mlflow.source.git.commit": commit}
+    return tags
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _gpus() -> dict[str, Any]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {"gpus": [], "driver": None}
+    rows = [line.split(", ") for line in answer.splitlines() if ", " in line]
+    return {"gpus": [row[0] for row in rows], "driver": rows[0][1] if rows else None}
+
+
+def _cuda() -> dict[str, Any]:
+    if "tensorflow" not in sys.modules:  # which takes seconds; the versions of CUDA's packages are recorded anyway
+        return {}
+    build = importlib.import_module("tensorflow").sysconfig.get_build_info()
+    return {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
+
+
+def _lock() -> str | None:
+    for folder in (Path.cwd(), Path(__file__).resolve().parent.parent):
+        if (folder / "requirements.lock").is_file():
+            return hashlib.sha256((folder / "requirements.lock").read_bytes()).hexdigest()
+    return None
+
+
+def _file_hash(path: Path) -> str:
+    size = path.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        pieces: Sequence[int] = range(0, size, PIECE) if size <= HASHED_WHOLE else (0, size // 2, size - PIECE)
+        for start in pieces:
+            file.seek(start)
+            found.update(file.read(PIECE))
+    return found.hexdigest()
+
+
+def _content_hash(split: Any) -> str:
+    import tensorflow as tf
+
+    found = hashlib.sha256()
+    for example in split.take(100_000).as_numpy_iterator():
+        for leaf in tf.nest.flatten(example, expand_composites=True):
+            found.update(str(getattr(leaf, "shape", "")).encode())
+            found.update(leaf.tobytes() if hasattr(leaf, "tobytes") else str(leaf).encode())
+    return found.hexdigest()
