@@ -1,0 +1,134 @@
+"""The arithmetic behind a report: differences, spreads, crossings and fits. NumPy arrays in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean over seeds.
+
+    Attributes:
+        mean: arithmetic mean.
+        deviation: sample standard deviation (n − 1); None with one value, which shows no spread.
+        count: how many values.
+    """
+
+    mean: float
+    deviation: float | None
+    count: int
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Of the finite ones among `values`; None where there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return None
+    deviation = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
+    return Spread(float(np.mean(finite)), deviation, len(finite))
+
+
+def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
+    """`other.mean − one.mean` and the half-width of its 95% interval, in the unit of the values.
+
+    Welch's interval (Welch 1947, Biometrika 34): the variances need not be equal. None where either has one value.
+    """
+    if one.deviation is None or other.deviation is None:
+        return None
+    from scipy.special import stdtrit  # Student's quantile; scipy.stats takes seconds to import
+
+    parts = [s.deviation**2 / s.count for s in (one, other) if s.deviation is not None]
+    variance = sum(parts)
+    if variance == 0:
+        return other.mean - one.mean, 0.0
+    freedom = variance**2 / sum(part**2 / (s.count - 1) for part, s in zip(parts, (one, other), strict=True))
+    return other.mean - one.mean, float(stdtrit(freedom, 0.975) * math.sqrt(variance))
+
+
+def relative_difference(one: Array, other: Array) -> Array:
+    """|a − b| / max(|a|, |b|), elementwise: 0 where both are equal or both NaN, infinite where one is not finite."""
+    with np.errstate(all="ignore"):
+        result = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
+    result = np.where(np.isfinite(one) & np.isfinite(other), result, np.inf)
+    return np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, result)
+
+
+def first_above(steps: NDArray[np.int64], values: Array, threshold: float) -> int | None:
+    """The first of `steps` whose value exceeds `threshold`."""
+    above = np.flatnonzero(values > threshold)
+    return int(steps[above[0]]) if above.size else None
+
+
+def reached(x: Array, y: Array, target: float) -> float | None:
+    """The x at which `y` is first at or below `target`, interpolated linearly between two points."""
+    below = np.flatnonzero(y <= target)
+    if not below.size:
+        return None
+    index = int(below[0])
+    if index == 0 or not math.isfinite(y[index - 1]) or y[index] == target:
+        return float(x[index])
+    share = (y[index - 1] - target) / (y[index - 1] - y[index])
+    return float(x[index - 1] + share * (x[index] - x[index - 1]))
+
+
+def trailing_mean(examples: Array, values: Array, window: float) -> Array:
+    """The mean of `values` over the last `window` examples, each value weighted by its own examples.
+
+    Args:
+        examples: seen after each value; rising.
+        values: means over the examples since the value before.
+        window: examples; a value that begins inside counts whole, so one value is the least.
+    """
+    weights = np.diff(examples, prepend=0.0)
+    sums, totals = np.cumsum(weights * values), np.cumsum(weights)
+    first = np.searchsorted(examples - weights, examples - window, side="left")
+    first = np.minimum(first, np.arange(len(values)))
+    before = np.where(first > 0, first - 1, 0)
+    return (sums - np.where(first > 0, sums[before], 0.0)) / (totals - np.where(first > 0, totals[before], 0.0))
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """What a target costs at effective batch B: E(B) = examples × (1 + B / critical).
+
+    Attributes:
+        examples: E_min, the fewest examples that reach the target, in the limit of small batches.
+        updates: S_min, the fewest updates, in the limit of large ones.
+        critical: B_crit = E_min / S_min, in examples: there both cost twice their least.
+    """
+
+    examples: float
+    updates: float
+
+    @property
+    def critical(self) -> float:
+        return self.examples / self.updates
+
+
+def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | None:
+    """Fits (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
+
+    With E = B·S it is the line E = E_min + S_min·B, fitted to least squares of the relative residuals.
+
+    Args:
+        batches: effective batch sizes; at least three different ones.
+        examples: to the target at each.
+
+    Returns:
+        None with fewer batches, or where the line has no positive intercept and slope: then the points do not
+        show the trade-off.
+    """
+    if len(set(batches)) < 3:
+        return None
+    slope, intercept = np.polyfit(
+        np.asarray(batches, float), np.asarray(examples, float), 1, w=1 / np.asarray(examples)
+    )
+    return Tradeoff(float(intercept), float(slope)) if slope > 0 and intercept > 0 else None

@@ -1,0 +1,147 @@
+"""Sweeps with known answers, in a real store: curves are given as arrays, no training takes place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlflow.entities import Metric, Param, RunTag
+
+from pipeline.store import Store
+
+STARTED = 1_700_000_000_000  # ms since the epoch
+MOST = 1000  # metrics that one call of `log_batch` takes
+
+
+@dataclass
+class Made:
+    """One sweep: `job` adds a child with its curves.
+
+    Attributes:
+        store: which holds it.
+        names: of all planned jobs.
+    """
+
+    store: Store
+    names: Sequence[str]
+    varied: Sequence[str] = ("accumulation.factor",)
+    name: str = "made"
+    clock: int = STARTED
+    run_id: str = ""
+    experiment_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = self.store.client()
+        self.experiment_id = self.store.experiment("made")
+        tags = {"sweep.name": self.name, "sweep.jobs": json.dumps(self.names), "sweep.varied": json.dumps(self.varied)}
+        run = self.client.create_run(self.experiment_id, tags=tags, run_name=f"sweep {self.name}")
+        self.run_id = run.info.run_id
+
+    def job(
+        self,
+        name: str,
+        curves: Mapping[str, Sequence[float] | Mapping[int, float]],
+        *,
+        factor: int = 1,
+        batch: int = 64,
+        seed: int = 0,
+        status: str = "FINISHED",
+        seconds: float = 0.01,
+        memory: float = 100 * 2**20,
+        params: Mapping[str, Any] = {},
+        tags: Mapping[str, str] = {},
+    ) -> str:
+        """Adds a run; its ID. Each curve holds the values after updates 1, 2, …, or by update.
+
+        Args:
+            seconds: of each update; the jobs follow each other on the clock.
+            memory: bytes at the peak.
+        """
+        updates = max((len(c) for c in curves.values() if not isinstance(c, Mapping)), default=0)
+        parent = {"mlflow.parentRunId": self.run_id, "sweep": self.run_id, "sweep.job": name}
+        run = self.client.create_run(self.experiment_id, self.clock, {**parent, **tags}, name).info.run_id
+        given = {"accumulation.factor": factor, "derived.factor": factor, "derived.effective_batch_size": batch}
+        given |= {"derived.micro_batch_size": batch // factor, "seed": seed, "hardware.precision": "float32", **params}
+        every = {
+            "train/examples_seen": [batch * (update + 1) for update in range(updates)],
+            "train/effective_batch_size": [batch] * updates,
+            "train/learning_rate": [0.1] * updates,
+            "perf/update_seconds": [seconds] * updates,
+            "perf/examples_per_second": [batch / seconds] * updates,
+            "perf/peak_memory_bytes": [memory] * updates,
+        }
+        points = []
+        for key, curve in {**every, **curves}.items():
+            rows = curve.items() if isinstance(curve, Mapping) else enumerate(curve, start=1)
+            points += [Metric(key, float(value), self.clock + update, update) for update, value in rows]
+        self.client.log_batch(run, params=[Param(key, str(value)) for key, value in given.items()])
+        for first in range(0, len(points), MOST):
+            self.client.log_batch(run, metrics=points[first : first + MOST])
+        self.clock += 1000 + int(1000 * seconds * updates)
+        if status != "RUNNING":
+            self.client.set_terminated(run, status, self.clock - 500)
+        return run
+
+    def end(self, status: str = "FINISHED") -> None:
+        self.client.set_terminated(self.run_id, status)
+
+    def tag(self, run: str, **tags: str) -> None:
+        self.client.log_batch(run, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def store(folder: Path) -> Store:
+    return Store(f"sqlite:///{folder}/mlruns/mlflow.db")
+
+
+def at_fixed_micro_batch(store: Store, seeds: Sequence[int] = (0, 1, 2), critical: float = 200.0) -> Made:
+    """Batches of 32 to 512 whose examples to a loss follow E = E_min (1 + B / critical), E_min = 3200.
+
+    The losses fall straight from 2 to 0, at a rate per example of 1 / E, so that a loss of 1 is met at E examples.
+    Each seed is 1% slower than the one before. An update of 32 examples takes 10 ms.
+    """
+    factors = (1, 2, 4, 8, 16)
+    names = [f"factor={f} batch={32 * f} seed={seed}" for f in factors for seed in seeds]
+    made = Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
+    noise = np.random.default_rng(0)
+    for factor in factors:
+        for seed in seeds:
+            batch, name = 32 * factor, f"factor={factor} batch={32 * factor} seed={seed}"
+            cost = 3200 * (1 + batch / critical) * (1 + 0.01 * seed)
+            examples = batch * np.arange(1, int(2 * 3200 * (1 + 512 / critical) / batch) + 1)
+            loss = np.maximum(2 - examples / cost, 0.01)
+            validated = {int(u): float(loss[u - 1]) for u in np.linspace(1, len(loss), 40).astype(int)}
+            curves: dict[str, Any] = {
+                "train/loss": loss * (1 + 0.05 * noise.standard_normal(len(loss)) / np.sqrt(factor)),
+                "train/accuracy": 1 - loss / 2,
+                "val/loss": validated,
+                "val/accuracy": {update: 1 - value / 2 for update, value in validated.items()},
+            }
+            if factor > 1:
+                curves["train/gradient_noise_scale"] = critical * (0.5 + np.linspace(0, 1, len(loss)))
+            seconds, memory = 0.01 * factor, (300 + factor) * 2**20
+            made.job(name, curves, factor=factor, batch=batch, seed=seed, seconds=seconds, memory=memory)
+    made.end()
+    return made
+
+
+def at_fixed_batch(store: Store, precision: str, updates: int = 120) -> Made:
+    """Factors 1, 2, 4 at a batch of 64, in `precision`; the loss falls from 1.98 by 1% an update.
+
+    In float32 factor 2 is apart by 1e-7 · 1.1^(update−1) and factor 4 by half of
+    that, so that factor 2 exceeds 1e-6 first at update 26, 1e-3 at 98, and 1e-2 never within 120; in float64 both
+    are apart by 1e-15 throughout.
+    """
+    names = [f"factor={factor}" for factor in (1, 2, 4)]
+    made = Made(store, names, ["accumulation.factor"], f"factor_at_fixed_effective_batch {precision}")
+    steps = np.arange(updates)
+    for factor, share in ((1, 0.0), (2, 1.0), (4, 0.5)):
+        apart = share * (1e-7 * 1.1**steps if precision == "float32" else 1e-15 + 0 * steps)
+        curves = {"train/loss": 2 * 0.99 ** (steps + 1) * (1 - apart)}
+        settings = {"hardware.precision": precision}
+        made.job(f"factor={factor}", curves, factor=factor, seconds=0.01 * (1 + factor / 10), params=settings)
+    made.end()
+    return made
