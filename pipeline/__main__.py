@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError
 VERBS = {
     "train": "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
     "sweep": "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
+    "rerun": "the same run again from what MLflow recorded, then a comparison of the two",
     "ui": "MLflow's UI on the configured store, on 127.0.0.1",
 }
 
@@ -65,6 +66,10 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
     from pipeline import composing
 
+    if verb == "rerun":
+        from pipeline.rerun import rerun
+
+        return rerun(rest)
     return {"train": composing.train, "sweep": composing.sweep, "ui": composing.ui}[verb](rest)
 
 

@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -26,6 +28,8 @@ from hydra_plugins import pipeline_launcher
 from pipeline import config as configuration
 from pipeline.errors import ConfigError
 from pipeline.refusal import COMPOSITION, refusing
+
+Run = Callable[[DictConfig, list[str], Path], float]
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -57,7 +61,7 @@ def sweep(arguments: Sequence[str]) -> int:
     if options.again:
         from pipeline import sweep as sweeping
 
-        parent = sweeping.find(_composed(command).tracking.uri, options.again)
+        parent = sweeping.find(composed(command).tracking.uri, options.again)
         if parent.data.tags["sweep.name"] != options.name:
             raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
         recorded = json.loads(parent.data.tags["sweep.overrides"])
@@ -72,7 +76,7 @@ def _sweeps() -> dict[str, Path]:
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
-def _composed(arguments: Sequence[str]) -> DictConfig:
+def composed(arguments: Sequence[str]) -> DictConfig:
     """What `arguments` compose to, without running anything."""
     seen: list[DictConfig] = []
     _hydra(seen.append, [*arguments, "hydra.mode=RUN", "hydra.run.dir=."])
@@ -104,14 +108,38 @@ def _serve(uri: str) -> int:
         return 0
 
 
+def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], run: Run) -> None:
+    """Composes a recorded config with `overrides`, and calls `run` on it.
+
+    Args:
+        config: resolved, as plain dicts; it has been checked.
+        overrides: of the command line, in Hydra's grammar.
+        run: takes the config, the overrides and the run directory.
+    """
+    ours = OmegaConf.load(Path(configuration.directory()) / "config.yaml")
+    of_hydra = [entry for entry in ours.defaults if not isinstance(entry, str) and "override" in str(entry)]
+    record = OmegaConf.create({"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": ours.hydra})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "record.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")
+        _hydra(partial(_in_folder, run), ["--config-dir", folder, "--config-name", "record", *overrides])
+
+
 def _train(config: DictConfig) -> float:
+    return _in_folder(_run, config)
+
+
+def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
     from pipeline import job
 
+    return job.run(config, overrides, run_dir).loss
+
+
+def _in_folder(run: Run, config: DictConfig) -> float:
     settings = HydraConfig.get()
     try:
         # Unresolved: an override may hold an interpolation, which is the config's to resolve.
         overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
-        return job.run(config, overrides, Path(settings.runtime.output_dir)).loss
+        return run(config, overrides, Path(settings.runtime.output_dir))
     finally:
         Folders.take_back()
 

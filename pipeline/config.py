@@ -32,6 +32,7 @@ _OUR_METRICS = {"loss", "learning_rate", "gradient_norm", "gradient_noise_scale"
 }
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
+SCHEMA = 1  # of the config; pipeline.migration says what older records need
 Rule = Enum("Rule", ["none", "linear", "sqrt"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 
@@ -86,6 +87,11 @@ class TrackingConfig:
 
 
 @dataclass
+class TrustConfig:
+    allow: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Config:
     dataset: Any = MISSING
     model: Any = MISSING
@@ -96,7 +102,9 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
     seed: int = 0
+    schema: int = SCHEMA
 
 
 def register() -> None:
@@ -143,8 +151,8 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     _check_targets(config)
     horizon, length = _settle_horizon(config, named)
-    sizes = _settle_sizes(config, named)
     _check_hardware(config.hardware)
+    sizes = _settle_sizes(config, named)
     _check_tracking(config)
     buffer = config.dataset.get("shuffle_buffer")
     if buffer is not None and (not _is_integer(buffer) or buffer < 1):

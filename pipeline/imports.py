@@ -1,8 +1,11 @@
-"""Imports that nobody needs, left out of the start."""
+"""Imports at the start: without what nobody needs, and without what nobody reads."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,3 +24,26 @@ def without(*names: str) -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+@contextmanager
+def without_chatter() -> Iterator[None]:
+    """Holds back the notices that TensorFlow's libraries print when they are loaded; lets all else through.
+
+    They come before any log level is read, so that no setting stops them.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            for line in held.read().decode(errors="replace").splitlines():
+                if not re.match(r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl", line):
+                    print(line, file=sys.stderr, flush=True)

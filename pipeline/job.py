@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +97,7 @@ def _prepare(
 ) -> _Prepared:
     """Everything that can still refuse the config; creates nothing."""
     # Keras imports them for its galleries, data frames and estimators: a third of what importing it takes.
-    with _without_native_chatter(), imports.without("matplotlib", "pandas", "sklearn"):
+    with imports.without_chatter(), imports.without("matplotlib", "pandas", "sklearn"):
         from pipeline import batching, dataset, hardware, model, objective, optimizer
 
         machine = hardware.setup(config.hardware, config.seed)
@@ -222,29 +219,6 @@ def _log_model(uri: str, tracker: Tracker, network: Any, data: Any) -> None:
 def _shown(config: DictConfig) -> str:
     uri: str = config.tracking.uri
     return "" if uri == "sqlite:///mlruns/mlflow.db" else configuration.mask(uri)
-
-
-@contextmanager
-def _without_native_chatter() -> Iterator[None]:
-    """Holds back the notices that TensorFlow's libraries print when they are loaded; lets all else through.
-
-    They come before any log level is read, so that no setting stops them.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-            held.seek(0)
-            for line in held.read().decode(errors="replace").splitlines():
-                if not re.match(r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl", line):
-                    say(line)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -73,17 +73,19 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
-    loss, variables = objective.loss, [variable.value for variable in model.trainable_variables]
+    loss = objective.loss
+    with _refused("model", f"must take inputs of {_shape(x)}", model.name):
+        outputs = model(x, training=False)
+    # By the outputs and not by the weights, which under a strategy have gradients inside of a replica only.
     with tf.GradientTape() as tape:
-        with _refused("model", f"must take inputs of {_shape(x)}", model.name):
-            outputs = model(x, training=False)
+        tape.watch(tf.nest.flatten(outputs))
         fit = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
         with _refused("training.loss", fit, loss.name):
             _check_shapes(loss, y, outputs)
             _check_classes(loss, y, outputs, data.classes)
             total, _ = weighted_sum(loss, y, outputs, sample_weight)
-    if all(gradient is None for gradient in tape.gradient(total, variables)):
-        raise ConfigError("training.loss", "must depend on the model's weights: no gradient reaches any", loss.name)
+    if all(gradient is None for gradient in tape.gradient(total, tf.nest.flatten(outputs))):
+        raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", loss.name)
     for metric in objective.metrics:
         with _refused(f"training.metrics.{metric.name}", fit, type(metric).__name__):
             if isinstance(metric, keras.metrics.MeanMetricWrapper):

@@ -29,7 +29,7 @@ NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "t
 
 def config_hash(resolved: Mapping[str, Any]) -> str:
     """SHA-256 that two runs share when they were asked for the same training, wherever they were logged."""
-    same = {key: value for key, value in resolved.items() if key != "tracking"}
+    same = {key: value for key, value in resolved.items() if key not in ("tracking", "trust")}
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
 
@@ -58,8 +58,8 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """What of the surroundings is not as it was recorded, a line each."""
     lines = []
     for key in ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock"):
-        if key in recorded and recorded[key] != now.get(key):
-            lines.append(f"{key}: {recorded[key]} then, {now.get(key)} now")
+        if key in recorded and key in now and recorded[key] != now[key]:
+            lines.append(f"{key}: {recorded[key]} then, {now[key]} now")
     then, code = recorded.get("git") or {}, now.get("git") or {}
     if then.get("commit") != code.get("commit"):
         lines.append(f"code: commit {then.get('commit', 'unknown')} then, {code.get('commit', 'unknown')} now")

@@ -16,6 +16,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 from mlflow.entities import ExperimentTag  # noqa: E402
@@ -61,6 +62,11 @@ class Store:
             self._search()
         else:
             raise StoreError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is no such store yet."""
+        return self._new is not None
 
     def client(self) -> MlflowClient:
         """Of the store, which is put in place first where it is new."""
