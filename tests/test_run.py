@@ -82,7 +82,7 @@ def test_learning_rate_is_the_schedule_at_the_updates_before(main_job):
     import keras
 
     _, store = main_job
-    schedule = keras.optimizers.schedules.CosineDecay(0.0, 114, warmup_target=0.01, warmup_steps=6)
+    schedule = keras.optimizers.schedules.CosineDecay(0.001, 114, warmup_target=0.01, warmup_steps=6)
     logged = store.history(store.run(), "train/learning_rate")
     assert logged == {update: float(schedule(update - 1)) for update in range(1, UPDATES + 1)}
 
