@@ -14,6 +14,7 @@ VERBS = {
     "train": "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
     "sweep": "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
     "rerun": "the same run again from what MLflow recorded, then a comparison of the two",
+    "report": "the comparison of a sweep, as plots and a table",
     "ui": "MLflow's UI on the configured store, on 127.0.0.1",
 }
 
@@ -70,6 +71,10 @@ def _run(arguments: list[str]) -> int:
         from pipeline.rerun import rerun
 
         return rerun(rest)
+    if verb == "report":
+        from pipeline.showing import report
+
+        return report(rest)
     return {"train": composing.train, "sweep": composing.sweep, "ui": composing.ui}[verb](rest)
 
 

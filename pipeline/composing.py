@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins import pipeline_launcher
 from pipeline import config as configuration
+from pipeline import showing
 from pipeline.errors import ConfigError
 from pipeline.refusal import COMPOSITION, refusing
 
@@ -44,20 +45,24 @@ def train(arguments: Sequence[str]) -> int:
             begun.close("FAILED" if isinstance(error, Exception) else "KILLED")
         raise
     current = _sweep_of_this_process()
-    return 0 if current is None else current.close()
+    if current is None:
+        return 0
+    status: int = current.close()
+    showing.concluded(current)
+    return status
 
 
 def sweep(arguments: Sequence[str]) -> int:
     """`pipeline sweep NAME`: the multirun in `sweeps/NAME.yaml`, of this folder or of the package."""
     parser = argparse.ArgumentParser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
-    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(_sweeps())}")
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(sweeps())}")
     parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
     if not arguments:
-        raise ConfigError("NAME", "must name a sweep", "", _sweeps())
+        raise ConfigError("NAME", "must name a sweep", "", sweeps())
     options, rest = parser.parse_known_args(list(arguments))
-    if options.name not in _sweeps():
-        raise ConfigError("NAME", "must name a sweep", options.name, _sweeps())
-    command = ["--config-dir", str(_sweeps()[options.name].parent), "--config-name", options.name, *rest]
+    if options.name not in sweeps():
+        raise ConfigError("NAME", "must name a sweep", options.name, sweeps())
+    command = ["--config-dir", str(sweeps()[options.name].parent), "--config-name", options.name, *rest]
     if options.again:
         from pipeline import sweep as sweeping
 
@@ -70,7 +75,7 @@ def sweep(arguments: Sequence[str]) -> int:
     return train(["-m", *command])
 
 
-def _sweeps() -> dict[str, Path]:
+def sweeps() -> dict[str, Path]:
     """The sweep files by name; those of this folder come before those of the package."""
     folders = [Path(configuration.directory("sweeps")), Path("sweeps").absolute()]
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pipeline import config as configuration
+from pipeline import showing
 from pipeline.errors import ConfigError
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
@@ -49,6 +50,7 @@ class Sweep:
         run_id, experiment_id: of the parent.
         name: of the sweep file; `multirun` where there is none.
         names: of all jobs, in the order in which they were planned.
+        varied, metrics: config keys in which they differ, and what they measure beside the loss.
         lost: why a job gave no result, by its name.
         ended: when a job's process ended, by its name.
     """
@@ -58,8 +60,14 @@ class Sweep:
     experiment_id: str
     name: str = ""
     names: list[str] = field(default_factory=list)
+    varied: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
+
+    def client(self) -> Any:
+        """Of the store."""
+        return _client(self.uri)
 
     def children(self) -> dict[str, Any]:
         """The latest run of each job, by the job's name."""
@@ -168,7 +176,11 @@ def begin(config: DictConfig, jobs: Sequence[Job], varied: Sequence[str]) -> Swe
         file = config.hydra.job.config_name
         name = MULTIRUN if file == "config" else file
         _current = _again(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
-    _current.plan(jobs, varied)
+        _current.varied, _current.metrics = list(varied), [str(name) for name in config.training.metrics]
+        _current.plan(jobs, varied)
+        showing.opened(_current)
+    else:
+        _current.plan(jobs, varied)
     return _current
 
 
