@@ -62,6 +62,7 @@ class SqliteRows:
 
     def __init__(self, database: Path, run_id: str):
         self._database, self._run_id = database, run_id
+        self._connection: sqlite3.Connection | None = None  # kept: opening reads the schema of all of MLflow's tables
 
     @staticmethod
     def understands(database: Path) -> bool:
@@ -79,7 +80,8 @@ class SqliteRows:
             if row[0] not in latest or row[1:4] > latest[row[0]][1:4]:
                 latest[row[0]] = row
         columns = "(key, step, timestamp, value, is_nan, run_uuid) VALUES (?, ?, ?, ?, ?, ?)"
-        with contextlib.closing(sqlite3.connect(self._database, timeout=60)) as connection, connection:
+        connection = self._connection = self._connection or sqlite3.connect(self._database, timeout=60)
+        with connection:
             connection.executemany(f"INSERT OR IGNORE INTO metrics {columns}", rows)
             connection.executemany(
                 f"INSERT INTO latest_metrics {columns} ON CONFLICT (key, run_uuid) DO UPDATE SET"
