@@ -82,7 +82,7 @@ class SqliteRows:
         columns = "(key, step, timestamp, value, is_nan, run_uuid) VALUES (?, ?, ?, ?, ?, ?)"
         connection = self._connection = self._connection or sqlite3.connect(self._database, timeout=60)
         with connection:
-            connection.executemany(f"INSERT OR IGNORE INTO metrics {columns}", rows)
+            connection.executemany(f"INSERT INTO metrics {columns} ON CONFLICT DO NOTHING", rows)
             connection.executemany(
                 f"INSERT INTO latest_metrics {columns} ON CONFLICT (key, run_uuid) DO UPDATE SET"
                 " step = excluded.step, timestamp = excluded.timestamp, value = excluded.value,"
