@@ -63,19 +63,26 @@ def _largest(family: str, about: str, at: dict[int, list[Job]], costs: dict[int,
     """By the definition of McCandlish et al. 2018 (arXiv:1812.06162, section 2).
 
     At the critical batch size a target takes twice the examples that the smallest batches need; a larger batch
-    saves fewer updates than it costs examples. The minimum is the sweep's own, so it is never below the true one.
+    saves fewer updates than it costs examples. So the largest batch that pays is here the largest that reaches the
+    target with at most `PAYS` times the fewest examples of any batch in the sweep, and with fewer updates than any
+    smaller batch. The sweep's minimum is never below the true one, so this errs towards large batches.
     """
     least = min(costs, key=lambda batch: costs[batch].mean)
     ratio = {batch: cost.mean / costs[least].mean for batch, cost in costs.items()}
-    largest = max(batch for batch in costs if ratio[batch] <= PAYS)
+    updates = {batch: cost.mean / batch for batch, cost in costs.items()}
+    saves = [b for b in costs if b == least or all(updates[b] < updates[smaller] for smaller in costs if smaller < b)]
+    largest = max(batch for batch in saves if ratio[batch] <= PAYS)
     missed = [batch for batch in at if batch not in costs]
     text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
     text += f"{ratio[largest]:.2f} times the fewest examples ({wording.spread(costs[least])}, at {least}), where up to "
-    text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018)."
+    text += (
+        f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer updates"
+    )
+    text += f" than any smaller batch ({number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)})."
     if largest == max(at):
-        text += " It is the largest that was tried, so the limit lies beyond."
+        text += " It is the largest that was tried, so the limit may lie beyond."
     else:
-        above = [f"{batch} took {ratio[batch]:.2f} times" for batch in costs if batch > largest]
+        above = [f"{b} took {ratio[b]:.2f} times, in {number(updates[b])} updates" for b in costs if b > largest]
         above += [f"{batch} did not reach it" for batch in missed if batch > largest]
         text += f" {listed(above)}."
     if min(cost.count for cost in costs.values()) == 1:
@@ -89,7 +96,7 @@ def _largest(family: str, about: str, at: dict[int, list[Job]], costs: dict[int,
     }
     fit = measures.tradeoff(list(costs), [cost.mean for cost in costs.values()])
     if fit is not None:
-        figures |= {"critical": fit.critical, "examples": fit.examples, "updates": fit.updates}
+        figures |= {"critical": fit.critical, "least_examples": fit.examples, "least_updates": fit.updates}
         text += f" Fitted to all batches, the critical batch is {number(fit.critical)}"
         text += ", outside of what was tried." if not min(costs) <= fit.critical <= max(costs) else "."
     return Finding("largest_batch", text, figures, "examples_to_target")

@@ -89,13 +89,19 @@ def _plotly_axis(axis: Axis) -> dict[str, Any]:
 
 def image(plot: Plot, path: Path) -> None:
     """Writes `plot` as a PNG, in the light colours."""
-    import matplotlib
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        matplotlib(plot).savefig(path, metadata={"Title": plot.title})
+
+
+def matplotlib(plot: Plot) -> Any:
+    """`plot` as a figure of Matplotlib's; each series is one container of its axes."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # A name with a dollar in it is a name, no formula.
-    with matplotlib.rc_context({"text.parse_math": False, "font.size": 10}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+    with rc_context({"text.parse_math": False, "font.size": 10}):
         figure = Figure(_INCHES, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -115,7 +121,7 @@ def image(plot: Plot, path: Path) -> None:
         if len(labels) > 1:
             columns = 1 if max(map(len, labels)) > 40 else 2 if max(map(len, labels)) > 20 else 3
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-        figure.savefig(path, metadata={"Title": plot.title})
+    return figure
 
 
 def _matplotlib_series(axes: Any, series: Series) -> None:
@@ -142,6 +148,8 @@ def _matplotlib_axis(axes: Any, which: str, axis: Axis) -> None:
     label(axis.title)
     if axis.log:
         getattr(axes, f"set_{which}scale")("log")
+        # Matplotlib writes powers as formulas, which are off.
+        getattr(axes, f"{which}axis").set_major_formatter(lambda value, position: f"{value:g}")
     elif axis.zero:
         getattr(axes, f"set_{which}lim")(0)
     if axis.ticks:

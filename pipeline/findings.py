@@ -78,7 +78,8 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         text += " That is more than rounding, which cannot have been amplified yet at the first update: "
         text += f"{layers} depend on the micro-batch they see." if layers else "the jobs compute different things."
     elif precision == "float32":
-        text += " Both started within rounding of each other; training itself amplified it."
+        text += " They started within rounding of each other, and training amplified it"
+        text += f" {number(worst.largest / worst.first)} times." if worst.first else "."
     return Finding("trajectories", text, {**figures, "agree": False, "rounding": not early}, "difference")
 
 

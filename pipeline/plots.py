@@ -16,6 +16,7 @@ from pipeline.target import Target
 from pipeline.trajectories import partings
 
 POINTS = 600  # of a drawn curve; a longer one is drawn as means
+RESULT = "Trajectory and result"  # a section
 FALLS = 20.0  # times: a quantity that changes by more is drawn on a logarithmic axis
 
 
@@ -81,9 +82,9 @@ def draw(sweep: Comparison) -> list[Plot]:
     aim = target.choose(sweep)
     plots = [_curves(sweep, metric, axis, aim) for metric in sweep.metrics for axis in AXES]
     plots += [_difference(sweep), *_final(sweep)]
-    plots += [*_to_target(sweep, aim), *_costs(sweep), *_noise(sweep, aim)]
     rate = "The rate that each update used; groups that share a schedule lie on one line."
-    plots.append(_curve(sweep, "train/learning_rate", "updates", "Schedule", "Learning rate by update", rate))
+    plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, "Learning rate by update", rate))
+    plots += [*_to_target(sweep, aim), *_costs(sweep), *_noise(sweep, aim)]
     return [plot for plot in plots if any(len(series.x) for series in plot.series)]
 
 
@@ -152,7 +153,7 @@ def _difference(sweep: Comparison) -> Plot:
     caption = "How far the training losses of two jobs with equal effective batch, seed and config are apart, "
     caption += "relative to their value. Rounding starts it and training amplifies it; 1e-17 stands for none."
     y = Axis("relative difference of train/loss", log=True)
-    return Plot("difference", "Trajectories", "How far trajectories part", caption, Axis("updates"), y, series)
+    return Plot("difference", RESULT, "How far trajectories part", caption, Axis("updates"), y, series)
 
 
 def _final(sweep: Comparison) -> list[Plot]:
@@ -163,7 +164,7 @@ def _final(sweep: Comparison) -> list[Plot]:
     found = []
     for size in _sizes(sweep):
         value = _finished(lambda job: sweep.final(job, metric))
-        found.append(_by(sweep, size, value, "Result", f"final_by_{size}", f"{title} by {size}", note, metric))
+        found.append(_by(sweep, size, value, RESULT, f"final_by_{size}", f"{title} by {size}", note, metric))
     return found
 
 
@@ -213,7 +214,10 @@ def _to_target(sweep: Comparison, aim: Target | None) -> list[Plot]:
     units = {"seconds": "seconds in updates", "examples": "examples", "updates": "updates"}
     what = f"{aim.metric} ≤ {aim.value:.4g}"
     found = []
-    for axis, size in (("seconds", _sizes(sweep)[0]), ("examples", _sizes(sweep)[-1]), ("updates", _sizes(sweep)[-1])):
+    axes = [("seconds", _sizes(sweep)[0])]
+    if "batch" in _sizes(sweep):  # else all cost the same examples, as far as the trajectories agree
+        axes += [("examples", "batch"), ("updates", "batch")]
+    for axis, size in axes:
         note = f"Until {what}; finished jobs that got there. Bars: ± one sample standard deviation over seeds."
         cost = _finished(lambda job, axis=axis: aim.costs.get(job.name, {}).get(axis, math.nan))  # type: ignore[misc]
         key = "time_to_target" if axis == "seconds" else f"{axis}_to_target"

@@ -97,35 +97,42 @@ def store(folder: Path) -> Store:
     return Store(f"sqlite:///{folder}/mlruns/mlflow.db")
 
 
-def at_fixed_micro_batch(store: Store, seeds: Sequence[int] = (0, 1, 2), critical: float = 200.0) -> Made:
-    """Batches of 32 to 512 whose examples to a loss follow E = E_min (1 + B / critical), E_min = 3200.
+def at_fixed_micro_batch(
+    store: Store, seeds: Sequence[int] = (0, 1, 2), critical: float = 200.0, noise_scale: float = 190.0
+) -> Made:
+    """Batches of 32 to 512 whose examples to a loss follow E = 3200 · (1 + B / critical), in units of 2 − loss.
 
-    The losses fall straight from 2 to 0, at a rate per example of 1 / E, so that a loss of 1 is met at E examples.
-    Each seed is 1% slower than the one before. An update of 32 examples takes 10 ms.
+    The losses fall straight from 2, at a rate per example of 1 / E; each seed is 1% slower than the one before.
+    All see the same examples, so that the slowest one ends a little below a loss of 1: that is the lowest that all
+    reach. An update of 32 examples takes 10 ms: 3200 examples take a second in every job. The noise scale is
+    `noise_scale` until a loss of 0.8, then ten times that; its first estimate is negative.
     """
     factors = (1, 2, 4, 8, 16)
     names = [f"factor={f} batch={32 * f} seed={seed}" for f in factors for seed in seeds]
     made = Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
-    noise = np.random.default_rng(0)
+    horizon = 512 * int(np.ceil(3200 * (1 + 512 / critical) * 1.03 / 512))
     for factor in factors:
         for seed in seeds:
             batch, name = 32 * factor, f"factor={factor} batch={32 * factor} seed={seed}"
-            cost = 3200 * (1 + batch / critical) * (1 + 0.01 * seed)
-            examples = batch * np.arange(1, int(2 * 3200 * (1 + 512 / critical) / batch) + 1)
-            loss = np.maximum(2 - examples / cost, 0.01)
-            validated = {int(u): float(loss[u - 1]) for u in np.linspace(1, len(loss), 40).astype(int)}
-            curves: dict[str, Any] = {
-                "train/loss": loss * (1 + 0.05 * noise.standard_normal(len(loss)) / np.sqrt(factor)),
-                "train/accuracy": 1 - loss / 2,
-                "val/loss": validated,
-                "val/accuracy": {update: 1 - value / 2 for update, value in validated.items()},
-            }
+            examples = batch * np.arange(1, horizon // batch + 1)
+            loss = np.maximum(2 - examples / cost_of(batch, seed, critical), 0.01)
+            steps = np.unique(np.linspace(1, len(loss), 40).astype(int))
+            validated = {int(step): float(loss[step - 1]) for step in steps}
+            wave = 1 + 0.03 * np.sin(np.arange(len(loss)) * 2.4) / np.sqrt(factor)
+            curves: dict[str, Any] = {"train/loss": loss * wave, "train/accuracy": 1 - loss / 2, "val/loss": validated}
+            curves["val/accuracy"] = {step: 1 - value / 2 for step, value in validated.items()}
             if factor > 1:
-                curves["train/gradient_noise_scale"] = critical * (0.5 + np.linspace(0, 1, len(loss)))
+                curves["train/gradient_noise_scale"] = np.where(loss > 0.8, noise_scale, 10 * noise_scale)
+                curves["train/gradient_noise_scale"][0] = -5
             seconds, memory = 0.01 * factor, (300 + factor) * 2**20
             made.job(name, curves, factor=factor, batch=batch, seed=seed, seconds=seconds, memory=memory)
     made.end()
     return made
+
+
+def cost_of(batch: int, seed: int, critical: float = 200.0) -> float:
+    """Examples in which the loss of `at_fixed_micro_batch` falls by 1."""
+    return 3200 * (1 + batch / critical) * (1 + 0.01 * seed)
 
 
 def at_fixed_batch(store: Store, precision: str, updates: int = 120) -> Made:
