@@ -53,9 +53,9 @@ def report(arguments: Sequence[str]) -> int:
 def publish(uri: str, sweep: str) -> None:
     """Writes the report, logs it to the parent run under `report/`, and prints what was found and where it is."""
     from pipeline import report as reporting
-    from pipeline.store import MlflowClient
+    from pipeline import sweep as sweeping
 
-    client = MlflowClient(uri)
+    client = sweeping.client_of(uri)
     with tempfile.TemporaryDirectory() as folder:
         written = reporting.write(uri, sweep, Path(folder))
         client.log_artifacts(written.run_id, folder, "report")
