@@ -127,6 +127,14 @@ class Job:
         return float(np.median(curve.values[1:] if len(curve.values) > 1 else curve.values))
 
 
+def whole(jobs: Sequence[Job]) -> list[Job]:
+    """Those that finished, else those that run, else all: a job that ended early would bend a mean over seeds."""
+    for status in ("FINISHED", "RUNNING"):
+        if found := [job for job in jobs if job.status == status]:
+            return found
+    return list(jobs)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A sweep with all of its jobs, in the order in which they were planned."""

@@ -19,19 +19,22 @@ PAYS = 2.0  # times the fewest examples: what the critical batch size of McCandl
 
 
 def findings(family: str, jobs: list[Job], aim: Target | None) -> Iterable[Finding]:
-    """The largest batch that still pays, and the noise scale's prediction beside it."""
+    """The largest batch that still pays, and the noise scale's prediction beside it.
+
+    What cannot be said names no family, so that it can be said once for all of them.
+    """
     about = f"{family}: " if family else ""
     at = {batch: [job for job in jobs if job.batch == batch] for batch in sorted({j.batch for j in jobs if j.batch})}
     costs = {b: cost for b, of in at.items() if aim and (cost := aim.spread(of, "examples"))}
     scale = measures.spread([noise_scale(job, aim) for job in jobs])
     if len(costs) < 2:
-        why = "all jobs have the same one" if len(at) == 1 else "fewer than two of them reached the target"
-        yield Finding("largest_batch", f"{about}Which effective batch still pays cannot be said: {why}.")
+        why = "all jobs have the same one" if len(at) == 1 else "fewer than two batches reached the target"
+        yield Finding("largest_batch", f"Which effective batch still pays cannot be said: {why}.")
     else:
         yield _largest(family, about, at, costs)
     if scale is None:
         why = f"{NOISE} is in no run, as it takes a factor over 1"
-        yield Finding("noise_scale", f"{about}The gradient noise scale predicts nothing here: {why}.")
+        yield Finding("noise_scale", f"The gradient noise scale predicts nothing here: {why}.")
         return
     values = [value for job in jobs if math.isfinite(value := noise_scale(job, aim))]
     text = f"{about}The gradient noise scale predicts a critical batch of {number(scale.mean)} examples: "
@@ -75,10 +78,10 @@ def _largest(family: str, about: str, at: dict[int, list[Job]], costs: dict[int,
     missed = [batch for batch in at if batch not in costs]
     text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
     text += f"{ratio[largest]:.2f} times the fewest examples ({wording.spread(costs[least])}, at {least}), where up to "
+    text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer "
     text += (
-        f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer updates"
+        f"updates than any smaller batch ({number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)})."
     )
-    text += f" than any smaller batch ({number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)})."
     if largest == max(at):
         text += " It is the largest that was tried, so the limit may lie beyond."
     else:
@@ -92,6 +95,7 @@ def _largest(family: str, about: str, at: dict[int, list[Job]], costs: dict[int,
         "largest": largest,
         "least": least,
         "ratio": ratio,
+        "updates": updates,
         "open": largest == max(at),
     }
     fit = measures.tradeoff(list(costs), [cost.mean for cost in costs.values()])

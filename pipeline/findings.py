@@ -22,8 +22,16 @@ def find(sweep: Comparison) -> list[Finding]:
     aim = target.choose(sweep)
     pairs = partings(sweep)
     found = [_jobs(sweep), *_trajectories(sweep, pairs), _final(sweep), _time(sweep, aim), *_cost(sweep)]
+    unsaid: dict[tuple[str, str], list[str]] = {}
     for family, jobs in sweep.families.items():
-        found += critical.findings(family, jobs, aim)
+        for finding in critical.findings(family, jobs, aim):
+            if finding.figures:
+                found.append(finding)
+            else:
+                unsaid.setdefault((finding.topic, finding.text), []).append(family)
+    for (topic, text), families in unsaid.items():
+        about = f"{listed(families)}: " if len(families) < len(sweep.families) else ""
+        found.append(Finding(topic, about + text))
     return [*found, *_next(sweep, found, pairs)]
 
 
@@ -71,7 +79,10 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
     levels = "; ".join(f"above {level} from update {step}" for level, step in above.items() if step is not None)
     text = f"In {precision}, the trajectories of {subject} part: their training losses differ by "
     text += f"{number(first)} of their value at the first update; {levels or 'never above 1e-6'}; "
-    text += f"at most {number(worst.largest)}, at update {worst.at} ({who})."
+    if math.isfinite(worst.largest):
+        text += f"at most {number(worst.largest)}, at update {worst.at} ({who})."
+    else:
+        text += f"from update {worst.at} only one of {who} is finite."
     early = [pair for pair in pairs if pair.from_the_start]
     if early:
         layers = ", ".join(sorted({pair.dependent for pair in early} - {""}))
@@ -131,7 +142,8 @@ def _time(sweep: Comparison, aim: Target | None) -> Finding:
     if aim is None:
         return Finding("time_to_target", "No target can be chosen: no job has a loss that has fallen.")
     times = {group: spread for group, jobs in sweep.groups.items() if (spread := aim.spread(jobs, "seconds"))}
-    those = f"all {count(len(aim.judged), 'job')}" if len(aim.judged) > 1 else "the one job"
+    n = len(aim.judged)
+    those = "the one job" if n == 1 else "both jobs" if n == 2 else f"all {n} jobs"
     whose = "that finished" if any(job.finished for job in sweep.jobs) else "still running"
     reach = (
         f"the lowest that {those} {whose} reached"

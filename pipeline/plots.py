@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline import measures, target
-from pipeline.comparison import AXES, Comparison, Curve, Job
+from pipeline.comparison import AXES, Comparison, Curve, Job, whole
 from pipeline.critical import NOISE, noise_scale
 from pipeline.target import Target
 from pipeline.trajectories import partings
@@ -106,11 +106,12 @@ def _curve(
     for colour, (group, jobs) in enumerate(sweep.groups.items()):
         curves = [(job, curve) for job in jobs if (curve := job.curves.get(metric)) is not None]
         series += [_one(job, curve, axis, group, colour, len(curves) > 1) for job, curve in curves]
-        if len(curves) > 1:
-            series.append(_mean(curves, axis, group, colour))
+        together = [(job, curve) for job, curve in curves if job in whole(jobs)]
+        if len(curves) > 1 and together:
+            series.append(_mean(together, axis, group, colour))
     series = [one for one in series if len(one.x)]
     if any(one.faint for one in series):
-        note += " Thin lines are seeds, the thick one is their mean."
+        note += " Thin lines are seeds, the thick one is the mean of those that finished."
     if any(len(curve.steps) > POINTS for job in sweep.jobs if (curve := job.curves.get(metric)) is not None):
         note += f" Long curves are drawn as means over at most {POINTS} stretches."
     values = np.array([value for one in series for value in one.y])

@@ -188,14 +188,16 @@ def _tables(sweep: Comparison) -> str:
     head = ["job", *(name for name, *_ in columns), "status"]
     rows = []
     for group, jobs in sweep.groups.items():
-        spreads = [(measures.spread([value(job) for job in jobs]), scale) for _, value, scale in columns]
+        spreads = [
+            (measures.spread([value(job) for job in comparison.whole(jobs)]), scale) for _, value, scale in columns
+        ]
         cells = [_mean(spread, scale) if spread else "–" for spread, scale in spreads]
         done = sum(job.finished for job in jobs)
         status = jobs[0].status.lower() if len(jobs) == 1 else f"{done} of {len(jobs)} finished"
         rows.append([group, *cells, status])
     text = f"<section><h2>Table</h2>{_table(head, rows)}"
     if any(len(jobs) > 1 for jobs in sweep.groups.values()):
-        text += "<p class=about>Means over seeds ± one sample standard deviation.</p>"
+        text += "<p class=about>Means over the seeds that finished ± one sample standard deviation.</p>"
     rows = []
     for job in sweep.jobs:
         values = [(value(job), scale) for _, value, scale in columns]

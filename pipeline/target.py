@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline import measures
-from pipeline.comparison import AXES, Comparison, Job
+from pipeline.comparison import AXES, Comparison, Job, whole
 from pipeline.measures import Spread
 
 EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
@@ -47,7 +47,7 @@ def choose(sweep: Comparison) -> Target | None:
     A job that diverged would otherwise set a target that every job meets at its start. While no job has
     finished, those that run are judged.
     """
-    jobs = [job for job in sweep.jobs if job.finished] or [job for job in sweep.jobs if job.status == "RUNNING"]
+    jobs = whole([job for job in sweep.jobs if job.status in ("FINISHED", "RUNNING")])
     for metric in ("val/loss", "train/loss"):
         curves = {job.name: curve for job in jobs if (curve := sweep.smooth(job, metric)) is not None}
         if curves and (metric == "train/loss" or min(len(c.steps) for c in curves.values()) >= EVALUATIONS):

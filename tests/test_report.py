@@ -65,6 +65,13 @@ def test_each_state_of_a_job_is_counted_and_the_latest_run_of_a_job_is_taken(nas
     assert f"--again {nasty.run_id}" in of(nasty, "next").text
 
 
+def test_a_job_that_ended_early_does_not_bend_its_group_and_nothing_is_said_twice(store, nasty):
+    plot = next(p for p in plots.draw(comparison.read(store.uri, nasty.run_id)) if p.key == "train_loss_by_updates")
+    (mean,) = [one for one in plot.series if NASTY in one.name and not one.faint]
+    assert mean.y == pytest.approx(2.1 * 0.95 ** np.arange(20))
+    assert len({finding.text for finding in nasty.findings}) == len(nasty.findings)
+
+
 def test_a_sweep_of_which_nothing_ran_is_reported(store, tmp_path):
     written = report.write(store.uri, Made(store, ["factor=1", "factor=2"]).run_id, tmp_path / "new" / "folder")
     assert of(written, "jobs").figures == {"planned": 2, "NO RUN": 2}
