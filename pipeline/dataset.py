@@ -96,6 +96,7 @@ def effective_batches(
     def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
         key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
         if whole is None:
+            tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
             examples = data.train.enumerate().shuffle(buffer, seed=key[0] ^ key[1], reshuffle_each_iteration=False)
             return _batch(examples.map(_numbered(augment, key), tf.data.AUTOTUNE), effective_batch_size)
         numbers = tf.range(count, dtype=tf.int64)
@@ -166,6 +167,7 @@ def from_tfds(
 def _prepare(builder: Any, download: bool) -> None:
     """Prepares the dataset if it is not there; several processes at once do it one after the other."""
     import tensorflow_datasets as tfds
+    from tensorflow_datasets.core.download import downloader
 
     if builder.is_prepared():
         return
@@ -174,8 +176,11 @@ def _prepare(builder: Any, download: bool) -> None:
     try:
         tf.io.gfile.makedirs(builder._data_dir_root)
         with FileLock(f"{builder._data_dir_root}/{builder.name}.lock"):
-            if not builder.is_prepared():
+            if builder.is_prepared():  # by another process, after this one's builder had looked
+                builder.info.read_from_directory(builder.data_dir)
+            else:
                 tfds.disable_progress_bar()
+                downloader.MAX_RETRIES = 5  # ten take over three minutes to find that there is no network
                 builder.download_and_prepare()
     except Exception as error:
         rule = f"could not be downloaded and prepared in {builder._data_dir_root} ({_first_line(error)})"
@@ -185,16 +190,15 @@ def _prepare(builder: Any, download: bool) -> None:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Without what TFDS and its downloader print of a dataset that is not there yet: the error says it in one line."""
-    loggers = [logging.getLogger(name) for name in ("absl", "urllib3")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads go on when one has failed
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(None):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)
 
 
 def _from_builder(

@@ -39,7 +39,7 @@ class ConfigError(Exception):
         self.close = ""
         if isinstance(received, str):
             accepted = [*(self.choices or ()), *map(str, similar)]
-            self.close = next(iter(difflib.get_close_matches(received, accepted, n=1)), "")
+            self.close = next(iter(difflib.get_close_matches(received, accepted, n=1, cutoff=0.7)), "")
         super().__init__(key, rule)
 
     def __str__(self) -> str:

@@ -151,6 +151,7 @@ def main() -> None:
         gc.freeze()  # what is loaded by now stays: collecting it again and again doubled the cost of a batch
         _follow(shipper)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if store is not None:
             store.close()
 

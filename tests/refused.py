@@ -1,0 +1,57 @@
+"""Runs many command lines in one process, so that TensorFlow is loaded once: `python -m tests.refused < lines.json`.
+
+What each gets is what `pipeline …` does with it: the same `main`, the same parsing, the same file descriptors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from pipeline.__main__ import main
+
+HEAVY = ("tensorflow", "keras", "mlflow")
+
+
+def run(line: str) -> dict:
+    """Status, what was written to either stream, and what changed in this folder."""
+    before, kept = tree(Path()), [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        try:
+            status = main(shlex.split(line))
+        finally:
+            for stream, descriptor, real in zip((sys.stdout, sys.stderr), (1, 2), kept, strict=True):
+                stream.flush()
+                os.dup2(real, descriptor)
+                os.close(real)
+        texts = [(stream.seek(0), stream.read().decode())[1] for stream in (out, err)]
+    changed = sorted({path for path, _ in before.items() ^ tree(Path()).items()})
+    loaded = [name for name in HEAVY if name in sys.modules]
+    return {
+        "status": status,
+        "out": texts[0],
+        "err": texts[1],
+        "changed": changed,
+        "loaded": loaded,
+    }
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file with the hash of what is in it, and every folder."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+        if "__pycache__" not in path.parts
+    }
+
+
+if __name__ == "__main__":
+    answers = [run(line) for line in json.load(sys.stdin)]
+    json.dump(answers, sys.stdout)

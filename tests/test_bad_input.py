@@ -1,0 +1,357 @@
+"""Wrong input: exit status 2, one line with key, rule, value and choices, and nothing is created.
+
+Each row is a command line and the line that it gets; … stands for any text. All rows of a table run in one process
+(see refused.py), in a folder that is compared before and after.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.running import environment, pipeline
+
+# Refused from the command line and the config alone: neither TensorFlow nor MLflow is imported.
+CONFIG = {
+    # keys and groups
+    "train accumulation.facto=4": "accumulation.facto must be a key of accumulation. Received: 'facto'. "
+    "Choices: effective_batch_size, factor, micro_batch_size. Did you mean 'factor'?",
+    "train experimnt=quick": "experimnt must be a key of the config. Received: 'experimnt'. "
+    "Choices: accumulation, dataset, experiment, … Did you mean 'experiment'?",
+    "train model.hiden=[8]": "model.hiden must be a key of model. Received: 'hiden'. "
+    "Choices: _target_, filters, kernel_size, hidden, dropout, l2. Did you mean 'hidden'?",
+    "train +note=1": "note must be a key of the config. Received: 'note'. Choices: dataset, model, …",
+    "train +hardware.devise=gpu": "hardware.devise must be a key of hardware. Received: 'devise'. "
+    "Choices: device, … Did you mean 'device'?",
+    "train optimizer=adamww": "optimizer must be an option of its group. Received: 'adamww'. "
+    "Choices: adam, adamw, lion, momentum, rmsprop, sgd. Did you mean 'adamw'?",
+    "train dataset=3": "dataset must be the name of an option of its group. Received: 3. Choices: …digits…tfds.",
+    "train hydra/launcher=nope": "hydra/launcher must be an option of its group. Received: 'nope'. Choices: basic…",
+    "train model@mine=mlp": "model@mine must be a group of the defaults list. Received: 'model@mine=mlp'.",
+    "train ~model": "model must be given.",
+    "train ~seed": "seed must be given.",
+    "train ~nope": "nope must be in the config to be deleted. Received: '~nope'.",
+    "train dataset=tfds": "dataset.name must be given.",
+    # types
+    "train accumulation.factor=four": "accumulation.factor must be an integer, or null. Received: 'four'.",
+    "train training.epochs=1e1": "training.epochs must be an integer, or null. Received: 10.0.",
+    "train hardware.replicas=null": "hardware.replicas must be an integer. Received: null.",
+    "train hardware.xla=maybe": "hardware.xla must be true or false. Received: 'maybe'.",
+    "train hardware.device=tpu": "hardware.device must be one of its choices. Received: 'tpu'. "
+    "Choices: auto, cpu, gpu.",
+    "train hardware.precision=float16": "hardware.precision must be one of its choices. Received: 'float16'. "
+    "Choices: float32, float64, mixed_bfloat16, mixed_float16. Did you mean 'float64'?",
+    "train training.loss=mse": "training.loss must be a mapping. Received: 'mse'.",
+    "train seed=${training.loss._target_}": "seed must be an integer. Received: 'keras.losses.…'.",
+    # sizes and horizons
+    "train accumulation.factor=0": "accumulation.factor must be at least 1. Received: 0.",
+    "train accumulation.micro_batch_size=-8": "accumulation.micro_batch_size must be at least 1. Received: -8.",
+    "train accumulation.effective_batch_size=0": "accumulation.effective_batch_size must be at least 1. Received: 0.",
+    "train accumulation.factor=null": "accumulation must give two of effective_batch_size, factor, "
+    "micro_batch_size. Received: {…}.",
+    "train accumulation.effective_batch_size=128 accumulation.factor=4 accumulation.micro_batch_size=16": (
+        "accumulation.factor must agree with effective batch 128 and micro-batch 16… Received: 4. Choices: 8."
+    ),
+    "train accumulation.effective_batch_size=64 accumulation.micro_batch_size=65": (
+        "accumulation.micro_batch_size must be at most the 64 examples … Received: 65."
+    ),
+    "train training.epochs=0": "training.epochs must be at least 1. Received: 0.",
+    "train training.epochs=null": "training must set exactly one of epochs, updates, examples. "
+    "Received: {epochs: null, updates: null, examples: null}.",
+    "train training.epochs=2 training.updates=9": "training must set exactly one of epochs, updates, examples. "
+    "Received: {epochs: 2, updates: 9, examples: null}.",
+    "train training.evaluate_every=often": "training.evaluate_every must be a positive number of updates, or "
+    "'epoch'. Received: 'often'.",
+    "train training.evaluate_every=0": "training.evaluate_every must be a positive number of updates, or 'epoch'. "
+    "Received: 0.",
+    "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
+    "train seed=-1": "seed must be from 0 to 4294967295. Received: -1.",
+    "train optimizer.learning_rate=0": "optimizer.learning_rate must be a positive number. Received: 0.",
+    "train optimizer.learning_rate=-0.1": "optimizer.learning_rate must be a positive number. Received: -0.1.",
+    "train optimizer.learning_rate=fast": "optimizer.learning_rate must be a positive number. Received: 'fast'.",
+    "train hardware.replicas=0": "hardware.replicas must be at least 1. Received: 0.",
+    "train hardware.device=cpu hardware.replicas=1000 accumulation.effective_batch_size=1000": (
+        "hardware.replicas must be at most … on a CPU. Received: 1000."
+    ),
+    # targets and names
+    "train model._target_=7": "model._target_ must be the dotted name of what builds it. Received: 7.",
+    "train +training.callbacks.stop=early": "training.callbacks.stop._target_ must be the dotted name of what builds "
+    "it. Received: 'early'.",
+    "train +training.metrics.loss._target_=keras.metrics.MeanSquaredError": (
+        "training.metrics.loss must have a name that MLflow takes … other than …loss… Received: 'loss'."
+    ),
+    "train tracking.uri=mlruns": "tracking.uri must be an MLflow tracking URI of a known scheme. "
+    "Received: 'mlruns'. Choices: sqlite, http, https, postgresql, mysql, mssql.",
+    "train tracking.uri=ftp://me:secret@host/": "tracking.uri must be … Received: 'ftp://***@host/'. Choices: …",
+    "train tracking.experiment=''": "tracking.experiment must be a name of 1 to 250 characters. Received: ''.",
+    # interpolations, and Hydra's own grammar and options
+    "train model.dropout=${nope}": "model.dropout must refer to a key that exists. Received: '${nope}'.",
+    "train model.dropout=${nope:1}": "model.dropout must use a resolver that exists. Received: '${nope:1}'.",
+    "train model.dropout=${oc.env:NOT_THERE}": "model.dropout must have a value (Environment variable 'NOT_THERE' "
+    "not found). Received: '${oc.env:NOT_THERE}'.",
+    "train training.epochs=${training.updates} training.updates=${training.epochs}": (
+        "training.epochs must have a value (Recursive interpolation detected). Received: '${training.updates}'."
+    ),
+    "train hydra.run.dir=${nope}": "hydra.run.dir must refer to a key that exists. Received: '${nope}'.",
+    "train hydra.run.dir=/proc/nope": "hydra.run.dir must be a folder that can be made (…). Received: '/proc/nope'.",
+    "train seed": "seed must be given as KEY=VALUE. Received: 'seed'.",
+    "train =3": "arguments must be given as KEY=VALUE. Received: '=3'.",
+    "train seed=[1": "seed must be of Hydra's grammar (no viable alternative at input '[1'). Received: 'seed=[1'.",
+    "train seed=1,2": "seed must be one value; --multirun sweeps over several. Received: '1,2'.",
+    "train +seed=1": "seed must be named without + to be changed. Received: '+seed=1'.",
+    "train --fast": "arguments must be overrides and Hydra's options. Received: '--fast'. Choices: --help, …",
+    "train --cfg everything": "--cfg/-c must be what Hydra takes (invalid choice: 'everything' (choose from …)).",
+    "train --resolve": "arguments must be what Hydra takes (The --resolve flag can only be used …). Received: ''.",
+    "train --config-dir nowhere": "--config-dir must be a folder that exists. Received: '…/nowhere'.",
+    "train --config-name nope": "--config-name must be a config that exists. Received: 'nope'.",
+    "trian": "VERB must be a verb of pipeline. Received: 'trian'. Choices: train, … Did you mean 'train'?",
+    "ui tracking.ur=x": "tracking.ur must be a key of tracking. Received: 'ur'. Choices: uri, … Did you mean 'uri'?",
+    # a user's own config files
+    "train --config-dir mine model=latin": "…/mine/model/latin.yaml:3 must be UTF-8. "
+    r"Received: b'name: caf\xe9'.",
+    "train --config-dir mine model=broken": "…/mine/model/broken.yaml:2 must be YAML (expected ',' or ']', but got "
+    "':'). Received: 'hidden: 3'.",
+    "train --config-dir mine model=scalar": "…/mine/model/scalar.yaml must be what Hydra takes (…).",
+    "train --config-dir mine model=empty": "model._target_ must be the dotted name of what builds it. Received: null.",
+    "train --config-dir mine model=orphan": "model must be a config that exists (in model/orphan). Received: 'nope'.",
+    "train --config-dir mine training=typo": "training.epoch must be a key of training (in training/typo). "
+    "Received: 'epoch'. Choices: epochs, … Did you mean 'epochs'?",
+    "train --config-dir mine training=wrong": "training.epochs must be an integer, or null (in training/wrong). "
+    "Received: 'many'.",
+}
+
+NOT_PREPARED = "dataset=tfds dataset.name=mnist dataset.data_dir={elsewhere}"
+NO_LOGITS = "~training.loss.from_logits"
+MLP = "model=mlp"  # builds in no time
+
+# Refused by what TensorFlow, TFDS, Keras or MLflow say of it: no run has been created by then.
+PREPARED = {
+    "train hardware.device=gpu": "hardware.device must be a device of this machine, which has no GPU. "
+    "Received: 'gpu'. Choices: auto, cpu.",
+    "train accumulation.effective_batch_size=1438": "accumulation.effective_batch_size must be at most the 1437 "
+    "examples of the training split. Received: 1438.",
+    # datasets
+    "train dataset=tfds dataset.name=mnits": "dataset.name must be a TFDS dataset (…). Received: 'mnits'.",
+    f"train {NOT_PREPARED} dataset.download=false": "dataset.data_dir must hold mnist/…, prepared. Received: '…'.",
+    f"train {NOT_PREPARED}": "dataset could not be downloaded and prepared in … (…). Received: 'mnist/…'.",
+    "train dataset._target_=mine.not_a_dataset": "dataset._target_ must give (train, validation) as "
+    "tf.data.Datasets, or a pipeline.dataset.Data. Received: 'int'.",
+    # targets
+    "train model._target_=mine.not_a_modle": "model._target_ must name something that exists (…). "
+    "Received: 'mine.not_a_modle'. Did you mean 'mine.not_a_model'?",
+    "train model._target_=not_there.model": "model._target_ must name something that exists (ModuleNotFoundError: "
+    "No module named 'not_there'). Received: 'not_there.model'.",
+    f"train {MLP} training.loss._target_=keras.losses.Huberr": "training.loss._target_ must name something that exists "
+    "(…). Received: 'keras.losses.Huberr'. Did you mean 'keras.losses.Huber'?",
+    f"train {MLP} training.loss._target_=math.pi": "training.loss._target_ must name something that can be called. "
+    "Received: 'math.pi'.",
+    f"train {MLP} +model.clases=3": "model.clases must be an argument of pipeline.model.mlp. Received: 'clases'. "
+    "Choices: input_shape, classes, hidden, dropout, l2. Did you mean 'classes'?",
+    f"train {MLP} model.dropout=2": "model must be what pipeline.model.mlp takes (ValueError: …). "
+    "Received: {hidden: [128, 128], dropout: 2, l2: 0.0}.",
+    f"train {MLP} model._target_=mine.not_a_model": "model._target_ must give a keras.Model. Received: 'int'.",
+    f"train {MLP} +optimizer.nope=4": "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) "
+    "not recognized: {'nope': 4}). Received: {…, nope: 4}.",
+    f"train {MLP} optimizer.beta_1=fast": "optimizer must be able to apply a gradient (…). Received: 'AdamW'.",
+    f"train {MLP} +optimizer.gradient_accumulation_steps=4": "optimizer.gradient_accumulation_steps must be left out: "
+    "the pipeline accumulates; set accumulation.factor. Received: 4.",
+    f"train {MLP} schedule.warmup_steps=150%": "schedule.warmup_steps must be from 0% to 100%. Received: '150%'.",
+    f"train {MLP} schedule.warmup_steps=x%": "schedule.warmup_steps must be a share of the horizon such as 5%. "
+    "Received: 'x%'.",
+    f"train {MLP} schedule.decay_steps=long": "schedule must be what keras.optimizers.schedules.CosineDecay takes (…). "
+    "Received: {…decay_steps: 'long'…}.",
+    # losses, metrics and callbacks
+    f"train {MLP} training.loss._target_=keras.losses.MeanSquaredError": "training.loss.from_logits must be an "
+    "argument of keras.losses.MeanSquaredError. Received: 'from_logits'. Choices: reduction, name, dtype.",
+    f"train {MLP} training.loss._target_=keras.losses.MeanSquaredError {NO_LOGITS}": "training.loss must fit labels "
+    "(32,) int64 and outputs (32, 10) float32 (the shapes differ). Received: 'mean_squared_error'.",
+    f"train {MLP} training.loss._target_=keras.losses.CategoricalCrossentropy": "training.loss must fit labels (32,) "
+    "int64 and outputs (32, 10) float32 (the shapes differ). Received: 'categorical_crossentropy'.",
+    f"train {MLP} +model.classes=9": "training.loss must fit … outputs (32, 9) float32 (label 9 is outside of the 9 "
+    "outputs). Received: 'sparse_categorical_crossentropy'.",
+    f"train {MLP} training.loss.from_logits=false": "training.loss must fit … (the outputs are no probabilities; for "
+    "logits, set from_logits=true). Received: 'sparse_categorical_crossentropy'.",
+    f"train {MLP} +training.loss.reduction=none": "training.loss.reduction must be a mean or a sum. Received: 'none'.",
+    f"train {MLP} training.loss._target_=mine.scalar_loss {NO_LOGITS} +training.loss._partial_=true": (
+        "training.loss must fit … (The loss must give one value per example, not a scalar…). Received: …"
+    ),
+    f"train {MLP} training.loss._target_=mine.flat_loss {NO_LOGITS} +training.loss._partial_=true": (
+        "training.loss must depend on the model's outputs: no gradient reaches any. Received: …"
+    ),
+    f"train {MLP} training.metrics.accuracy._target_=keras.metrics.CategoricalAccuracy": "training.metrics.accuracy "
+    "must fit labels (32,) int64 and outputs (32, 10) float32 (the shapes differ). Received: 'CategoricalAccuracy'.",
+    f"train {MLP} training.metrics.accuracy._target_=keras.losses.Huber": "training.metrics.accuracy._target_ must "
+    "give a keras.metrics.Metric. Received: 'Huber'.",
+    f"train {MLP} '+training.callbacks.stop={{_target_: keras.callbacks.EarlyStopping, patienc: 3}}'": (
+        "training.callbacks.stop.patienc must be an argument of keras.callbacks.EarlyStopping. Received: 'patienc'. "
+        "Choices: monitor, min_delta, patience, … Did you mean 'patience'?"
+    ),
+    f"train {MLP} +training.callbacks.stop._target_=keras.losses.Huber": "training.callbacks.stop._target_ must give "
+    "a keras.callbacks.Callback. Received: 'Huber'.",
+    # stores, which another process opens
+    f"train {MLP} tracking.uri=sqlite:///file/mlflow.db": "tracking.uri must be a store that answers (…/file is not "
+    "a folder that can be written). Received: 'sqlite:///file/mlflow.db'.",
+    f"train {MLP} tracking.uri=sqlite:////proc/nope/mlflow.db": "tracking.uri must be a store that answers (/proc is "
+    "not a folder that can be written…). Received: 'sqlite:////proc/nope/mlflow.db'.",
+    f"train {MLP} tracking.uri=sqlite:///mine": "tracking.uri must be a store that answers (…/mine: unable to open "
+    "database file). Received: 'sqlite:///mine'.",
+    f"train {MLP} tracking.uri=sqlite:///file": "tracking.uri must be a store that answers (…/file: file is not a "
+    "database). Received: 'sqlite:///file'.",
+    f"train {MLP} tracking.uri=sqlite:///other.db": "tracking.uri must be a store that answers (…/other.db is a "
+    "database of something other than MLflow). Received: 'sqlite:///other.db'.",
+    f"train {MLP} tracking.uri=http://127.0.0.1:{{closed}}": "tracking.uri must be a store that answers "
+    "(127.0.0.1:{closed}: Connection refused). Received: 'http://127.0.0.1:{closed}'.",
+    f"train {MLP} tracking.uri=http://me:secret@127.0.0.1:{{open}}": "tracking.uri must be a store that answers (…). "
+    "Received: 'http://***@127.0.0.1:{open}'.",
+    f"train {MLP} tracking.uri=sqlite:///store.db tracking.experiment=old": "tracking.experiment is deleted; restore "
+    "it or choose another name. Received: 'old'.",
+}
+
+USER_MODULE = """
+def not_a_dataset(data_dir):
+    return 3
+
+def not_a_model(**anything):
+    return 3
+
+def scalar_loss(y, outputs):
+    import keras
+    return keras.ops.mean(outputs)
+
+def flat_loss(y, outputs):
+    import keras
+    return keras.ops.cast(keras.ops.argmax(outputs, -1), "float32")
+"""
+
+USER_CONFIGS = {
+    "model/latin.yaml": b"# caf\xc3\xa9\n_target_: mine.model\nname: caf\xe9\n",
+    "model/broken.yaml": b"filters: [1\nhidden: 3\n",
+    "model/scalar.yaml": b"3\n",
+    "model/empty.yaml": b"",
+    "model/orphan.yaml": b"defaults: [nope]\n",
+    "training/typo.yaml": b"epoch: 3\n",
+    "training/wrong.yaml": b"epochs: many\n",
+}
+
+
+class NotMLflow(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Somebody's working folder, with things in it that are not what they should be."""
+    folder = tmp_path_factory.mktemp("bad input")
+    (folder / "outputs").mkdir()  # somebody's own, and empty: it stays
+    (folder / "file").write_text("text, and no database")
+    (folder / "mine.py").write_text(USER_MODULE)
+    for name, content in USER_CONFIGS.items():
+        (folder / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "mine" / name).write_bytes(content)
+    with sqlite3.connect(folder / "other.db") as connection:
+        connection.execute("CREATE TABLE songs (name TEXT)")
+    connection.close()
+    return folder
+
+
+def answers(folder: Path, lines: list[str], **more: str) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.refused"],
+        input=json.dumps(lines),
+        cwd=folder,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def pattern(expected: str) -> str:
+    return ".*".join(re.escape(part) for part in f"pipeline: {expected}\n".split("…"))
+
+
+def check(lines: list[str], said: list[dict], expected: list[str]) -> None:
+    differences = []
+    for line, answer, message in zip(lines, said, expected, strict=True):
+        right = answer["status"] == 2 and answer["out"] == "" and answer["changed"] == []
+        if not (right and re.fullmatch(pattern(message), answer["err"])):
+            differences.append(f"$ pipeline {line}\n  wanted: {message}\n  {answer}")
+    assert not differences, "\n" + "\n".join(differences)
+
+
+def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder):
+    said = answers(folder, list(CONFIG))
+    check(list(CONFIG), said, list(CONFIG.values()))
+    assert said[-1]["loaded"] == []  # by the last of them nothing had been imported by any
+
+
+def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(folder, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/store.db")
+    client.delete_experiment(client.create_experiment("old", (folder / "artifacts").as_uri()))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), NotMLflow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and not listening: whoever connects is refused
+        ports = {"closed": closed.getsockname()[1], "open": server.server_port, "elsewhere": tmp_path / "elsewhere"}
+
+        def filled(text: str) -> str:
+            for name, value in ports.items():
+                text = text.replace(f"{{{name}}}", str(value))
+            return text
+
+        lines, expected = [filled(line) for line in PREPARED], [filled(message) for message in PREPARED.values()]
+        said = answers(
+            folder,
+            lines,
+            TFDS_DATA_DIR=str(tmp_path / "prepared"),
+            CUDA_VISIBLE_DEVICES="-1",
+            HTTPS_PROXY=f"http://127.0.0.1:{ports['closed']}",
+        )
+        server.shutdown()
+    check(lines, said, expected)
+    assert client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]) == []
+
+
+def test_the_whole_traceback_comes_before_the_line_where_it_is_asked_for(folder):
+    line = "training.epochs must be an integer, or null. Received: 'many'."
+    short = pipeline("train", "training.epochs=many", cwd=folder, status=2)
+    full = pipeline("train", "training.epochs=many", cwd=folder, status=2, HYDRA_FULL_ERROR="1")
+    assert short.stderr == f"pipeline: {line}\n"
+    assert full.stderr.startswith("Traceback (most recent call last):")
+    assert "omegaconf.errors.ValidationError" in full.stderr
+    assert full.stderr.endswith(f"\npipeline: {line}\n")
+
+
+def test_an_error_of_the_users_own_code_while_running_is_no_config_error(folder, tmp_path):
+    (tmp_path / "late.py").write_text(
+        "import keras\n"
+        "class Late(keras.callbacks.Callback):\n"
+        "    def on_train_batch_end(self, batch, logs=None):\n"
+        "        raise UnicodeDecodeError('utf-8', b'x', 0, 1, 'late')\n"
+    )
+    done = pipeline(
+        *("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false"),
+        "+training.callbacks.late._target_=late.Late",
+        cwd=tmp_path,
+        status=1,
+    )
+    assert "UnicodeDecodeError" in done.stderr
