@@ -12,6 +12,7 @@ import glob
 import itertools
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -169,20 +170,23 @@ class _Submitting(_Sweeping):
         launcher = copy.copy(self)
         launcher.place = self._given(place)
         params = {**self.params, **self._more(current)}
-        folder = params.pop("submitit_folder").replace("%j", f"{number}_%j")  # process numbers come again
+        folder = params.pop("submitit_folder").replace("%j", f"{number}/%j")  # process numbers come again
         timeouts = {f"{self._EXECUTOR}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
         executor = submitit.AutoExecutor(folder, cluster=self._EXECUTOR, **timeouts)
         shared = set(OmegaConf.structured(BaseQueueConf).keys())
         executor.update_parameters(
             **{key if key in shared else f"{self._EXECUTOR}_{key}": value for key, value in params.items()}
         )
-        begun = time.monotonic()
         job = executor.submit(launcher, overrides, "hydra.sweep.dir", number, str(number), Singleton.get_state())
-        how = self._wait(job, begun, current)
+        how = self._wait(job, time.monotonic(), current)
         if not job.paths.result_pickle.exists():
             lines = [line.strip() for line in (job.stderr() or "").splitlines() if line.strip()]
             raise RuntimeError(": ".join([how, *lines[-1:]]))
-        returned: JobReturn = job.result()
+        try:
+            returned: JobReturn = job.result()
+        except submitit.core.utils.FailedJobError as error:  # with a whole traceback for its message
+            said = [line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)]
+            raise RuntimeError(said[-1] if said else "the process failed") from None
         return returned
 
     def _given(self, place: list[str]) -> list[str] | None:
@@ -192,7 +196,7 @@ class _Submitting(_Sweeping):
         """Parameters of submitit beside those of the config."""
         return {}
 
-    def _wait(self, job: Any, begun: float, current: sweep.Sweep) -> str:
+    def _wait(self, job: Any, submitted: float, current: sweep.Sweep) -> str:
         """Waits until the job is over; returns how it ended where it left no result."""
         raise NotImplementedError
 
@@ -211,7 +215,7 @@ class LocalLauncher(_Submitting, submitit_launcher.LocalLauncher):
         places = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
         return places[:at_once]
 
-    def _wait(self, job: Any, begun: float, current: sweep.Sweep) -> str:
+    def _wait(self, job: Any, submitted: float, current: sweep.Sweep) -> str:
         while not job.done():
             time.sleep(0.1)
         return "the process died"
@@ -251,10 +255,10 @@ class SlurmLauncher(_Submitting, submitit_launcher.SlurmLauncher):
     def _more(self, current: sweep.Sweep) -> dict[str, Any]:
         return {"name": f"pipeline-{current.run_id}"}
 
-    def _wait(self, job: Any, begun: float, current: sweep.Sweep) -> str:
+    def _wait(self, job: Any, submitted: float, current: sweep.Sweep) -> str:
         states = _SlurmStates.of(f"pipeline-{current.run_id}")
         while not job.paths.result_pickle.exists():
-            ended = states.ended(job.job_id, begun)
+            ended = states.ended(job.job_id, submitted)
             if ended:
                 until = time.monotonic() + 2 * SLURM_INTERVAL  # a network's file system may show the file late
                 while not job.paths.result_pickle.exists() and time.monotonic() < until:
@@ -301,8 +305,8 @@ class _SlurmStates:
     def of(cls, name: str) -> _SlurmStates:
         return cls._by_name.setdefault(name, cls(name))
 
-    def ended(self, job_id: str, begun: float) -> str:
-        """The state in which the job ended; empty where it has not, or Slurm has not answered since `begun`."""
+    def ended(self, job_id: str, submitted: float) -> str:
+        """The state in which the job ended; empty where it has not, or Slurm has not been asked since `submitted`."""
         with self._lock:
             now = time.monotonic()
             if now - self._asked > SLURM_INTERVAL:
@@ -312,7 +316,7 @@ class _SlurmStates:
                 if answer.returncode == 0:
                     self._answered = now
                     self._states = dict(line.split()[:2] for line in answer.stdout.splitlines() if line.strip())
-            if self._answered < begun:
+            if self._answered < submitted:
                 return ""
             state = self._states.get(job_id, "gone")
             return state if state == "gone" or state in self._ENDED else ""
