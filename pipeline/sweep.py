@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pipeline import config as configuration
+from pipeline import showing
 from pipeline.errors import ConfigError
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
@@ -49,6 +50,7 @@ class Sweep:
         run_id, experiment_id: of the parent.
         name: of the sweep file; `multirun` where there is none.
         names: of all jobs, in the order in which they were planned.
+        varied, metrics: config keys in which they differ, and what they measure beside the loss.
         lost: why a job gave no result, by its name.
         ended: when a job's process ended, by its name.
     """
@@ -58,12 +60,18 @@ class Sweep:
     experiment_id: str
     name: str = ""
     names: list[str] = field(default_factory=list)
+    varied: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
 
+    def client(self) -> Any:
+        """Of the store."""
+        return client_of(self.uri)
+
     def children(self) -> dict[str, Any]:
         """The latest run of each job, by the job's name."""
-        runs = _client(self.uri).search_runs(
+        runs = client_of(self.uri).search_runs(
             [self.experiment_id], f"tags.sweep = '{self.run_id}'", max_results=50000, order_by=["start_time ASC"]
         )
         return {run.data.tags["sweep.job"]: run for run in runs}
@@ -83,7 +91,7 @@ class Sweep:
     def note(self, key: str, text: str) -> None:
         """A tag of the parent run, where it is not too long for one."""
         if len(text) <= LONGEST_TAG:
-            _client(self.uri).set_tag(self.run_id, key, text)
+            client_of(self.uri).set_tag(self.run_id, key, text)
 
     def close(self, status: str | None = None) -> int:
         """Ends the parent run and prints what became of the jobs.
@@ -95,7 +103,7 @@ class Sweep:
         Returns:
             0 when every job finished, else 1.
         """
-        client = _client(self.uri)
+        client = client_of(self.uri)
         try:
             rows = self._rows(self._settled(), interrupted=status == "KILLED")
             self.note("sweep.lost", json.dumps(self.lost))
@@ -146,7 +154,7 @@ class Sweep:
                 return children
             for name, run in running.items():
                 if time.monotonic() > self.ended.get(name, begun) + PATIENCE:
-                    client = _client(self.uri)
+                    client = client_of(self.uri)
                     client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
                     client.set_terminated(run.info.run_id, "KILLED")
             time.sleep(0.5)
@@ -168,7 +176,11 @@ def begin(config: DictConfig, jobs: Sequence[Job], varied: Sequence[str]) -> Swe
         file = config.hydra.job.config_name
         name = MULTIRUN if file == "config" else file
         _current = _again(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
-    _current.plan(jobs, varied)
+        _current.varied, _current.metrics = list(varied), [str(name) for name in config.training.metrics]
+        _current.plan(jobs, varied)
+        showing.opened(_current)
+    else:
+        _current.plan(jobs, varied)
     return _current
 
 
@@ -196,7 +208,7 @@ def find(uri: str, sweep: str) -> Any:
     """
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///").split("?")[0]).exists():
         raise ConfigError("SWEEP", f"must name one sweep of the store {uri}, which does not exist", sweep)
-    client = _client(uri)
+    client = client_of(uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, "tags.`sweep.name` != ''", max_results=1000)
     found = [run for run in runs if run.info.run_id.startswith(sweep) or run.info.run_name == sweep]
@@ -257,7 +269,7 @@ def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence
 
 def _again(config: DictConfig, name: str) -> Sweep:
     parent = find(config.tracking.uri, config.tracking.sweep)
-    client = _client(config.tracking.uri)
+    client = client_of(config.tracking.uri)
     client.update_run(parent.info.run_id, "RUNNING")
     names = json.loads(parent.data.tags.get("sweep.jobs", "[]"))
     return Sweep(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, name, names)
@@ -269,7 +281,7 @@ def _param(key: str, value: Any) -> Any:
     return Param(key, str(value))
 
 
-def _client(uri: str) -> Any:
+def client_of(uri: str) -> Any:
     from pipeline import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
 
     from mlflow.tracking import MlflowClient  # isort: skip
