@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks.figures import Figure, table
+from pipeline import imports
 
 PARTS = ("startup", "update", "fit", "tracking")
 MODELS = ("mlp", "wide", "cnn")
@@ -40,7 +41,8 @@ def main() -> None:
     device = "not used"
     if set(options.parts) - {"startup"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        from benchmarks import fit, models, tracking, update
+        with imports.without("matplotlib", "pandas", "sklearn"):  # as `pipeline train` imports Keras
+            from benchmarks import fit, models, tracking, update
 
         device = models.device()
         for name in options.models:
@@ -72,10 +74,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; all where none is given")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender")
-    parser.add_argument("--seconds", type=float, default=0.3, help="a contender's turn, at least")
+    parser.add_argument("--rounds", type=int, default=11, help="turns of each contender")
+    parser.add_argument("--seconds", type=float, default=0.25, help="a contender's turn, at least")
     parser.add_argument("--tracked-rounds", type=int, default=6, help="turns with and without tracking")
-    parser.add_argument("--tracked-seconds", type=float, default=3.0, help="such a turn: long enough to ship in it")
+    parser.add_argument("--tracked-seconds", type=float, default=2.0, help="such a turn, at least")
     parser.add_argument("--starts", type=int, default=3, help="starts of each command")
     parser.add_argument("--xla", action="store_true", help="compile our forward+backward and the limit's with XLA")
     parser.add_argument("--output", type=Path, help="of the JSON; by default a new file in benchmarks/results/")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.figures import Figure
@@ -22,30 +21,25 @@ BEYOND_IMPORT = 4.0  # seconds
 
 
 def measure(starts: int) -> list[Figure]:
-    """Four figures: help, refusal, first update on a store that is there and on a new one."""
+    """Four figures: help, refusal, first update with a new store and with one that is there."""
+    seconds: dict[str, list[float]] = {name: [] for name in ("help", "refusal", "import", "new", "existing")}
     with tempfile.TemporaryDirectory() as folder:
-        existing = Path(folder) / "existing"
-        _first_update(existing, existing / "run")  # prepares the dataset and makes the store
-        commands: dict[str, Callable[[int], float]] = {
-            "help": lambda _: _answer(["-m", "pipeline", "--help"], 0),
-            "refusal": lambda _: _answer(["-m", "pipeline", "train", "accumulation.factor=0"], 2),
-            "import": lambda _: _answer(["-c", "import tensorflow"], 0),
-            "existing": lambda turn: _first_update(existing, existing / str(turn)),
-            "new": lambda turn: _first_update(Path(folder) / f"new{turn}", Path(folder) / f"run{turn}"),
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
         for turn in range(starts):
-            for name, command in commands.items():
-                seconds[name].append(command(turn))
+            store = Path(folder) / str(turn)
+            seconds["help"].append(_answer(["-m", "pipeline", "--help"], 0))
+            seconds["refusal"].append(_answer(["-m", "pipeline", "train", "accumulation.factor=0"], 2))
+            seconds["import"].append(_answer(["-c", "import tensorflow"], 0))
+            seconds["new"].append(_first_update(store, store / "first"))
+            seconds["existing"].append(_first_update(store, store / "second"))
     figures = [
         Figure("startup", "--help", "to the answer", seconds["help"], "s", at_most=1.0),
         Figure("startup", "wrong config", "to the answer", seconds["refusal"], "s", at_most=1.0),
     ]
-    for store in ("existing", "new"):
-        beyond = [first - imported for first, imported in zip(seconds[store], seconds["import"], strict=True)]
-        best = {"import tensorflow": min(seconds["import"]), "first update": min(seconds[store])}
+    for kind in ("new", "existing"):
+        beyond = [first - imported for first, imported in zip(seconds[kind], seconds["import"], strict=True)]
+        best = {"import tensorflow": min(seconds["import"]), "first update": min(seconds[kind])}
         what = "to the first update − import tensorflow"
-        figures.append(Figure("startup", f"{store} store", what, beyond, "s", best, "s", at_most=BEYOND_IMPORT))
+        figures.append(Figure("startup", f"{kind} store", what, beyond, "s", best, "s", at_most=BEYOND_IMPORT))
     return figures
 
 

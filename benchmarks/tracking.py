@@ -2,7 +2,8 @@
 
 Both are `pipeline.training.train`. The tracked one has a journal and a shipper with a SQLite store, as
 `pipeline train` has, and logs ten metrics an update beside the system's. While the other one has its turn the
-shipper is stopped (SIGSTOP), so that all it does is charged to the turns of the loop that it works for.
+shipper is stopped (SIGSTOP), so that all it does is charged to the turns of the loop that it works for: at least
+one writing into the store in each, because a pair of turns is longer than what lies between two.
 
 CPU time is that of the trainer's thread inside the recorder, fetching included, and of the shipper's whole process
 until the last row is in the store; their start is not in it.

@@ -49,7 +49,7 @@ def test_the_start_is_measured_on_a_new_and_on_an_existing_store(tmp_path):
     done = bench("startup", *TINY, "--output", str(path))
     assert done.returncode == 0, done.stderr
     figures = json.loads(path.read_text())["figures"]
-    assert [figure["subject"] for figure in figures] == ["--help", "wrong config", "existing store", "new store"]
+    assert [figure["subject"] for figure in figures] == ["--help", "wrong config", "new store", "existing store"]
     assert all(len(figure["values"]) == 1 and math.isfinite(figure["median"]) for figure in figures)
 
 
