@@ -22,8 +22,8 @@ import keras
 import tensorflow as tf
 
 from pipeline import noise
-
-Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
+from pipeline.slicing import Nest, examples_in, share_of, sum_over_micro_batches
+from pipeline.weighting import mask_of, weighted_sum
 
 
 class GradientSums(NamedTuple):
@@ -111,7 +111,7 @@ def accumulate_gradients(
         with tf.GradientTape(persistent=True) as tape:
             outputs = model(x, training=True)
             total, weight = weighted_sum(loss, y, outputs, sample_weight)
-            examples = tf.cast(_examples(x), total.dtype)
+            examples = tf.cast(examples_in(x), total.dtype)
             added = model.losses
             added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
             # A mean-sized loss is what a loss scale is made for: the sum over a micro-batch overflows float16.
@@ -124,7 +124,7 @@ def accumulate_gradients(
         squares, parts = _noise_parts(measure_noise, sums, _noise_weight(loss, weight, examples))
         return GradientSums(total, weight, sums, added_total, added_sums, examples, squares, parts)
 
-    return _over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
+    return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
 
 
 class Update:
@@ -239,108 +239,14 @@ class Evaluation:
         def micro_step(x: Nest, y: Nest, sample_weight: Nest) -> GradientSums:
             outputs = self.model(x, training=False)
             total, weight = weighted_sum(self.loss, y, outputs, sample_weight)
-            examples = tf.cast(_examples(x), total.dtype)
+            examples = tf.cast(examples_in(x), total.dtype)
             added = self.model.losses
             added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
             _update(self.metrics, y, outputs)
             zero = tf.zeros((), total.dtype)
             return GradientSums(total, weight, (), added_total, (), examples, zero, zero)
 
-        return _over_micro_batches(micro_step, share, self.micro_batch_size)
-
-
-def weighted_sum(
-    loss: keras.losses.Loss, y_true: Nest, outputs: Nest, sample_weight: tf.Tensor | None = None
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Numerator and denominator of what `loss(y_true, outputs, sample_weight)` divides.
-
-    Follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and `sum_over_batch_size` divide by
-    the number of loss elements, or of unmasked ones; `mean_with_sample_weight` by the sum of the weights; `sum`
-    by nothing.
-
-    Args:
-        loss: its `call` gives one value per example, or per element of an example.
-        y_true, outputs: as `loss` takes them, with the examples on axis 0.
-        sample_weight: (examples,) or of the values' shape.
-
-    Returns:
-        Two scalars. Sums of each over disjoint parts of a batch, divided once, are the loss of the batch. For
-        the reduction `sum` the denominator is 0, to be read as 1.
-
-    Raises:
-        ValueError: the loss reduces nothing, or has already reduced its values to a scalar.
-    """
-    if loss.reduction in (None, "none"):
-        raise ValueError(f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}")
-    dtype = tf.as_dtype(loss.dtype)
-    mask = _mask(outputs)
-    outputs, y_true = _cast(outputs, dtype), _cast(y_true, dtype)
-    values = loss.call(y_true, outputs)
-    mask = _both(mask, _mask(values))
-    if isinstance(values, tf.RaggedTensor):
-        values = values.flat_values
-    values = tf.cast(values, dtype)
-    if values.shape.rank == 0:
-        raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
-    weights, count = None, tf.cast(tf.size(values), dtype)
-    if mask is not None:
-        weights = tf.cast(mask, dtype)
-        count *= tf.math.divide_no_nan(tf.reduce_sum(weights), tf.cast(tf.size(weights), dtype))
-    if sample_weight is not None:
-        sample_weight = tf.cast(sample_weight, dtype)
-        if isinstance(sample_weight, tf.RaggedTensor):
-            sample_weight = sample_weight.flat_values
-        if weights is None:
-            weights = sample_weight
-        else:
-            rank = max(weights.shape.rank, sample_weight.shape.rank)
-            weights = _aligned(weights, rank) * _aligned(sample_weight, rank)
-    if weights is not None:
-        weights = _aligned(weights, values.shape.rank)
-        values *= weights
-    total = tf.reduce_sum(values)
-    if loss.reduction == "sum":
-        return total, tf.zeros((), dtype)
-    if loss.reduction == "mean_with_sample_weight" and weights is not None:
-        return total, tf.reduce_sum(weights)
-    return total, count
-
-
-def share_of(batch: Nest, replicas: int) -> Nest:
-    """This replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last ones."""
-    batch = _parts(batch)
-    if replicas == 1:
-        return batch
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    # On the host, so that a device receives its share and not the whole batch.
-    with tf.device("CPU:0"):
-        size = -(-_examples(batch) // replicas)
-        return _slice(batch, replica * size, (replica + 1) * size)
-
-
-def _over_micro_batches(
-    micro_step: Callable[..., GradientSums], batch: Nest, micro_batch_size: int, jit_compile: bool = False
-) -> GradientSums:
-    """Σ over the micro-batches of `batch` of `micro_step(x, y, sample_weight)`."""
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
-    parts = _parts(batch)
-    count = _examples(parts)
-
-    def on_parts(x: Nest, y: Nest, sample_weight: Nest = None) -> GradientSums:
-        return micro_step(x, y, sample_weight)
-
-    # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
-    step = tf.function(on_parts, input_signature=_slice_specs(parts), jit_compile=jit_compile or None)
-    outputs = step.get_concrete_function().structured_outputs
-    zeros = tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
-
-    def body(start: tf.Tensor, sums: GradientSums) -> tuple[tf.Tensor, GradientSums]:
-        stop = tf.minimum(start + micro_batch_size, count)
-        return stop, tf.nest.map_structure(tf.add, sums, step(*_slice(parts, start, stop)))
-
-    _, sums = tf.while_loop(lambda start, _: start < count, body, (0, zeros), parallel_iterations=1)
-    return sums
+        return sum_over_micro_batches(micro_step, share, self.micro_batch_size)
 
 
 def _gradient_sums(
@@ -386,61 +292,10 @@ def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
 
 
 def _update(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> None:
-    mask = _mask(outputs)
+    mask = mask_of(outputs)
     for metric in metrics:
         metric.update_state(y, outputs, sample_weight=mask)
 
 
 def _tensor_variable(variable: Any) -> tf.Variable:
     return variable.value
-
-
-def _parts(batch: Nest) -> tuple[Nest, ...]:
-    """`(x, y)` or `(x, y, sample_weight)`, its arrays as tensors: a traced loop slices only those."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if y is None:
-        raise ValueError("The batch must be (x, y) or (x, y, sample_weight). Received no y")
-    parts = (x, y) if sample_weight is None else (x, y, sample_weight)
-    return tf.nest.map_structure(lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), parts)
-
-
-def _examples(nest: Nest) -> tf.Tensor:
-    first = tf.nest.flatten(nest)[0]
-    return tf.cast(first.nrows(), tf.int32) if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
-
-
-def _slice(nest: Nest, start: Any, stop: Any) -> Nest:
-    return tf.nest.map_structure(lambda leaf: leaf[start:stop], nest)
-
-
-def _slice_specs(nest: Nest) -> Nest:
-    def spec(leaf: Any) -> tf.TypeSpec:
-        shape = tf.TensorShape([None, *leaf.shape[1:]])
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-        return tf.TensorSpec(shape, leaf.dtype)
-
-    return tf.nest.map_structure(spec, nest)
-
-
-def _cast(nest: Nest, dtype: tf.DType) -> Nest:
-    return tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), nest)
-
-
-def _mask(nest: Nest) -> tf.Tensor | None:
-    return getattr(nest, "_keras_mask", None)  # where Keras keeps the mask of a layer's output
-
-
-def _both(first: tf.Tensor | None, second: tf.Tensor | None) -> tf.Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return tf.logical_and(first, second)
-
-
-def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:
-    """`weights` with last axes of one added or removed to have `rank` axes: (examples,) weighs every element."""
-    while weights.shape.rank < rank:
-        weights = tf.expand_dims(weights, -1)
-    while weights.shape.rank > rank and weights.shape[-1] == 1:
-        weights = tf.squeeze(weights, -1)
-    return weights

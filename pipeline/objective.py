@@ -12,9 +12,9 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import dataset, targets
-from pipeline.accumulation import weighted_sum
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError, first_line
+from pipeline.weighting import weighted_sum
 
 
 @dataclass(frozen=True)

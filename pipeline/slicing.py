@@ -1,0 +1,76 @@
+"""A batch in slices: each replica's share of it, and the micro-batches of a share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
+
+
+def share_of(batch: Nest, replicas: int) -> Nest:
+    """This replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last ones."""
+    batch = _parts(batch)
+    if replicas == 1:
+        return batch
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    # On the host, so that a device receives its share and not the whole batch.
+    with tf.device("CPU:0"):
+        size = -(-examples_in(batch) // replicas)
+        return _slice(batch, replica * size, (replica + 1) * size)
+
+
+def sum_over_micro_batches(
+    micro_step: Callable[[Nest, Nest, Nest], Nest], batch: Nest, micro_batch_size: int, jit_compile: bool = False
+) -> Nest:
+    """Σ over the micro-batches of `batch` of `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes."""
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
+    parts = _parts(batch)
+    count = examples_in(parts)
+
+    def on_parts(x: Nest, y: Nest, sample_weight: Nest = None) -> Nest:
+        return micro_step(x, y, sample_weight)
+
+    # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
+    step = tf.function(on_parts, input_signature=_slice_specs(parts), jit_compile=jit_compile or None)
+    outputs = step.get_concrete_function().structured_outputs
+    zeros = tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
+
+    def body(start: tf.Tensor, sums: Nest) -> tuple[tf.Tensor, Nest]:
+        stop = tf.minimum(start + micro_batch_size, count)
+        return stop, tf.nest.map_structure(tf.add, sums, step(*_slice(parts, start, stop)))
+
+    _, sums = tf.while_loop(lambda start, _: start < count, body, (0, zeros), parallel_iterations=1)
+    return sums
+
+
+def _parts(batch: Nest) -> tuple[Nest, ...]:
+    """`(x, y)` or `(x, y, sample_weight)`, its arrays as tensors: a traced loop slices only those."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if y is None:
+        raise ValueError("The batch must be (x, y) or (x, y, sample_weight). Received no y")
+    parts = (x, y) if sample_weight is None else (x, y, sample_weight)
+    return tf.nest.map_structure(lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), parts)
+
+
+def examples_in(nest: Nest) -> tf.Tensor:
+    first = tf.nest.flatten(nest)[0]
+    return tf.cast(first.nrows(), tf.int32) if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+
+
+def _slice(nest: Nest, start: Any, stop: Any) -> Nest:
+    return tf.nest.map_structure(lambda leaf: leaf[start:stop], nest)
+
+
+def _slice_specs(nest: Nest) -> Nest:
+    def spec(leaf: Any) -> tf.TypeSpec:
+        shape = tf.TensorShape([None, *leaf.shape[1:]])
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+        return tf.TensorSpec(shape, leaf.dtype)
+
+    return tf.nest.map_structure(spec, nest)

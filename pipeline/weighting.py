@@ -1,0 +1,91 @@
+"""What a loss divides: its weighted sum over a part of a batch, and the weight of that part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
+
+
+def weighted_sum(
+    loss: keras.losses.Loss, y_true: Nest, outputs: Nest, sample_weight: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Numerator and denominator of what `loss(y_true, outputs, sample_weight)` divides.
+
+    Follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and `sum_over_batch_size` divide by
+    the number of loss elements, or of unmasked ones; `mean_with_sample_weight` by the sum of the weights; `sum`
+    by nothing.
+
+    Args:
+        loss: its `call` gives one value per example, or per element of an example.
+        y_true, outputs: as `loss` takes them, with the examples on axis 0.
+        sample_weight: (examples,) or of the values' shape.
+
+    Returns:
+        Two scalars. Sums of each over disjoint parts of a batch, divided once, are the loss of the batch. For
+        the reduction `sum` the denominator is 0, to be read as 1.
+
+    Raises:
+        ValueError: the loss reduces nothing, or has already reduced its values to a scalar.
+    """
+    if loss.reduction in (None, "none"):
+        raise ValueError(f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}")
+    dtype = tf.as_dtype(loss.dtype)
+    mask = mask_of(outputs)
+    outputs, y_true = _cast(outputs, dtype), _cast(y_true, dtype)
+    values = loss.call(y_true, outputs)
+    mask = _both(mask, mask_of(values))
+    if isinstance(values, tf.RaggedTensor):
+        values = values.flat_values
+    values = tf.cast(values, dtype)
+    if values.shape.rank == 0:
+        raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
+    weights, count = None, tf.cast(tf.size(values), dtype)
+    if mask is not None:
+        weights = tf.cast(mask, dtype)
+        count *= tf.math.divide_no_nan(tf.reduce_sum(weights), tf.cast(tf.size(weights), dtype))
+    if sample_weight is not None:
+        sample_weight = tf.cast(sample_weight, dtype)
+        if isinstance(sample_weight, tf.RaggedTensor):
+            sample_weight = sample_weight.flat_values
+        if weights is None:
+            weights = sample_weight
+        else:
+            rank = max(weights.shape.rank, sample_weight.shape.rank)
+            weights = _aligned(weights, rank) * _aligned(sample_weight, rank)
+    if weights is not None:
+        weights = _aligned(weights, values.shape.rank)
+        values *= weights
+    total = tf.reduce_sum(values)
+    if loss.reduction == "sum":
+        return total, tf.zeros((), dtype)
+    if loss.reduction == "mean_with_sample_weight" and weights is not None:
+        return total, tf.reduce_sum(weights)
+    return total, count
+
+
+def _cast(nest: Nest, dtype: tf.DType) -> Nest:
+    return tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), nest)
+
+
+def mask_of(nest: Nest) -> tf.Tensor | None:
+    """Where Keras keeps the mask of a layer's output."""
+    return getattr(nest, "_keras_mask", None)
+
+
+def _both(first: tf.Tensor | None, second: tf.Tensor | None) -> tf.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return tf.logical_and(first, second)
+
+
+def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:
+    """`weights` with last axes of one added or removed to have `rank` axes: (examples,) weighs every element."""
+    while weights.shape.rank < rank:
+        weights = tf.expand_dims(weights, -1)
+    while weights.shape.rank > rank and weights.shape[-1] == 1:
+        weights = tf.squeeze(weights, -1)
+    return weights
