@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pipeline.config import mask
 
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
+            print(mask(traceback.format_exc()), end="", file=sys.stderr)
         print(f"pipeline: {mask(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -18,7 +18,9 @@ from typing import Any, ClassVar, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -113,17 +115,19 @@ def _serve(uri: str) -> int:
         return 0
 
 
-def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], run: Run) -> None:
+def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], run: Run, folders: Sequence[str] = ()) -> None:
     """Composes a recorded config with `overrides`, and calls `run` on it.
 
     Args:
         config: resolved, as plain dicts; it has been checked.
         overrides: of the command line, in Hydra's grammar.
         run: takes the config, the overrides and the run directory.
+        folders: with the user's own config groups.
     """
     ours = OmegaConf.load(Path(configuration.directory()) / "config.yaml")
     of_hydra = [entry for entry in ours.defaults if not isinstance(entry, str) and "override" in str(entry)]
-    record = OmegaConf.create({"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": ours.hydra})
+    hydras = {**ours.hydra, "searchpath": [f"file://{folder}" for folder in folders]}
+    record = OmegaConf.create({"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": hydras})
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "record.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")
         _hydra(partial(_in_folder, run), ["--config-dir", folder, "--config-name", "record", *overrides])
@@ -194,12 +198,14 @@ def _hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.
-                traceback.print_exc()
-                raise RuntimeError(str(error) if isinstance(error, ConfigError) else _in_one_line(error)) from None
+                print(configuration.mask(traceback.format_exc()), end="", file=sys.stderr)
+                raise RuntimeError(configuration.mask(_in_one_line(error))) from None
             raised.append(error)  # raised again below: else Hydra prints a line of its own about it
             return None
 
     options = _parsed(arguments)
+    if options.multirun:
+        options.overrides, arguments = _by_environment(options.overrides, arguments)
     flags = [argument for argument in arguments if argument not in options.overrides]
     folders = [configuration.directory(), *([options.config_dir] if options.config_dir else [])]
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
@@ -224,7 +230,23 @@ def _hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         raise raised[0]
 
 
+def _by_environment(overrides: Sequence[str], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Both, without secrets: the environment carries them to the jobs of a sweep, of which Hydra and submitit
+    write files. A secret that is swept over stays."""
+    places: dict[str, str] = {}
+    for text in (text for text in overrides if configuration.mask(text) != text):
+        with suppress(HydraException):  # what cannot be parsed Hydra refuses
+            override = OverridesParser.create().parse_override(text)
+            if not override.is_sweep_override():
+                name = f"PIPELINE_SECRET_{len(places)}"
+                os.environ[name] = str(override.value())
+                places[text] = f"{text.split('=')[0]}=${{oc.env:{name}}}"
+    return [places.get(text, text) for text in overrides], [places.get(text, text) for text in arguments]
+
+
 def _in_one_line(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

@@ -58,14 +58,20 @@ class Data:
         return int(self.train.cardinality())
 
 
-def load(node: DictConfig) -> Data:
+def load(node: DictConfig, *, prepare: bool = True) -> Data:
     """The data of the `dataset` group.
+
+    Args:
+        node: the group.
+        prepare: whether to fetch and prepare what is not there.
 
     Raises:
         ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
     """
+    target = targets.locate(node, "dataset")
+    offers = {} if prepare else targets.accepted(target, without(node, "download"), download=False)
     with _quietly():
-        made = targets.build(without(node, *_OURS), "dataset")
+        made = targets.build(without(node, *_OURS), "dataset", **offers)
     if isinstance(made, tuple) and len(made) == 2:
         made = Data(*made, name=str(node.get("_target_")))
     if not isinstance(made, Data):
@@ -115,12 +121,12 @@ def in_order(examples: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
     return _batch(examples, batch_size).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
 
 
-def digits(data_dir: str | None = None) -> Data:
+def digits(data_dir: str | None = None, download: bool = True) -> Data:
     """scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1."""
     from pipeline.datasets.digits import Digits
 
     builder = Digits(data_dir=data_dir)
-    _prepare(builder, download=True)
+    _prepare(builder, download)
     return _from_builder(builder, "train", "validation", _features("image", "label", 1 / 16, None))
 
 
@@ -224,7 +230,11 @@ def _from_builder(
         getattr(labels, "num_classes", None),
         builder.name,
         str(builder.version),
-        tuple(sorted(path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.suffix != ".json")),
+        tuple(
+            sorted(
+                path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json"
+            )
+        ),
     )
 
 

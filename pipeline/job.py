@@ -212,7 +212,7 @@ def _log_model(uri: str, tracker: Tracker, network: Any, data: Any) -> None:
         tracking.log_model(uri, tracker.experiment_id, tracker.run_id, network, example.numpy())
     except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        tracker.journal.write({"tags": {"model.not_logged": first}})
+        tracker.journal.write({"tags": {"model.not_logged": configuration.mask(first)}})
         say(f"the model was not logged: {first}")
 
 
@@ -228,4 +228,4 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def say(text: str) -> None:
     """One or more lines for the person who started the run."""
-    print(text, file=sys.stderr, flush=True)
+    print(configuration.mask(text), file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ record becomes a newer one. A key that is new needs nothing: the schema's own de
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,13 +34,16 @@ def migrate(config: Mapping[str, Any], run_id: str, environment: Mapping[str, An
         ConfigError: it is of a newer schema, or of one that is no longer known.
     """
     migrated, version = dict(config), config.get("schema", 0)
+    known = isinstance(version, int) and (version == SCHEMA or version in MIGRATIONS)
+    if not known:
+        # Of hexadecimal digits, since it is to be typed into a shell.
+        commit = str((environment.get("git") or {}).get("commit"))
+        on = f"git checkout {commit} && " if re.fullmatch(r"[0-9a-f]{7,64}", commit) else "on its own commit: "
+        rule = f"must have a record of schema 0 to {SCHEMA}; the code that made it runs it: {on}pipeline rerun {run_id}"
+        raise ConfigError("RUN_ID", rule, version)
     if version != SCHEMA:
         print(f"the record of {run_id} is of schema {version}: brought to schema {SCHEMA}", file=sys.stderr)
     while version != SCHEMA:
-        if version not in MIGRATIONS:
-            commit = (environment.get("git") or {}).get("commit") or "its own commit"
-            rule = f"must have a record of schema 0 to {SCHEMA}; on the code that made it this runs: "
-            raise ConfigError("RUN_ID", f"{rule}git checkout {commit} && pipeline rerun {run_id}", version)
         migrated = MIGRATIONS[version](migrated)
         version += 1
     return {**migrated, "schema": SCHEMA}

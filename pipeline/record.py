@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import mask
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline import __version__
+from pipeline.config import directory, mask
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,13 +28,40 @@ if TYPE_CHECKING:
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
 HASHED_WHOLE = 256 * 2**20  # bytes; of a larger file the size and three pieces are hashed
 PIECE = 2**20
+# What a link of a record may say: `${another.key}`, or the product of two such, or of one and a number.
+_TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
+LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 
-def config_hash(resolved: Mapping[str, Any]) -> str:
-    """SHA-256 that two runs share when they were asked for the same training, wherever they were logged."""
+def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
+    """SHA-256 that two runs share when they were asked for the same training, wherever they ran and were logged.
+
+    Args:
+        resolved: without secrets, as it is recorded.
+        run_dir: of the run; its name does not count.
+    """
     same = {key: value for key, value in resolved.items() if key not in ("tracking", "trust")}
-    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+    if isinstance(same.get("dataset"), dict):  # the record of the data says which they were, wherever they lay
+        same["dataset"] = {key: value for key, value in same["dataset"].items() if key != "data_dir"}
+    text = json.dumps(same, sort_keys=True, default=str)
+    return hashlib.sha256((text.replace(run_dir, "RUN_DIR") if run_dir else text).encode()).hexdigest()
+
+
+def links(config: DictConfig) -> dict[str, str]:
+    """What each value of the config follows, by dotted name, where that is other keys of the config."""
+    found: dict[str, str] = {}
+
+    def read(node: Any, key: str) -> None:
+        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+            dotted = f"{key}.{name}".lstrip(".")
+            if isinstance(value, dict | list):
+                read(value, dotted)
+            elif isinstance(value, str) and LINK.fullmatch(value):
+                found[dotted] = value
+
+    read(OmegaConf.to_container(config, resolve=False), "")
+    return found
 
 
 def environment(run_dir: Path) -> dict[str, Any]:
@@ -50,6 +81,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
         **_cuda(),
         "lock": _lock(),
         "git": git(),
+        "package": {"version": __version__, "sha256": _package_hash()},
         "packages": packages,
     }
 
@@ -66,7 +98,10 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     for when, tree in (("then", then), ("now", code)):
         if tree.get("clean") is False:
             lines.append(f"code: the tree was not clean {when}")
-    packages, installed = recorded.get("packages", {}), now.get("packages", {})
+    package, ours = recorded.get("package") or {}, now.get("package") or {}
+    if package and package != ours:
+        lines.append(f"code: other files of the package, version {package.get('version')} then, {ours['version']} now")
+    packages, installed = recorded.get("packages") or {}, now.get("packages") or {}
     for name in sorted(set(packages) | set(installed)):
         if packages.get(name) != installed.get(name) and (name in NAMED or name.startswith("nvidia-")):
             lines.append(f"{name}: {packages.get(name, 'absent')} then, {installed.get(name, 'absent')} now")
@@ -160,6 +195,17 @@ def _cuda() -> dict[str, Any]:
         return {}
     build = importlib.import_module("tensorflow").sysconfig.get_build_info()
     return {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
+
+
+def _package_hash() -> str:
+    """Of the code and the configs, also where no git knows them."""
+    package = Path(__file__).resolve().parent
+    folders = {package: "*.py", Path(directory("conf")): "*.yaml", Path(directory("sweeps")): "*.yaml"}
+    found = hashlib.sha256()
+    for folder, pattern in folders.items():
+        for path in sorted(folder.rglob(pattern)):
+            found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
 
 
 def _lock() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -11,70 +10,99 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
-from pipeline import imports, migration, record, trust
+from pipeline import imports, migration, record, refusal, trust
 from pipeline.errors import ConfigError
+from pipeline.recorded import Recorded, fetch, relinked
 
 DIFFERENT = 3  # exit status
-_OWN = ("tracking.", "trust.", "hydra.")  # overrides of these belong to the user's own config as well
+_OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the user's own config as well
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What a run left of itself.
+class Request:
+    """What the command line asks for.
 
     Attributes:
-        run: of MLflow.
-        config: resolved, as plain dicts, of the current schema.
-        environment, dataset: as `record` wrote them; empty for runs older than they are.
+        run_id: of the run, or of the sweep.
+        dry, sweep: flags.
+        allow: dotted prefixes that the record may name.
+        config_dir, config_name: of the user's own config.
+        overrides: in Hydra's grammar.
     """
 
-    run: Any
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    dataset: dict[str, Any]
+    run_id: str
+    dry: bool
+    sweep: bool
+    allow: list[str]
+    config_dir: str | None
+    config_name: str | None
+    overrides: list[str]
+
+    @property
+    def own(self) -> list[str]:
+        """Hydra's options that find the user's own config."""
+        named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
+        return [text for option, value in named.items() if value for text in (option, value)]
+
+    @property
+    def folders(self) -> list[str]:
+        """Of config groups."""
+        return [configuration.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
+
+    def values(self) -> dict[str, Any]:
+        """The overrides' values by their keys."""
+        with refusal.refusing(self.overrides, self.folders):
+            parsed = OverridesParser.create().parse_overrides(self.overrides)
+        return {override.key_or_group: override.value() for override in parsed}
+
+    def groups(self) -> dict[str, str]:
+        """The overrides that choose another option of a config group, as `optimizer=lion` does."""
+        known = refusal.groups(self.folders)
+        return {key: value for key, value in self.values().items() if key in known and isinstance(value, str)}
 
 
 def rerun(arguments: Sequence[str]) -> int:
     """`pipeline rerun RUN_ID [overrides]`: runs it again from its record, and compares the two."""
+    request = _parsed(arguments)
+    own = _own_config(request)
+    client = _client(own.tracking.uri)
+    if request.sweep:
+        return _sweep(own, request)
+    recorded = fetch(client, request.run_id)
+    _say_plan(recorded, request)
+    gate = trust.Gate(_run_dir(request), _data_dir(own, request), [*own.trust.allow, *request.allow], own.tracking.uri)
+    return _run(client, recorded, _checked(recorded, own, gate, request), gate, request)
+
+
+def _parsed(arguments: Sequence[str]) -> Request:
     parser = argparse.ArgumentParser(prog="pipeline rerun", description=rerun.__doc__, allow_abbrev=False)
     parser.add_argument("run_id", metavar="RUN_ID", help="of the run in the store that tracking.uri names")
     parser.add_argument("--dry", action="store_true", help="show the plan and the differences, and run nothing")
     parser.add_argument("--sweep", action="store_true", help="RUN_ID is a sweep: run all of its jobs again")
     parser.add_argument("--allow", action="append", default=[], metavar="PREFIX", help="dotted name to trust")
-    parser.add_argument("--config-dir", help="of your own config, which may have trust.allow")
-    if not arguments:
-        raise ConfigError("RUN_ID", "must name a run of the store", "")
-    options, overrides = parser.parse_known_args(list(arguments))
-    own = _own_config(options.config_dir, overrides)
-    client = _client(own.tracking.uri)
-    if options.sweep:
-        return _sweep(client, own, options, overrides)
-    recorded = _fetch(client, options.run_id)
-    _say_plan(recorded, overrides)
-    gate = trust.Gate(
-        _run_dir(overrides),
-        _data_dir(own, overrides),
-        [*own.trust.allow, *options.allow],
-        own.tracking.uri,
-    )
-    config = _checked(recorded, own, gate, overrides)
-    if options.dry:
-        return 0
-    return _run_and_compare(client, recorded, config, gate, overrides)
+    parser.add_argument("--config-dir", "-cd", help="of your own config, which may have trust.allow")
+    parser.add_argument("--config-name", "-cn", help="of your own config")
+    parser.add_argument("overrides", nargs="*", help="in Hydra's grammar")
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError("arguments", f"must be RUN_ID [overrides] ({message})", " ".join(arguments))
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return Request(**vars(parser.parse_intermixed_args(list(arguments))))
 
 
-def _own_config(config_dir: str | None, overrides: Sequence[str]) -> DictConfig:
+def _own_config(request: Request) -> DictConfig:
     """The user's own config: where the store is, and what is trusted. Never the fetched one."""
     from pipeline import composing
 
-    own = [override for override in overrides if override.lstrip("+~").startswith(_OWN)]
-    return composing.composed([*(["--config-dir", config_dir] if config_dir else []), *own])
+    own = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
+    return composing.composed([*request.own, *own])
 
 
 def _client(uri: str) -> Any:
@@ -90,124 +118,190 @@ def _client(uri: str) -> Any:
         raise ConfigError("tracking.uri", f"must be a store that holds the run ({error})", uri) from error
 
 
-def _fetch(client: Any, run_id: str) -> Recorded:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        raise ConfigError("RUN_ID", "must be a run of the store", run_id) from error
-    if "sweep.name" in run.data.tags:
-        raise ConfigError("RUN_ID", "is a sweep: rerun it with --sweep, or one of its runs", run_id)
-    texts = {}
-    with tempfile.TemporaryDirectory() as folder:
-        present = {artifact.path for artifact in client.list_artifacts(run_id)}
-        for name in ("config.yaml", "environment.json", "dataset.json"):
-            if name in present:
-                texts[name] = Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
-    if "config.yaml" not in texts:
-        raise ConfigError("RUN_ID", "must be a run that recorded its config (config.yaml)", run_id)
-    try:
-        config = yaml.safe_load(texts["config.yaml"])
-        environment = json.loads(texts.get("environment.json", "{}"))
-        dataset = json.loads(texts.get("dataset.json", "{}"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError("RUN_ID", f"must have a record that can be read ({error})", run_id) from error
-    if not isinstance(config, dict):
-        raise ConfigError("RUN_ID", "must have a config that is a mapping", run_id)
-    return Recorded(run, migration.migrate(config, run_id, environment), environment, dataset)
-
-
-def _say_plan(recorded: Recorded, overrides: Sequence[str]) -> None:
+def _say_plan(recorded: Recorded, request: Request) -> None:
     info = recorded.run.info
-    print(f"rerun of {info.run_id} ({info.run_name}), {info.status}", file=sys.stderr)
-    for override in overrides:
-        print(f"  changed: {configuration.mask(override)}", file=sys.stderr)
+    _say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
+    if not recorded.is_whole():
+        _say("  differs: the record: its config is not the one that its tag config.hash was taken of")
+    for override in request.overrides:
+        _say(f"  changed: {override}")
     for line in record.differences(recorded.environment, record.environment(Path())):
-        print(f"  differs: {line}", file=sys.stderr)
+        _say(f"  differs: {line}")
 
 
-def _run_dir(overrides: Sequence[str]) -> Path:
-    named = [override.split("=", 1)[1] for override in overrides if override.startswith("hydra.run.dir=")]
+def _run_dir(request: Request) -> Path:
     now = datetime.now()
-    return Path(named[-1]) if named else Path("outputs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S-%f}"
+    named = request.values().get("hydra.run.dir", f"outputs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}")
+    if not isinstance(named, str) or "${" in named:
+        raise ConfigError("hydra.run.dir", "must be a folder, named as it is", named)
+    return Path(named).absolute()
 
 
-def _data_dir(own: DictConfig, overrides: Sequence[str]) -> Path | None:
-    named = [override.split("=", 1)[1] for override in overrides if override.startswith("dataset.data_dir=")]
-    found = named[-1] if named else OmegaConf.select(own, "dataset.data_dir")
-    return Path(found).absolute() if found not in (None, "null") else None
+def _data_dir(own: DictConfig, request: Request) -> Path | None:
+    found = request.values().get("dataset.data_dir", OmegaConf.select(own, "dataset.data_dir"))
+    return None if found is None else Path(str(found)).absolute()
 
 
-def _checked(recorded: Recorded, own: DictConfig, gate: trust.Gate, overrides: Sequence[str]) -> dict[str, Any]:
+def _checked(recorded: Recorded, own: DictConfig, gate: trust.Gate, request: Request) -> dict[str, Any]:
     """The recorded config with what belongs to this place put in, once the gate has let it through."""
-    config = dict(recorded.config)
-    config.pop("trust", None)
-    tracking = {**config.get("tracking", {}), "sweep": None, "job": None, "uri": own.tracking.uri}
-    tracking["run_name"] = f"rerun of {recorded.run.info.run_name}"
-    config["tracking"] = tracking
-    if isinstance(config.get("dataset"), dict) and "data_dir" in config["dataset"]:
-        config["dataset"] = {**config["dataset"], "data_dir": None if gate.data_dir is None else str(gate.data_dir)}
-    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    values, groups = request.values(), request.groups()
+    config = _placed(recorded, own, gate)
+    # What an override replaces is neither read nor checked.
+    for key in (key for key, value in values.items() if key in groups or not isinstance(value, dict)):
+        _drop(config, key.split("."))
+    # As text, before anything else reads it: YAML makes an endless config of a small file.
+    config = trust.check_config(config, gate, recorded_run_dir=recorded.run_dir, imports=False)
+    config = migration.migrate(config, request.run_id, recorded.environment)
     for key, value in configuration.leaves(config).items():
-        if isinstance(value, str) and configuration.HIDDEN in value and key not in named | {"tracking.uri"}:
+        if isinstance(value, str) and configuration.HIDDEN in value and key != "tracking.uri":
             raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
     with imports.without_chatter():
-        return trust.check_config(config, gate, recorded_run_dir=recorded.environment.get("run_dir"))
+        trust.check_config(config, gate)
+    if (
+        "optimizer.learning_rate" in values
+        and not recorded.links
+        and not any(key.startswith("sched") for key in values)
+    ):
+        rule = "must come with an override of the schedule: this record does not say what follows it"
+        raise ConfigError("optimizer.learning_rate", rule, values["optimizer.learning_rate"])
+    return relinked(config, recorded.links, values)
 
 
-def _run_and_compare(
-    client: Any, recorded: Recorded, config: Mapping[str, Any], gate: trust.Gate, overrides: Sequence[str]
-) -> int:
-    from pipeline import agreement, composing, job
+def _placed(recorded: Recorded, own: DictConfig, gate: trust.Gate) -> dict[str, Any]:
+    config = {key: dict(value) if isinstance(value, dict) else value for key, value in recorded.config.items()}
+    config.pop("trust", None)
+    config["tracking"] = config.get("tracking") or {}
+    if not isinstance(config["tracking"], dict):
+        raise ConfigError("tracking", "must be a mapping", str(config["tracking"]))
+    here = {"sweep": None, "job": None, "uri": own.tracking.uri, "run_name": f"rerun of {recorded.run.info.run_name}"}
+    config["tracking"] |= here
+    if isinstance(config.get("dataset"), dict) and "data_dir" in config["dataset"]:
+        config["dataset"]["data_dir"] = None if gate.data_dir is None else str(gate.data_dir)
+    return config
 
-    old = recorded.run.info.run_id
-    outcomes: list[job.Outcome] = []
+
+def _drop(node: Any, path: list[str]) -> None:
+    *parents, last = path
+    for part in parents:
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)
+
+
+def _for_hydra(request: Request, config: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """The overrides, as they apply to a record: it has no groups, and lacks what is overridden."""
+    values, groups, found = request.values(), request.groups(), []
+    for override in request.overrides:
+        key = override.lstrip("+~").split("=", 1)[0]
+        placed = key == "dataset.data_dir" and "data_dir" not in config.get("dataset", {})
+        if key in ("hydra.run.dir", "tracking") or placed:
+            continue
+        if key in groups:
+            override = f"+{override.lstrip('+')}"
+        elif override.startswith(f"{key}=") and not key.startswith("hydra") and not isinstance(values.get(key), dict):
+            override = f"++{override}"
+        found.append(override)
+    quoted = str(run_dir).replace("'", "\\'")
+    return [*found, f"hydra.run.dir='{quoted}'"]
+
+
+def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Gate, request: Request) -> int:
+    from pipeline import composing, job
+
+    old, outcomes = recorded.run.info.run_id, []
+    other_data = [key for key in request.values() if key.startswith("dataset") and key != "dataset.data_dir"]
+    command = " ".join(["pipeline rerun", request.run_id, *request.overrides])
+    tags = {"rerun.of": old, "mlflow.source.name": configuration.mask(command)}
 
     def check_dataset(now: dict[str, Any]) -> None:
-        if recorded.dataset:
-            record.check_dataset(recorded.dataset, now, old)
+        try:
+            if recorded.dataset:
+                record.check_dataset(recorded.dataset, now, old)
+        except ConfigError as error:
+            if not other_data:
+                raise
+            _say(f"  differs: {error}")
 
-    def task(composed: DictConfig, task_overrides: list[str], run_dir: Path) -> float:
+    def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
         with trust.strict(gate):
-            done = job.run(composed, task_overrides, run_dir, tags={"rerun.of": old}, check_dataset=check_dataset)
-        outcomes.append(done)
+            if request.dry:
+                return _dry(composed, overrides, check_dataset)
+            done = job.run(composed, overrides, run_dir, tags=tags, check_dataset=check_dataset)
+        outcomes.append((done.run_id, composed.hardware.precision.name))
         return done.loss
 
-    composing.run_recorded(config, [*_without_run_dir(overrides), f"hydra.run.dir={gate.run_dir}"], task)
-    new = outcomes[0].run_id
-    earlier = client.get_run(old).data.tags.get("rerun.by")
-    client.set_tag(old, "rerun.by", f"{earlier}, {new}" if earlier else new)
+    composing.run_recorded(config, _for_hydra(request, config, gate.run_dir), task, request.folders[1:])
+    return 0 if request.dry else _compare(client, recorded, *outcomes[0])
+
+
+def _dry(config: DictConfig, overrides: Sequence[str], check_dataset: Any) -> float:
+    """All that can be said without running: the config's errors, and whether the data are those of the record."""
+    configuration.check(config, overrides)
+    with imports.without_chatter():
+        from pipeline import dataset
+
+        try:
+            check_dataset(record.dataset(dataset.load(config.dataset, prepare=False)))
+        except ConfigError as error:
+            _say(f"  differs: {error}")
+    return 0.0
+
+
+def _compare(client: Any, recorded: Recorded, new: str, precision: str) -> int:
+    from pipeline import agreement
+
+    old, run = recorded.run.info.run_id, client.get_run(recorded.run.info.run_id)
+    then, now = run.data.params, client.get_run(new).data.params
     before, after = agreement.histories(client, old), agreement.histories(client, new)
-    batch = float(recorded.run.data.params.get("derived.effective_batch_size", 1))
-    found = agreement.compare(before, after, config["hardware"]["precision"], batch)
+    cut = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
+    last = max((max(history) for history in before.values() if history), default=0)
+    precisions = {precision, then.get("hardware.precision", precision)} & set(agreement.MOST)
+    found = agreement.compare(
+        before,
+        after,
+        max(precisions, key=agreement.MOST.__getitem__),
+        validation=(recorded.dataset.get("examples") or {}).get("validation"),
+        same_cut=all(then.get(key) == now.get(key) for key in cut),
+        until=None if run.info.status == "FINISHED" else last,
+    )
+    _say(f"rerun {new} of {old}: {found}")
+    if run.info.status != "FINISHED":
+        _say(f"the recorded run was {run.info.status}: compared up to its update {last}")
+    if found.verdict != "bit-equal" and "true" not in (now.get("hardware.deterministic"), ""):
+        _say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
     client.set_tag(new, "rerun.verdict", found.verdict)
+    earlier = run.data.tags.get("rerun.by")
+    client.set_tag(old, "rerun.by", f"{earlier}, {new}" if earlier else new)
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "comparison.png"
         agreement.plot(before, after, picture, f"{old} and its rerun {new}: {found.verdict}")
         client.log_artifact(new, str(picture), "rerun")
-    print(f"rerun {new} of {old}: {found}", file=sys.stderr)
     return DIFFERENT if found.verdict == "different" else 0
 
 
-def _without_run_dir(overrides: Sequence[str]) -> list[str]:
-    return [override for override in overrides if not override.startswith("hydra.run.dir=")]
-
-
-def _sweep(client: Any, own: DictConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _sweep(own: DictConfig, request: Request) -> int:
     """All jobs of a sweep, one after the other, each in a process of its own."""
     from pipeline import sweep
 
-    parent = sweep.find(own.tracking.uri, options.run_id)
+    parent = sweep.find(own.tracking.uri, request.run_id)
     children = sweep.Sweep(own.tracking.uri, parent.info.run_id, parent.info.experiment_id).children()
     if not children:
-        raise ConfigError("RUN_ID", "must be a sweep with runs", options.run_id)
-    command = [sys.executable, "-m", "pipeline", "rerun"]
-    allowed = [f"--allow={prefix}" for prefix in options.allow] + (["--dry"] if options.dry else [])
-    statuses = []
-    for name, run in children.items():
-        print(f"{name}:", file=sys.stderr)
-        statuses.append(subprocess.call([*command, run.info.run_id, *allowed, *overrides]))
+        raise ConfigError("RUN_ID", "must be a sweep with runs", request.run_id)
+    options = [*request.own, *(f"--allow={prefix}" for prefix in request.allow), *(["--dry"] if request.dry else [])]
+    given = [override for override in request.overrides if not override.startswith("hydra.run.dir=")]
+    folder, statuses = _run_dir(request), []
+    for number, (name, run) in enumerate(children.items()):
+        _say(f"{name}:")
+        quoted = str(folder / str(number)).replace("'", "\\'")
+        command = [run.info.run_id, *options, *given, f"hydra.run.dir='{quoted}'"]
+        statuses.append(subprocess.call([sys.executable, "-m", "pipeline", "rerun", *command]))
     same = sum(status == 0 for status in statuses)
-    print(f"rerun of sweep {parent.info.run_id}: {same} of {len(statuses)} runs agree", file=sys.stderr)
+    verdict = "can be run again" if request.dry else "agree"
+    _say(f"rerun of sweep {parent.info.run_id}: {same} of {len(statuses)} runs {verdict}")
     return max(statuses, key=lambda status: (status not in (0, DIFFERENT), status))
+
+
+def _say(line: str) -> None:
+    """One line, also where what a store said would make another, or speak to the terminal."""
+    plain = "".join(character if character.isprintable() else "?" for character in configuration.mask(line))
+    print(plain, file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ class Tracker:
         tags: Mapping[str, str],
     ) -> None:
         """Creates the run with its params, tags, inputs and the artifacts that are known before it starts."""
-        resolved = configuration.plain(config)
+        resolved = configuration.masked(configuration.plain(config))
         params = {key: _text(value) for key, value in configuration.leaves(resolved).items()}
         derived = {
             "derived.effective_batch_size": self.plan.batching.effective_batch_size,
@@ -55,24 +55,28 @@ class Tracker:
             "derived.updates": self.plan.updates,
             "derived.parameters": sum(_size(variable.shape) for variable in model.trainable_variables),
         }
+        config_hash = record.config_hash(resolved, str(self.run_dir.absolute()))
         run = {
             "experiment": config.tracking.experiment,
-            "name": config.tracking.run_name or f"{data.name} {model.name} {self.plan.batching}",
+            "name": resolved["tracking"]["run_name"] or f"{data.name} {model.name} {self.plan.batching}",
             "params": params | derived,
-            "tags": {**record.origin(), "config.hash": record.config_hash(resolved), **_place(config.tracking), **tags},
+            "tags": {**record.origin(), "config.hash": config_hash, **_place(config.tracking), **tags},
             "inputs": _inputs(data),
             "system_metrics": config.tracking.system_metrics,
         }
         answer = self.journal.start(self.run_dir / "journal.jsonl", run)
         self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
-        self._artifacts(resolved, overrides, dataset)
+        self._artifacts(resolved, record.links(config), overrides, dataset)
         self.journal.flush()
 
-    def _artifacts(self, resolved: dict[str, Any], overrides: Sequence[str], dataset: dict[str, Any]) -> None:
+    def _artifacts(
+        self, resolved: dict[str, Any], links: dict[str, str], overrides: Sequence[str], dataset: dict[str, Any]
+    ) -> None:
         surroundings = record.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
-            "overrides.yaml": OmegaConf.to_yaml(list(overrides)),
+            "links.json": json.dumps(links, indent=1) + "\n",
+            "overrides.yaml": OmegaConf.to_yaml(configuration.masked(list(overrides))),
             "environment.json": json.dumps(surroundings, indent=1) + "\n",
             "dataset.json": json.dumps(dataset, indent=1) + "\n",
         }
