@@ -284,7 +284,7 @@ def _identify(walk: _Walk) -> None:
             raise ConfigError(key, rule, target) from error
         if _under(target, walk.gate.allowed):
             module = getattr(found, "__module__", None) or type(found).__module__
-            if target not in walk.gate.allowed and (inspect.ismodule(found) or not _under(module, walk.gate.allowed)):
+            if target not in walk.gate.allowed and not _under(module, walk.gate.allowed):
                 rule = f"must be defined under a prefix that you allow ({', '.join(walk.gate.allowed)})"
                 raise ConfigError(key, f"{rule}, not only be reachable through one", target)
         elif not _of_keras(target, found):

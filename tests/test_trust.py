@@ -83,6 +83,9 @@ SHELL = {"_target_": "os.system", "_args_": ["touch RAN"]}
 KERAS_OBJECT = {"module": "evil", "class_name": "run", "registered_name": "evil>run", "config": {}}
 LOSS = "keras.losses.Loss"
 
+ANY_TEXT = {"_target_": "pipeline.optimizer.constant", "learning_rate": "x"}
+PLAIN = "must be a plain dotted name. Received: "
+
 # (where it stands in the config, what stands there, what the message must name)
 REFUSED = [
     # names that are no builder
@@ -111,6 +114,7 @@ REFUSED = [
     ("model", {"_target_": "keras.models.load_model", "filepath": "x"}, "keras.models.load_model"),
     ("model", {"_target_": "keras.config.enable_unsafe_deserialization"}, "keras.config.enable_unsafe_deserialization"),
     ("model", {"_target_": "keras.layers.deserialize", "config": {}}, "keras.layers.deserialize"),
+    ("model", {"_target_": "keras.layers.concatenate", "inputs": []}, "keras.layers.concatenate"),
     ("model", {"_target_": "keras.src.layers.Dense", "units": 1}, "keras.src.layers.Dense"),
     ("model", {"_target_": "keras.layers.TFSMLayer", "filepath": "x"}, "keras.layers.TFSMLayer"),
     ("model", {"_target_": "keras.layers.TorchModuleWrapper", "module": "x"}, "keras.layers.TorchModuleWrapper"),
@@ -134,7 +138,7 @@ REFUSED = [
     ("model", {"_target_": "mypkg.bound.func", "_args_": ["touch RAN"]}, "mypkg.bound.func"),
     ("model", {"_target_": "mypkg.Sequential"}, "mypkg.Sequential"),
     ("model", {"_target_": "mypkg.models.Model.load_weights", "filepath": "x"}, "mypkg.models.Model.load_weights"),
-    ("model", {"_target_": "mypkg.models.build.__globals__"}, "mypkg.models.build.__globals__"),
+    ("model", {"_target_": "mypkg.models.build.__globals__"}, f"{PLAIN}'mypkg.models.build.__globals__'"),
     ("model", {"_target_": "mypkg.os"}, "mypkg.os"),
     # where a name hides
     ("model", {"_target_": MODEL, "hidden": [64, SHELL]}, "os.system"),
@@ -155,17 +159,18 @@ REFUSED = [
     ("model", {"_target_": ["os.system"]}, "os.system"),
     ("model", {"_target_": {"_target_": "os.system"}}, "os.system"),
     ("model", {"_target_": None}, "model._target_"),
-    ("model", {"_target_": "os.system "}, "os.system "),
-    ("model", {"_target_": ".os.system"}, ".os.system"),
-    ("model", {"_target_": "keras.layers.\nDense"}, "keras.layers."),
-    ("model", {"_target_": "keras.layers.Dense\n"}, "keras.layers.Dense"),
-    ("model", {"_target_": "keras.layers.Ｄense"}, "Ｄense"),
-    ("model", {"_target_": "ｍypkg.models.build"}, "models.build"),
+    ("model", {"_target_": "os.system "}, f"{PLAIN}'os.system '"),
+    ("model", {"_target_": ".os.system"}, f"{PLAIN}'.os.system'"),
+    ("model", {"_target_": "keras.layers.\nDense"}, f"{PLAIN}'keras.layers."),
+    ("model", {"_target_": "keras.layers.Dense\n"}, f"{PLAIN}'keras.layers.Dense"),
+    ("model", {"_target_": "keras.layers.Ｄense"}, f"{PLAIN}'keras.layers.Ｄense'"),
+    ("model", {"_target_": "ｍypkg.models.build"}, f"{PLAIN}'ｍypkg.models.build'"),
     ("model", {"_target_": MODEL, "_partial_": "yes"}, MODEL),
     ("model", {"_target_": MODEL, "_args_": "RAN"}, MODEL),
     ("model", {"_target_": MODEL, "hidden": Path("x")}, "model.hidden"),
     ("hydra", {"callbacks": {"it": {"_target_": "evil.run"}}}, "evil.run"),
-    ("defaults", ["evil"], "defaults"),
+    ("hydra", {"mode": "RUN"}, "hydra must be of your own config"),
+    ("defaults", ["evil"], "defaults must be of your own config"),
     # what Keras would build from a mapping
     ("training.loss", KERAS_OBJECT, "training.loss.class_name"),
     ("model", layers({"_target_": "keras.layers.Dense", "units": 1, "activation": KERAS_OBJECT}), "class_name"),
@@ -192,7 +197,7 @@ REFUSED = [
             ("ModelCheckpoint", {"filepath": "it.keras", "_partial_": True}, "keras.callbacks.ModelCheckpoint"),
             ("CSVLogger", {"filename": "/etc/it.csv"}, "/etc/it.csv"),
             ("CSVLogger", {"filename": "journal.jsonl"}, "journal.jsonl"),
-            ("CSVLogger", {"filename": {"_target_": "pipeline.optimizer.constant", "learning_rate": "x"}}, "filename"),
+            ("CSVLogger", {"filename": ANY_TEXT}, "filename"),
             ("BackupAndRestore", {"backup_dir": "."}, "'.'"),
             ("BackupAndRestore", {"backup_dir": "DATA"}, "DATA"),
             ("TensorBoard", {}, "keras.callbacks.TensorBoard"),
@@ -204,7 +209,7 @@ REFUSED = [
     ("model", {"_target_": "keras.applications.VGG16", "_args_": [True, "x.h5"]}, "keras.applications.VGG16"),
     ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": "/etc/passwd"}), "/etc/passwd"),
     ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": "link/words"}), "link/words"),
-    ("model", layers({"_target_": "keras.layers.TextVectorization", "vocabulary": SHELL}), "vocabulary"),
+    ("model", layers({"_target_": "keras.layers.TextVectorization", "vocabulary": ANY_TEXT}), "vocabulary"),
     ("model", {"_target_": "mypkg.models.build", "weights": "/etc/passwd"}, "/etc/passwd"),
     ("model", {"_target_": "mypkg.models.build", "weights": " https://example.org/x"}, "https://example.org/x"),
     ("model", {"_target_": "mypkg.models.build", "weights": "a/../../x"}, "a/../../x"),
@@ -403,6 +408,8 @@ def test_a_claimed_run_directory_leads_nowhere_else(gate):
         node = {"_target_": "keras.callbacks.CSVLogger", "filename": "/etc/../etc/it.csv"}
         with pytest.raises(ConfigError, match=r"it\.csv"):
             trust.check_config({"it": node}, gate, recorded_run_dir=claimed)
+    with pytest.raises(ConfigError, match=r"/etcetera/it\.csv"):
+        trust.check_config({"it": {**node, "filename": "/etcetera/it.csv"}}, gate, recorded_run_dir="/etc")
     checked = trust.check_config({"it": {**node, "filename": "/etc/it.csv"}}, gate, recorded_run_dir="/etc")
     assert checked["it"]["filename"] == str(gate.run_dir.resolve() / "it.csv")
 
