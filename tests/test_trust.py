@@ -244,6 +244,17 @@ def test_refused_by_name_and_nothing_ran(key, value, named, gate, tmp_path):
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
+BY_TEXT = ["keras.losses.get", "keras.layers.deserialize", "keras.layers._x", "keras.applications.resnet50"]
+
+
+@pytest.mark.parametrize(
+    "name", [*BY_TEXT, "keras.layers.Lambda", "pipeline.job.run", "pipeline.store.Store", "evil.run"]
+)
+def test_refused_before_anything_is_imported(name, gate):
+    with pytest.raises(ConfigError, match=re.escape(repr(name))):
+        trust.check_config({"model": {"_target_": name}}, gate, imports=False)
+
+
 BUILT = [
     (key, value)
     for key, value, _ in REFUSED
