@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydra_plugins import pipeline_launcher
+from hydra_plugins import pipeline_launcher, pipeline_search
 from pipeline import config as configuration
 from pipeline import showing
 from pipeline.errors import ConfigError
@@ -68,7 +68,9 @@ def sweep(arguments: Sequence[str]) -> int:
     if options.again:
         from pipeline import sweep as sweeping
 
-        parent = sweeping.find(composed(command).tracking.uri, options.again)
+        # What is swept composes to no one config.
+        where = [argument for argument in rest if argument.startswith("tracking")]
+        parent = sweeping.find(composed([*command[:4], *where]).tracking.uri, options.again)
         if parent.data.tags["sweep.name"] != options.name:
             raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
         recorded = json.loads(parent.data.tags["sweep.overrides"])
@@ -190,6 +192,7 @@ def _hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     Plugins.instance()  # before `register`: what it finds would take the place of the launchers
     configuration.register()
     pipeline_launcher.register()
+    pipeline_search.register()
     raised: list[Exception] = []
 
     def job(config: DictConfig) -> Any:

@@ -247,7 +247,8 @@ def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence
     except StoreError as error:
         raise ConfigError("tracking.uri", f"must be a store that answers ({error})", config.tracking.uri) from error
     # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
-    overrides = [configuration.mask(text) for text in config.hydra.overrides.task if not text.lstrip("+").startswith("tracking.uri=")]
+    given = [text for text in config.hydra.overrides.task if not text.lstrip("+").startswith("tracking.uri=")]
+    overrides = [configuration.mask(text) for text in given]
     tags = {
         "sweep.name": name,
         "sweep.overrides": json.dumps(overrides),

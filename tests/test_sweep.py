@@ -218,6 +218,30 @@ def processes_in(folder: Path) -> list[str]:
     return found
 
 
+# Searches
+
+
+def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interrupted(tmp_path):
+    """Optuna's choices are the seed's: what finished is not run again, and counts as it did."""
+    search = ("sweep", "search_learning_rate", *TINY, "accumulation.factor=1,4", "hydra.sweeper.trials=3")
+    first = pipeline(*search, "hydra.sweeper.trials=2", cwd=tmp_path)
+    store = Store(tmp_path)
+    parent, before = parent_and_children(store)
+    more = pipeline(*search, "--again", parent.info.run_id, cwd=tmp_path)
+    parent, after = parent_and_children(store)
+    assert parent.info.status == "FINISHED"
+    assert len(before) == 2
+    assert len(after) == 3
+    assert all(len(runs) == 1 for runs in after.values())
+    losses = {name: run.data.metrics["val/loss"] for name, (run,) in after.items()}
+    best = json.loads(parent.data.tags["sweep.best"])
+    assert best["loss"] == min(losses.values())
+    rate, factor = (override.split("=")[1] for override in best["overrides"])
+    assert min(losses, key=losses.__getitem__).startswith(f"rate={rate} factor={factor}")
+    assert "best of 2: loss" in first.stderr
+    assert "best of 3: loss" in more.stderr
+
+
 # Refusals
 
 
@@ -229,6 +253,7 @@ def processes_in(folder: Path) -> list[str]:
             ("sweep", "seeds", "optimizer=adamw,adamwww"),
             "optimizer must be an option of its group. Received: 'adamwww'",
         ),
+        (("sweep", "search_learning_rate", "hydra.sweeper.at_once=0"), "hydra.sweeper.at_once must be at least 1"),
         (("sweep", "sedes"), "NAME must name a sweep. Received: 'sedes'"),
         (("sweep", "seeds", "--again", "never"), "SWEEP must name one sweep of the store"),
         (("train", "-m", "accumulation.factor=1,0"), "accumulation.factor must be"),
