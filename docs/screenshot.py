@@ -1,10 +1,12 @@
-"""python -m docs.screenshot — trains a run and writes docs/run.png, its page in MLflow's UI. About two minutes.
+"""python -m docs.screenshot [run|sweep] — trains, and writes docs/run.png or docs/sweep.png: what MLflow's UI shows.
 
-Needs Debian's chromium and chromium-driver.
+run, the default: the charts of one run; about two minutes. sweep: the page that compares the 15 runs of
+`pipeline sweep factor_at_fixed_micro_batch`; about eight minutes. Needs Debian's chromium and chromium-driver.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
+from pipeline import saved_view
 from tests.browser import browser, picture, server
 
 HERE = Path(__file__).resolve().parent
@@ -24,42 +27,49 @@ DRAWN = "return [...document.querySelectorAll('.js-plotly-plot')].filter(p => p.
 SETTLE = 2.0  # seconds for the charts to take their final size
 
 
-def main() -> None:
+def main(of: str = "run") -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = f"sqlite:///{folder}/mlruns/mlflow.db"
+        verb = {"run": ["train"], "sweep": ["sweep", "factor_at_fixed_micro_batch"]}[of]
         overrides = ["tracking.log_model=false", "tracking.system_metrics=false"]
-        subprocess.run([sys.executable, "-m", "pipeline", "train", *overrides], cwd=folder, check=True)
+        subprocess.run([sys.executable, "-m", "pipeline", *verb, *overrides], cwd=folder, check=True)
         client = MlflowClient(store)
         (experiment,) = client.search_experiments(filter_string="name = 'pipeline'")
-        (run,) = client.search_runs([experiment.experiment_id])
         with server(store) as address, browser() as chrome:
-            page = f"{address}/#/experiments/{experiment.experiment_id}/runs/{run.info.run_id}/model-metrics"
-            photograph_charts(chrome, page, CHARTS, 6, HERE / "run.png")
+            photograph = {"run": photograph_run, "sweep": photograph_sweep}[of]
+            photograph(chrome, address, client, experiment.experiment_id)
 
 
-def photograph_charts(chrome: WebDriver, page: str, search: str, charts: int, path: Path) -> None:
-    """Writes the charts of a run to `path`.
-
-    Args:
-        chrome: an open browser.
-        page: the address of the run's `model-metrics`.
-        search: which charts, as the page's search box takes it.
-        charts: how many that are.
-        path: of the PNG.
-    """
+def photograph_run(chrome: WebDriver, address: str, client: MlflowClient, experiment_id: str) -> None:
+    """Writes the charts of the only run there is."""
+    (run,) = client.search_runs([experiment_id])
+    chrome.get(f"{address}/#/experiments/{experiment_id}/runs/{run.info.run_id}/model-metrics")
     wait = WebDriverWait(chrome, 120)
-    chrome.get(page)
     boxes = wait.until(lambda c: c.find_elements(By.CSS_SELECTOR, 'input[placeholder="Search metric charts"]'))
-    boxes[0].send_keys(search)
+    boxes[0].send_keys(CHARTS)
+    photograph_charts(chrome, range(6, 7), HERE / "run.png")
+
+
+def photograph_sweep(chrome: WebDriver, address: str, client: MlflowClient, experiment_id: str) -> None:
+    """Writes the page on which the link of the only sweep opens."""
+    (parent,) = client.search_runs([experiment_id], "tags.`sweep.name` != ''")
+    name, varied = parent.data.tags["sweep.name"], json.loads(parent.data.tags["sweep.varied"])
+    fragment = saved_view.saved_view(client, experiment_id, parent.info.run_id, varied, ["accuracy"], name)
+    chrome.get(f"{address}/{fragment}")
+    photograph_charts(chrome, range(5, 20), HERE / "sweep.png")
+
+
+def photograph_charts(chrome: WebDriver, charts: range, path: Path) -> None:
+    """Writes the open page to `path` once as many charts as `charts` allows are drawn on it."""
     # A chart's toolbar shows under a mouse; a headless browser has none, and then shows all of them.
     chrome.execute_script(
         "document.head.append(Object.assign(document.createElement('style'), {textContent: arguments[0]}))",
         ".modebar { display: none }",
     )
-    wait.until(lambda c: c.execute_script(DRAWN) == charts)
+    WebDriverWait(chrome, 120).until(lambda c: c.execute_script(DRAWN) in charts)
     time.sleep(SETTLE)
     picture(chrome, path)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -71,6 +71,19 @@ def test_the_trade_off_is_fitted_exactly_and_refused_where_there_is_none():
     assert measures.tradeoff(batches, [3000, 2000, 1000]) is None
 
 
+def test_the_fit_weighs_every_batch_by_its_relative_residual():
+    batches, costs = np.array([10.0, 100, 1000]), np.array([200.0, 300, 900])
+    fit = measures.tradeoff(batches, costs)
+
+    def residual(examples: float, updates: float) -> float:
+        return float(np.sum(((examples + updates * batches) / costs - 1) ** 2))
+
+    least = residual(fit.examples, fit.updates)
+    for share in (0.99, 1.01):
+        assert residual(fit.examples * share, fit.updates) > least
+        assert residual(fit.examples, fit.updates * share) > least
+
+
 def test_numbers_are_written_with_the_digits_that_count():
     assert wording.spread(Spread(0.97901, 0.00969, 3)) == "0.9790 ± 0.0097"
     assert wording.spread(Spread(0.303, 0.0862, 3), wording.seconds) == "303 ± 86 ms"

@@ -1,0 +1,146 @@
+"""The order and the augmentation depend on (seed, epoch, example) and on nothing else; the digits' fixed splits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from omegaconf import OmegaConf
+
+from pipeline import dataset
+from pipeline.dataset import Data
+from pipeline.errors import ConfigError
+
+EXAMPLES = 23
+
+
+def numbered() -> Data:
+    """Images that are zero but for one pixel in the middle, labelled by their number."""
+    images = np.zeros((EXAMPLES, 7, 7, 1), np.float32)
+    images[:, 3, 3] = 1
+    return Data(tf.data.Dataset.from_tensor_slices((images, np.arange(EXAMPLES))), None)
+
+
+def epochs(size, *, seed=0, epochs=2, first_epoch=0, **node):
+    """Per epoch, the (number, image) of every example in the order they come."""
+    node = OmegaConf.create(node)
+    arguments = {"seed": seed, "effective_batch_size": size, "epochs": epochs, "first_epoch": first_epoch}
+    batches = list(dataset.effective_batches(node, numbered(), **arguments).as_numpy_iterator())
+    tail = [EXAMPLES % size] * (EXAMPLES % size > 0)
+    assert [len(y) for _, y in batches] == ([size] * (EXAMPLES // size) + tail) * epochs
+    x, y = (np.concatenate(parts).reshape(epochs, EXAMPLES, -1) for parts in zip(*batches, strict=True))
+    return y[..., 0].tolist(), x
+
+
+SHIFT = {"augment": {"_target_": "pipeline.augmentation.Shift", "pixels": 3}}
+IN_MEMORY, STREAMED, BUFFERED = {"in_memory": True}, {"in_memory": False}, {"in_memory": False, "shuffle_buffer": 5}
+
+
+@pytest.mark.parametrize("augment", [{}, SHIFT], ids=["plain", "augmented"])
+@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED, BUFFERED], ids=["in_memory", "streamed", "buffered"])
+def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
+    order, images = epochs(8, **node, **augment)
+    assert [sorted(epoch) for epoch in order] == [list(range(EXAMPLES))] * 2  # each exactly once
+    assert order[0] != order[1] != list(range(EXAMPLES))
+    for size in (1, 5, EXAMPLES):
+        other, other_images = epochs(size, **node, **augment)
+        assert other == order
+        assert (other_images == images).all()
+    again, again_images = epochs(8, epochs=1, first_epoch=1, **node, **augment)  # as a resumed run starts
+    assert again == order[1:]
+    assert (again_images == images[1:]).all()
+    assert epochs(8, seed=1, **node, **augment)[0] != order
+
+
+def test_the_augmentation_is_of_the_example_in_this_epoch():
+    by_number = []
+    for node in (IN_MEMORY, STREAMED):  # two orders
+        order, images = epochs(8, **node, **SHIFT)
+        by_number.append([image[np.argsort(numbers)] for numbers, image in zip(order, images, strict=True)])
+    assert (np.array(by_number[0]) == np.array(by_number[1])).all()
+    places = np.argmax(by_number[0], -1)  # (epoch, number) → where the pixel went
+    assert (np.max(by_number[0], -1) == 1).all()
+    assert (places[0] != places[1]).any()
+    assert len(set(places[0].tolist())) > EXAMPLES / 4
+
+
+def test_ragged_examples_stay_together():
+    lengths = [1 + number % 4 for number in range(EXAMPLES)]
+    x = tf.ragged.constant([[number] * length for number, length in enumerate(lengths)])
+    data = Data(
+        tf.data.Dataset.from_tensor_slices((x, np.arange(EXAMPLES))).map(
+            lambda x, y: (x.to_tensor() if isinstance(x, tf.RaggedTensor) else x, y)
+        ),
+        None,
+    )
+    for node in (IN_MEMORY, STREAMED):
+        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 1}
+        seen = []
+        for batch, numbers in dataset.effective_batches(OmegaConf.create(node), data, **settings):
+            assert batch.to_list() == [[number] * lengths[number] for number in numbers.numpy()]
+            seen += numbers.numpy().tolist()
+        assert sorted(seen) == list(range(EXAMPLES))
+
+
+def test_inputs_come_in_the_precision_of_the_run(float64):
+    ((x, y),) = dataset.in_order(numbered().train, EXAMPLES)
+    assert (x.dtype, y.dtype) == (tf.float64, tf.int64)
+    assert y.numpy().tolist() == list(range(EXAMPLES))
+
+
+DIGITS = OmegaConf.create({"_target_": "pipeline.dataset.digits"})
+
+PREPARE = """
+import sys
+from pipeline import dataset
+print(dataset.digits(sys.argv[1]).examples)
+"""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The digits, prepared by two processes at once in one empty folder."""
+    folder = str(tmp_path_factory.mktemp("digits"))
+    command = [sys.executable, "-c", PREPARE, folder]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        assert out.splitlines()[-1] == "1437"
+    return folder
+
+
+def test_the_digits_are_split_once_and_for_all(digits):
+    from sklearn.datasets import load_digits
+
+    data = dataset.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
+    assert (data.examples, data.input_shape, data.classes, data.name) == (1437, (8, 8, 1), 10, "digits")
+    splits = [next(dataset.in_order(split, 2000).as_numpy_iterator()) for split in (data.train, data.validation)]
+    assert [len(y) for _, y in splits] == [1437, 180]
+    for x, y in splits:
+        assert (x.min(), x.max()) == (0, 1)
+        # Stratified: a class has 174 to 183 of the 1797 images, so 9.7% to 10.2% of each split, rounded.
+        assert (np.abs(np.bincount(y) - len(y) / 10) <= 0.005 * len(y) + 1).all()
+    images = {image.tobytes() for x, _ in splits for image in np.rint(x * 16).astype(np.uint8)}
+    assert len(images) == 1437 + 180  # no image is in both
+    assert images < {image.astype(np.uint8).tobytes() for image in load_digits().images}
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"_target_": "builtins.dict"}, "dataset._target_ must give (train, validation) as tf.data.Datasets"),
+        ({"_target_": "pipeline.dataset.from_tfds", "name": "no_such"}, "dataset.name must be a TFDS dataset"),
+        (
+            {"_target_": "pipeline.dataset.from_tfds", "name": "mnist", "download": False, "data_dir": "/nowhere"},
+            "dataset.data_dir must hold mnist",
+        ),
+    ],
+)
+def test_what_is_no_dataset_is_refused(node, message):
+    with pytest.raises(ConfigError) as refused:
+        dataset.load(OmegaConf.create(node))
+    assert message in str(refused.value)

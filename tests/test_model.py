@@ -1,0 +1,90 @@
+"""The ready models fit any input shape and class count; a model of the user's own is offered both."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from omegaconf import OmegaConf
+
+from pipeline import model
+from pipeline.dataset import Data
+from pipeline.errors import ConfigError
+
+
+def data(shape, classes=10):
+    examples = tf.data.Dataset.from_tensors((np.zeros(shape, np.float32), 0))
+    return Data(examples, None, classes)
+
+
+def build(target, shape, classes=10, **arguments):
+    return model.build(OmegaConf.create({"_target_": target} | arguments), data(shape, classes))
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "classes", "arguments", "parameters"),
+    [
+        # (64 + 1) · 128 + (128 + 1) · 128 + (128 + 1) · 10
+        ("pipeline.model.mlp", (8, 8, 1), 10, {}, 26122),
+        # (3 + 1) · 4 + (4 + 1) · 2
+        ("pipeline.model.mlp", (3,), 2, {"hidden": [4]}, 26),
+        # 3·3·1·2 + 2, then 4·4·2 → 7 classes: (32 + 1) · 7
+        ("pipeline.model.cnn", (8, 8, 1), 7, {"filters": [2], "hidden": []}, 251),
+        # pools 5 → 2 → 1 and then no more: (27·4 + 4) + (36·4 + 4) + 2 · (36·4 + 4), and (4 + 1) · 3
+        ("pipeline.model.cnn", (5, 6, 3), 3, {"filters": [4, 4, 4, 4], "hidden": []}, 571),
+    ],
+)
+def test_the_ready_models_fit_any_image(target, shape, classes, arguments, parameters):
+    made = build(target, shape, classes, **arguments)
+    assert made.count_params() == parameters
+    assert made(np.zeros((3, *shape), np.float32)).shape == (3, classes)
+
+
+@pytest.mark.parametrize("target", ["pipeline.model.mlp", "pipeline.model.cnn"])
+def test_penalty_and_dropout_are_in_the_model(target):
+    made = build(target, (8, 8, 1), hidden=[4], l2=0.5, dropout=0.25)
+    kernels = [weight for weight in made.trainable_variables if weight.path.endswith("kernel")]
+    expected = [0.5 * np.square(kernel.numpy()).sum() for kernel in kernels]
+    assert float(sum(made.losses)) == pytest.approx(sum(expected), rel=1e-5)  # float32
+    assert [layer.rate for layer in made.layers if isinstance(layer, layers.Dropout)] == [0.25]
+
+
+def test_logits_are_in_full_precision_under_a_mixed_policy(precision):
+    precision("mixed_bfloat16")
+    made = build("pipeline.model.mlp", (4,))
+    assert [layer.compute_dtype for layer in made.layers if isinstance(layer, layers.Dense)] == [
+        "bfloat16",
+        "bfloat16",
+        "float32",
+    ]
+
+
+def own(classes: int, width: int = 3) -> keras.Model:
+    """A model such as a user brings: it asks for the classes and leaves the input's shape to Keras."""
+    normed = [layers.Dense(width), layers.BatchNormalization(name="norm"), layers.Dropout(0.1), layers.Dense(classes)]
+    return keras.Sequential([keras.Input((4,)), keras.Sequential(normed)])
+
+
+def test_a_model_of_the_users_own_is_offered_what_it_asks_for():
+    made = build(f"{__name__}.own", (4,), classes=6)
+    assert made.output_shape == (None, 6)
+    assert build(f"{__name__}.own", (4,), classes=6, **{"width": 5}).count_params() > made.count_params()
+    assert model.batch_dependent_layers(made) == ["norm"]
+    assert model.batch_dependent_layers(build("pipeline.model.mlp", (4,))) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"_target_": "builtins.dict"}, "model._target_ must give a keras.Model. Received: 'dict'."),
+        ({"_target_": "pipeline.model.no_such"}, "model._target_ must name something that exists"),
+        ({"_target_": "pipeline.model.cnn"}, "input_shape must be (height, width, channels). Received: (4,)"),
+        ({"_target_": "pipeline.model.mlp", "depth": 3}, "model.depth must be an argument of pipeline.model.mlp"),
+    ],
+)
+def test_what_is_no_model_is_refused(node, message):
+    with pytest.raises(ConfigError) as refused:
+        model.build(OmegaConf.create(node), data((4,)))
+    assert message in str(refused.value)
