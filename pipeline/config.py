@@ -148,8 +148,14 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
         ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
     """
     _check_keys(config)
-    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     _check_targets(config)
+    rate = config.optimizer.get("learning_rate")  # before the schedules, which compute with it when they are read
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+        raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
+    for leaf in leaves(plain(config)):
+        if not _NAME.fullmatch(leaf):
+            raise ConfigError(leaf, f"must be a name that MLflow takes for a param: {_NAME_RULE}", leaf)
+    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     horizon, length = _settle_horizon(config, named)
     _check_hardware(config.hardware)
     sizes = _settle_sizes(config, named)
@@ -164,9 +170,6 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
         raise ConfigError("training.evaluate_every", "must be a positive number of updates, or 'epoch'", every)
     if not 0 <= config.seed < 2**32:
         raise ConfigError("seed", "must be from 0 to 4294967295", config.seed)
-    rate = config.optimizer.get("learning_rate")
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
-        raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
     return Settings(sizes, horizon, length)
 
 
@@ -187,9 +190,6 @@ def _check_keys(config: DictConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError(missing[0], "must be given")
-    for leaf in leaves(plain(config)):
-        if not _NAME.fullmatch(leaf):
-            raise ConfigError(leaf, f"must be a name that MLflow takes for a param: {_NAME_RULE}", leaf)
 
 
 def _check_targets(config: DictConfig) -> None:
