@@ -17,6 +17,7 @@ MOST = {"float64": 1e-9, "float32": 1e-3, "mixed_bfloat16": 1e-1, "mixed_float16
 EXAMPLES = 2  # that a metric which counts examples may see otherwise
 COUNTERS = ("train/effective_batch_size", "train/examples_seen", "train/epoch", "train/micro_steps")
 OF_THE_CUT = ("train/micro_steps", "train/gradient_noise_scale")  # not the same at another factor or micro-batch
+CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
 
 History = Mapping[str, Mapping[int, float]]  # value by step, by metric
 
@@ -58,6 +59,7 @@ class Agreement:
         beyond: the first point beyond rounding; None where there is none.
         largest: the point that differs most.
         left_out: metrics that were not compared.
+        until: the last update that was compared, where the old run came no further.
     """
 
     points: int
@@ -66,6 +68,7 @@ class Agreement:
     beyond: Difference | None
     largest: Difference | None
     left_out: tuple[str, ...] = ()
+    until: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -76,6 +79,8 @@ class Agreement:
         what = f"{self.points} points of {self.metrics} metrics"
         if self.left_out:
             what += f" (without {', '.join(self.left_out)})"
+        if self.until is not None:
+            what += f" up to update {self.until}, where the recorded run ended"
         if self.first is None:
             return f"bit-equal: {what}"
         if self.beyond is None:
@@ -124,13 +129,41 @@ def compare(
         beyond=beyond[0] if beyond else None,
         largest=max(beyond or differences, key=lambda d: d.relative, default=None),
         left_out=left_out,
+        until=until,
     )
 
 
-def histories(client: Any, run_id: str) -> dict[str, dict[int, float]]:
+def of_runs(client: Any, old: Any, new: Any, validation: int | None, picture: Path) -> Agreement:
+    """Compares two runs of a store.
+
+    Args:
+        client: of the store.
+        old, new: runs of MLflow.
+        validation: examples in their validation split.
+        picture: of both, which is written.
+    """
+    before, after = (_histories(client, run) for run in (old, new))
+    then, now = old.data.params, new.data.params
+    precisions = {params.get("hardware.precision") for params in (then, now)} & set(MOST)
+    found = compare(
+        before,
+        after,
+        max(precisions, key=MOST.__getitem__, default="float32"),
+        validation=validation,
+        same_cut=all(then.get(key) == now.get(key) for key in CUT),
+        until=None if old.info.status == "FINISHED" else max((max(h, default=0) for h in before.values()), default=0),
+    )
+    plot(before, after, picture, f"{old.info.run_id} and its rerun {new.info.run_id}: {found.verdict}")
+    return found
+
+
+def _histories(client: Any, run: Any) -> dict[str, dict[int, float]]:
     """The `train/*` and `val/*` metrics of a run."""
-    keys = [key for key in client.get_run(run_id).data.metrics if key.startswith(("train/", "val/"))]
-    return {key: {p.step: p.value for p in client.get_metric_history(run_id, key)} for key in sorted(keys)}
+    keys = [key for key in run.data.metrics if key.startswith(("train/", "val/"))]
+    return {
+        key: {point.step: point.value for point in client.get_metric_history(run.info.run_id, key)}
+        for key in sorted(keys)
+    }
 
 
 def plot(old: History, new: History, path: Path, title: str) -> None:

@@ -31,6 +31,7 @@ PIECE = 2**20
 # What a link of a record may say: `${another.key}`, or the product of two such, or of one and a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
+_STATUS = ("status", "--porcelain")
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 
@@ -109,14 +110,15 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def git() -> dict[str, Any]:
-    """Commit and state of the tree that the command is run in; empty outside of one."""
-    commit = _git("rev-parse", "HEAD")
-    return {} if commit is None else {"commit": commit, "clean": _git("status", "--porcelain") == ""}
+    """Commit and state of the tree of the code; empty where there is none."""
+    tree = _tree()
+    return {} if tree is None else {"commit": _git(tree, "rev-parse", "HEAD"), "clean": _git(tree, *_STATUS) == ""}
 
 
 def diff() -> str:
     """What the tree has changed against its commit, without secrets; cut at `LARGEST_DIFF` characters."""
-    text = mask(_git("diff", "HEAD") or "")
+    tree = _tree()
+    text = mask(_git(tree, "diff", "HEAD") or "") if tree is not None else ""
     return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
 
 
@@ -164,9 +166,18 @@ def origin() -> dict[str, str]:
     return tags
 
 
-def _git(*arguments: str) -> str | None:
+def _tree() -> Path | None:
+    """The folder that the command is run in, which has the user's code; else that of this package's own checkout."""
+    package = Path(__file__).resolve()
+    if _git(Path.cwd(), "rev-parse", "HEAD") is not None:
+        return Path.cwd()
+    return package.parent if _git(package.parent, "ls-files", "--error-unmatch", package.name) is not None else None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout.strip()

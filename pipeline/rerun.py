@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.recorded import Recorded, fetch, relinked
 
 DIFFERENT = 3  # exit status
+_PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
 _OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the user's own config as well
 
 
@@ -49,6 +50,11 @@ class Request:
         """Hydra's options that find the user's own config."""
         named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
         return [text for option, value in named.items() if value for text in (option, value)]
+
+    @property
+    def changing(self) -> list[str]:
+        """The overrides of the run itself, and not of where it runs."""
+        return [override for override in self.overrides if not override.lstrip("+~").startswith(_PLACE)]
 
     @property
     def folders(self) -> list[str]:
@@ -123,7 +129,7 @@ def _say_plan(recorded: Recorded, request: Request) -> None:
     _say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
     if not recorded.is_whole():
         _say("  differs: the record: its config is not the one that its tag config.hash was taken of")
-    for override in request.overrides:
+    for override in request.changing:
         _say(f"  changed: {override}")
     for line in record.differences(recorded.environment, record.environment(Path())):
         _say(f"  differs: {line}")
@@ -227,11 +233,11 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
             if request.dry:
                 return _dry(composed, overrides, check_dataset)
             done = job.run(composed, overrides, run_dir, tags=tags, check_dataset=check_dataset)
-        outcomes.append((done.run_id, composed.hardware.precision.name))
+        outcomes.append(done.run_id)
         return done.loss
 
     composing.run_recorded(config, _for_hydra(request, config, gate.run_dir), task, request.folders[1:])
-    return 0 if request.dry else _compare(client, recorded, *outcomes[0])
+    return 0 if request.dry else _compare(client, recorded, request, outcomes[0])
 
 
 def _dry(config: DictConfig, overrides: Sequence[str], check_dataset: Any) -> float:
@@ -247,35 +253,22 @@ def _dry(config: DictConfig, overrides: Sequence[str], check_dataset: Any) -> fl
     return 0.0
 
 
-def _compare(client: Any, recorded: Recorded, new: str, precision: str) -> int:
+def _compare(client: Any, recorded: Recorded, request: Request, run_id: str) -> int:
     from pipeline import agreement
 
-    old, run = recorded.run.info.run_id, client.get_run(recorded.run.info.run_id)
-    then, now = run.data.params, client.get_run(new).data.params
-    before, after = agreement.histories(client, old), agreement.histories(client, new)
-    cut = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
-    last = max((max(history) for history in before.values() if history), default=0)
-    precisions = {precision, then.get("hardware.precision", precision)} & set(agreement.MOST)
-    found = agreement.compare(
-        before,
-        after,
-        max(precisions, key=agreement.MOST.__getitem__),
-        validation=(recorded.dataset.get("examples") or {}).get("validation"),
-        same_cut=all(then.get(key) == now.get(key) for key in cut),
-        until=None if run.info.status == "FINISHED" else last,
-    )
-    _say(f"rerun {new} of {old}: {found}")
-    if run.info.status != "FINISHED":
-        _say(f"the recorded run was {run.info.status}: compared up to its update {last}")
-    if found.verdict != "bit-equal" and "true" not in (now.get("hardware.deterministic"), ""):
-        _say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
-    client.set_tag(new, "rerun.verdict", found.verdict)
-    earlier = run.data.tags.get("rerun.by")
-    client.set_tag(old, "rerun.by", f"{earlier}, {new}" if earlier else new)
+    old, new = recorded.run.info.run_id, client.get_run(run_id)
+    earlier = client.get_run(old).data.tags.get("rerun.by")
+    client.set_tag(old, "rerun.by", f"{earlier}, {run_id}" if earlier else run_id)
+    validation = (recorded.dataset.get("examples") or {}).get("validation")
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "comparison.png"
-        agreement.plot(before, after, picture, f"{old} and its rerun {new}: {found.verdict}")
-        client.log_artifact(new, str(picture), "rerun")
+        found = agreement.of_runs(client, recorded.run, new, validation, picture)
+        client.log_artifact(run_id, str(picture), "rerun")
+    client.set_tag(run_id, "rerun.verdict", found.verdict)
+    _say(f"rerun {run_id} of {old}: {found}")
+    deterministic = new.data.params.get("hardware.deterministic") == "true"
+    if found.verdict != "bit-equal" and not request.changing and not deterministic:
+        _say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
     return DIFFERENT if found.verdict == "different" else 0
 
 
