@@ -148,10 +148,11 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
         ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
     """
     _check_keys(config)
+    _check_rate(OmegaConf.select(config, "optimizer"))  # first: a schedule computes with it when it is read
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(missing[0], "must be given")
     _check_targets(config)
-    rate = config.optimizer.get("learning_rate")  # before the schedules, which compute with it when they are read
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
-        raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
     for leaf in leaves(plain(config)):
         if not _NAME.fullmatch(leaf):
             raise ConfigError(leaf, f"must be a name that MLflow takes for a param: {_NAME_RULE}", leaf)
@@ -187,9 +188,12 @@ def _check_keys(config: DictConfig) -> None:
                 raise ConfigError(dotted, f"must be a key of {key or 'the config'}", name, names)
             if name not in given:
                 raise ConfigError(dotted, "must be given")
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(missing[0], "must be given")
+
+
+def _check_rate(optimizer: Any) -> None:
+    rate = optimizer.get("learning_rate") if isinstance(optimizer, DictConfig) else 1
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+        raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
 
 
 def _check_targets(config: DictConfig) -> None:
