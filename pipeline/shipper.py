@@ -27,7 +27,7 @@ with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
 
     from pipeline.rows import Point, Rows, rows  # isort: skip
 
-INTERVAL = 3.0  # seconds between two writes, and between two samples of the system's metrics
+INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics
 RETRY = 0.5, 10.0  # seconds to the next try, at first and at most
 PATIENCE = 60.0  # seconds of further tries once the trainer is gone
 PARAM_LENGTH = 6000  # characters of a param's value

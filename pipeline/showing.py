@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 from pipeline.errors import ConfigError
 
@@ -99,4 +98,4 @@ def _results(names: Sequence[str], children: dict[str, Any]) -> list[list[object
 
 
 def _place(uri: str) -> str:
-    return url2pathname(urlsplit(uri).path) if uri.startswith("file:") else uri
+    return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
