@@ -65,7 +65,9 @@ def first_line(error: BaseException) -> str:
     """What an exception says, in one line; its type where it says nothing."""
     text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # where in its graph TensorFlow was
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
 
 
 def _yaml(value: object) -> str:

@@ -13,14 +13,16 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
 from pipeline import imports, record
+from pipeline.errors import ConfigError, first_line
 from pipeline.journal import Journal
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
     from pipeline.batching import Plan
     from pipeline.dataset import Data
@@ -54,6 +56,7 @@ class _Prepared:
     data: Data
     dataset: dict[str, Any]
     plan: Plan
+    batches: tf.data.Dataset
     model: keras.Model
     objective: Objective
 
@@ -105,6 +108,7 @@ def _prepare(
     recorded = record.dataset(data)
     check_dataset(recorded)
     plan = batching.plan(settings.batching, data.examples, settings.horizon, settings.length)
+    batches = _batches(config, data, plan)
     optimizer.check(optimizer.build(config, plan.updates, plan.batching.effective_batch_size))
     with machine.strategy.scope():
         network = model.build(config.model, data)
@@ -113,7 +117,21 @@ def _prepare(
         objective.check(goal, network, data, settings.batching.micro_batch_size)
         optimizing.build(network.trainable_variables)
         network.compile(optimizing, goal.loss)  # callbacks and the saved model look for it there
-    return _Prepared(machine, data, recorded, plan, network, goal)
+    return _Prepared(machine, data, recorded, plan, batches, network, goal)
+
+
+def _batches(config: DictConfig, data: Data, plan: Plan) -> tf.data.Dataset:
+    from pipeline import dataset
+
+    size, node = plan.batching.effective_batch_size, config.dataset
+    try:
+        return dataset.effective_batches(node, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs)
+    except ConfigError:
+        raise
+    except Exception as error:  # TensorFlow has traced what the config put into it
+        key = "dataset" if node.get("augment") is None else "dataset.augment"
+        rule = f"must give examples ({type(error).__name__}: {first_line(error)})"
+        raise ConfigError(key, rule, OmegaConf.select(config, f"{key}._target_")) from error
 
 
 def _train(
@@ -131,9 +149,6 @@ def _train(
 
     plan, network, goal, strategy = run.plan, run.model, run.objective, run.machine.strategy
     size, micro = plan.batching.effective_batch_size, plan.batching.micro_batch_size
-    batches = dataset.effective_batches(
-        config.dataset, run.data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs
-    )
     update = Update(
         network,
         goal.loss,
@@ -166,7 +181,7 @@ def _train(
     with _closing(tracker, recorder, progress):
         loss = training.train(
             network,
-            batches,
+            run.batches,
             update,
             plan,
             recorder,

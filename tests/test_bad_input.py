@@ -145,6 +145,8 @@ PREPARED = {
     f"train {NOT_PREPARED}": "dataset could not be downloaded and prepared in … (…). Received: 'mnist/…'.",
     "train dataset._target_=mine.not_a_dataset": "dataset._target_ must give (train, validation) as "
     "tf.data.Datasets, or a pipeline.dataset.Data. Received: 'int'.",
+    "train 'dataset.augment={_target_: mine.one_argument, _partial_: true}'": "dataset.augment must give examples "
+    "(TypeError: … one_argument() takes 1 positional argument but 2 were given). Received: 'mine.one_argument'.",
     # targets
     "train model._target_=mine.not_a_modle": "model._target_ must name something that exists (…). "
     "Received: 'mine.not_a_modle'. Did you mean 'mine.not_a_model'?",
@@ -222,6 +224,9 @@ def not_a_dataset(data_dir):
 
 def not_a_model(**anything):
     return 3
+
+def one_argument(x):
+    return x
 
 def scalar_loss(y, outputs):
     import keras
