@@ -21,7 +21,7 @@ class Progress:
     def __init__(self, updates: int):
         self.updates = updates
         self._bar = tqdm(total=updates, unit="update", file=sys.stderr) if sys.stderr.isatty() else None
-        self._begun = self._shown = time.monotonic()
+        self._begun = self._shown = self._validated = time.monotonic()
 
     def show(self, update: int, row: Mapping[str, float], examples_per_second: float) -> None:
         """`row` is that of `update`, the latest one that is known."""
@@ -39,9 +39,12 @@ class Progress:
         print(f"update {update}/{self.updates}  {values}  {left:.0f} s left", file=sys.stderr)
 
     def validated(self, update: int, results: Mapping[str, float]) -> None:
+        values = "  ".join(f"val/{name} {value:.4f}" for name, value in results.items())
         if self._bar is not None:
-            values = "  ".join(f"val/{name} {value:.4f}" for name, value in results.items())
             self._bar.write(f"update {update}  {values}", file=sys.stderr)
+        elif update == self.updates or time.monotonic() - self._validated >= SECONDS:
+            self._validated = time.monotonic()
+            print(f"update {update}/{self.updates}  {values}", file=sys.stderr)
 
     def close(self) -> None:
         if self._bar is not None:

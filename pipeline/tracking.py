@@ -130,9 +130,11 @@ def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, exa
     """
     from pipeline import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
 
+    import keras  # isort: skip
     import mlflow  # isort: skip
     from mlflow.models import Model, infer_signature  # isort: skip
 
+    keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
     mlflow.set_tracking_uri(uri)
     mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
     signature = infer_signature(example, model(example, training=False).numpy())
