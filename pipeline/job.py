@@ -101,6 +101,8 @@ def _prepare(
     """Everything that can still refuse the config; creates nothing."""
     # Keras imports them for its galleries, data frames and estimators: a third of what importing it takes.
     with imports.without_chatter(), imports.without("matplotlib", "pandas", "sklearn"):
+        import keras
+
         from pipeline import batching, dataset, hardware, model, objective, optimizer
 
         machine = hardware.setup(config.hardware, config.seed)
@@ -110,6 +112,8 @@ def _prepare(
     plan = batching.plan(settings.batching, data.examples, settings.horizon, settings.length)
     batches = _batches(config, data, plan)
     optimizer.check(optimizer.build(config, plan.updates, plan.batching.effective_batch_size))
+    # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
+    keras.utils.set_random_seed(config.seed)
     with machine.strategy.scope():
         network = model.build(config.model, data)
         goal = objective.build(config.training)

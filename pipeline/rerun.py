@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -153,8 +153,9 @@ def _checked(recorded: Recorded, own: DictConfig, gate: trust.Gate, request: Req
     values, groups = request.values(), request.groups()
     config = _placed(recorded, own, gate)
     # What an override replaces is neither read nor checked.
-    for key in (key for key, value in values.items() if key in groups or not isinstance(value, dict)):
-        _drop(config, key.split("."))
+    for key, value in values.items():
+        if key in groups or (key != "dataset.data_dir" and not isinstance(value, dict)):
+            _drop(config, key.split("."))
     # As text, before anything else reads it: YAML makes an endless config of a small file.
     config = trust.check_config(config, gate, recorded_run_dir=recorded.run_dir, imports=False)
     config = migration.migrate(config, request.run_id, recorded.environment)
@@ -194,13 +195,12 @@ def _drop(node: Any, path: list[str]) -> None:
         node.pop(last, None)
 
 
-def _for_hydra(request: Request, config: Mapping[str, Any], run_dir: Path) -> list[str]:
+def _for_hydra(request: Request, run_dir: Path) -> list[str]:
     """The overrides, as they apply to a record: it has no groups, and lacks what is overridden."""
     values, groups, found = request.values(), request.groups(), []
     for override in request.overrides:
         key = override.lstrip("+~").split("=", 1)[0]
-        placed = key == "dataset.data_dir" and "data_dir" not in config.get("dataset", {})
-        if key in ("hydra.run.dir", "tracking") or placed:
+        if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # each is in its place already
             continue
         if key in groups:
             override = f"+{override.lstrip('+')}"
@@ -236,7 +236,7 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
         outcomes.append(done.run_id)
         return done.loss
 
-    composing.run_recorded(config, _for_hydra(request, config, gate.run_dir), task, request.folders[1:])
+    composing.run_recorded(config, _for_hydra(request, gate.run_dir), task, request.folders[1:])
     return 0 if request.dry else _compare(client, recorded, request, outcomes[0])
 
 
