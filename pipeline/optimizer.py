@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 from keras import ops
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,7 +27,8 @@ def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.
     Raises:
         ConfigError: a target or one of its arguments is wrong.
     """
-    schedule = scaled(build_schedule(config.schedule, updates), config, effective_batch_size, updates)
+    schedule = build_schedule(config.schedule, updates)
+    schedule = exact(scaled(schedule, config, effective_batch_size, updates), updates)
     optimizer = targets.build(config.optimizer, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         rule = "must name a keras.optimizers.Optimizer"
@@ -97,6 +100,19 @@ def scaled(schedule: Any, config: DictConfig, effective_batch_size: int, updates
     return Scaled(schedule, factor, warmup)
 
 
+def exact(schedule: Any, updates: int) -> Any:
+    """`schedule` such that an update computes the bits that calling it gives, and a reader would compare with.
+
+    TensorFlow turns a traced division by a constant into a multiplication, which moves the last bit of some schedules.
+    """
+    if not callable(schedule):
+        return schedule
+    traced = tf.function(schedule.__call__)
+    steps = [tf.constant(int(step)) for step in np.unique(np.linspace(0, updates - 1, 100).astype(int))]
+    same = all(ops.convert_to_numpy(traced(step)) == ops.convert_to_numpy(schedule(step)) for step in steps)
+    return schedule if same else Untraced(schedule)
+
+
 def constant(learning_rate: float) -> float:
     """The same rate at every update; callbacks may still set it."""
     return learning_rate
@@ -136,6 +152,30 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
         if isinstance(schedule, dict):
             schedule = keras.optimizers.schedules.deserialize(schedule)
         return cls(schedule, config["factor"], config["warmup"])
+
+
+@keras.saving.register_keras_serializable("pipeline")
+class Untraced(keras.optimizers.schedules.LearningRateSchedule):
+    """`schedule`, called by the traced update and not traced into it; costs a call of Python an update.
+
+    Args:
+        schedule: a Keras schedule.
+    """
+
+    def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule):
+        self.schedule = schedule
+
+    def __call__(self, step: Any) -> Any:
+        rate = tf.py_function(self.schedule, [step], keras.config.floatx())
+        rate.set_shape(())
+        return rate
+
+    def get_config(self) -> dict[str, Any]:
+        return {"schedule": keras.optimizers.schedules.serialize(self.schedule)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Untraced:
+        return cls(keras.optimizers.schedules.deserialize(config["schedule"]))
 
 
 @keras.saving.register_keras_serializable("pipeline")

@@ -135,6 +135,8 @@ def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, exa
     from mlflow.models import Model, infer_signature  # isort: skip
 
     keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
+    # A model for predicting: without the optimizer, which is twice its size and may need this package to be read.
+    model.compiled, model.optimizer = False, None
     mlflow.set_tracking_uri(uri)
     mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
     signature = infer_signature(example, model(example, training=False).numpy())
