@@ -105,7 +105,7 @@ def at_fixed_micro_batch(
     The losses fall straight from 2, at a rate per example of 1 / E; each seed is 1% slower than the one before.
     All see the same examples, so that the slowest one ends a little below a loss of 1: that is the lowest that all
     reach. An update of 32 examples takes 10 ms: 3200 examples take a second in every job. The noise scale is
-    `noise_scale` until a loss of 0.8, then ten times that; its first estimate is negative.
+    negative until a loss of 1.4, as an estimate may be, `noise_scale` until 0.8, then ten times that.
     """
     factors = (1, 2, 4, 8, 16)
     names = [f"factor={f} batch={32 * f} seed={seed}" for f in factors for seed in seeds]
@@ -122,8 +122,8 @@ def at_fixed_micro_batch(
             curves: dict[str, Any] = {"train/loss": loss * wave, "train/accuracy": 1 - loss / 2, "val/loss": validated}
             curves["val/accuracy"] = {step: 1 - value / 2 for step, value in validated.items()}
             if factor > 1:
-                curves["train/gradient_noise_scale"] = np.where(loss > 0.8, noise_scale, 10 * noise_scale)
-                curves["train/gradient_noise_scale"][0] = -5
+                scales = np.where(loss > 0.8, noise_scale, 10 * noise_scale)
+                curves["train/gradient_noise_scale"] = np.where(loss > 1.4, -5, scales)
             seconds, memory = 0.01 * factor, (300 + factor) * 2**20
             made.job(name, curves, factor=factor, batch=batch, seed=seed, seconds=seconds, memory=memory)
     made.end()
