@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
 from pipeline import showing
@@ -247,7 +247,8 @@ def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence
     except StoreError as error:
         raise ConfigError("tracking.uri", f"must be a store that answers ({error})", config.tracking.uri) from error
     # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
-    given = [text for text in config.hydra.overrides.task if not text.lstrip("+").startswith("tracking.uri=")]
+    task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # what they refer to may be secret
+    given = [text for text in task if not text.lstrip("+").startswith("tracking.uri=")]
     overrides = [configuration.mask(text) for text in given]
     tags = {
         "sweep.name": name,

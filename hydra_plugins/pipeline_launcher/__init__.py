@@ -111,7 +111,7 @@ class _Sweeping(Launcher):
             {o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in map(parse, overrides)}
             for overrides in job_overrides
         ]
-        asked = [*self.config.hydra.overrides.task]
+        asked: Any = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)
         asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
         # What is swept is in the name also where this batch, of a sweeper that goes in batches, has one value of it.
         swept = {o.get_key_element().lstrip("+~") for o in map(parse, asked) if o.is_sweep_override()}
