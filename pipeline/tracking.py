@@ -106,7 +106,9 @@ class Tracker:
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """The row of one evaluation after `update` updates."""
-        self.journal.metrics(update, {f"val/{name}": value for name, value in results.items()})
+        row = {f"val/{name}": value for name, value in results.items()}
+        row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
+        self.journal.metrics(update, row)
 
     def flush(self) -> None:
         self.journal.flush()
