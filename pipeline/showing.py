@@ -86,7 +86,8 @@ def _question(name: str) -> str:
 
 def _results(names: Sequence[str], children: dict[str, Any]) -> list[list[object]]:
     """A header and a row for each job: its status and the last values of what was measured."""
-    keys = sorted({key for run in children.values() for key in run.data.metrics if key.startswith("val/")} - {"val/examples_seen"})
+    measured = {key for run in children.values() for key in run.data.metrics if key.startswith("val/")}
+    keys = sorted(measured - {"val/examples_seen"})
     keys = [*(keys or ["train/loss"]), "perf/examples_per_second"]
     rows: list[list[object]] = [["job", "status", *keys]]
     for name in names:
