@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complete(arguments)
         return _run(arguments)
     except ConfigError as error:
-        from pipeline.config import mask
+        from pipeline.masking import mask
 
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             print(mask(traceback.format_exc()), end="", file=sys.stderr)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("pipeline: interrupted", file=sys.stderr)
         return 130
     except Exception:
-        from pipeline.config import mask
+        from pipeline.masking import mask
 
         print(mask(traceback.format_exc()), end="", file=sys.stderr)
         return 1

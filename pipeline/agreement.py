@@ -15,7 +15,7 @@ from typing import Any
 FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_bfloat16": 1e-1, "mixed_float16": 1e-2}
 MOST = {"float64": 1e-9, "float32": 1e-3, "mixed_bfloat16": 1e-1, "mixed_float16": 1e-2}
 EXAMPLES = 2  # that a metric which counts examples may see otherwise
-COUNTERS = ("train/effective_batch_size", "train/examples_seen", "train/epoch", "train/micro_steps")
+COUNTED = ("effective_batch_size", "examples_seen", "epoch", "micro_steps")  # exactly, in either split
 OF_THE_CUT = ("train/micro_steps", "train/gradient_noise_scale")  # not the same at another factor or micro-batch
 CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
 
@@ -198,7 +198,7 @@ def _differences(old: History, new: History) -> Iterator[Difference]:
 
 def _within(difference: Difference, precision: str, examples: float | None) -> bool:
     """Whether rounding explains it."""
-    if difference.metric in COUNTERS or difference.old is None or difference.new is None:
+    if difference.metric.split("/")[-1] in COUNTED or difference.old is None or difference.new is None:
         return False
     # 60 doublings pass every bound, and a power of a million would be no float.
     if difference.relative <= min(MOST[precision], FIRST[precision] * 2.0 ** min(difference.step - 1, 60)):

@@ -30,6 +30,7 @@ from hydra_plugins import pipeline_launcher, pipeline_search
 from pipeline import config as configuration
 from pipeline import showing
 from pipeline.errors import ConfigError
+from pipeline.masking import mask
 from pipeline.refusal import COMPOSITION, refusing
 
 Run = Callable[[DictConfig, list[str], Path], float]
@@ -108,7 +109,7 @@ def ui(arguments: Sequence[str]) -> int:
 
 def _serve(uri: str) -> int:
     if uri.startswith(("http://", "https://")):
-        print(f"The store is a server with a UI of its own: {configuration.mask(uri)}")
+        print(f"The store is a server with a UI of its own: {mask(uri)}")
         return 0
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--backend-store-uri", uri]
     try:
@@ -201,8 +202,8 @@ def _hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.
-                print(configuration.mask(traceback.format_exc()), end="", file=sys.stderr)
-                raise RuntimeError(configuration.mask(_in_one_line(error))) from None
+                print(mask(traceback.format_exc()), end="", file=sys.stderr)
+                raise RuntimeError(mask(_in_one_line(error))) from None
             raised.append(error)  # raised again below: else Hydra prints a line of its own about it
             return None
 
@@ -237,7 +238,7 @@ def _by_environment(overrides: Sequence[str], arguments: Sequence[str]) -> tuple
     """Both, without secrets: the environment carries them to the jobs of a sweep, of which Hydra and submitit
     write files. A secret that is swept over stays."""
     places: dict[str, str] = {}
-    for text in (text for text in overrides if configuration.mask(text) != text):
+    for text in (text for text in overrides if mask(text) != text):
         with suppress(HydraException):  # what cannot be parsed Hydra refuses
             override = OverridesParser.create().parse_override(text)
             if not override.is_sweep_override():

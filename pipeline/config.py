@@ -305,31 +305,3 @@ def without(node: DictConfig, *keys: str) -> DictConfig:
         for key in keys:
             copy.pop(key, None)
     return copy
-
-
-HIDDEN = "***"
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s\"']+@")  # to the last @: a password may hold one
-_IN_QUERY = re.compile(r"(?<=[?&])([\w\-]*(?:token|secret|passw|key|signature|sig)[\w\-]*=)[^&\s\"']+", re.IGNORECASE)
-_SECRET_NAMES = re.compile(
-    r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PWD|PAT|AUTH)$", re.IGNORECASE
-)
-_SHORTEST_SECRET = 6  # characters: masking shorter values would hide half of every text
-
-
-def mask(text: str) -> str:
-    """`text` without the user and password of any URI, and without what secret environment variables hold."""
-    text = _IN_QUERY.sub(rf"\g<1>{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", text))
-    secrets = {value for name, value in os.environ.items() if _SECRET_NAMES.search(name)}
-    for value in sorted(secrets, key=len, reverse=True):  # one may hold another
-        if len(value) >= _SHORTEST_SECRET:
-            text = text.replace(value, HIDDEN)
-    return text
-
-
-def masked(node: Any) -> Any:
-    """A plain config, each text in it masked: what YAML or JSON makes of a secret would not be found."""
-    if isinstance(node, dict):
-        return {key: masked(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [masked(value) for value in node]
-    return mask(node) if isinstance(node, str) else node

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
+from pipeline.masking import mask
+
 _UNSAID: Any = object()
 _LONGEST = 300  # characters of a value
 _MOST = 40  # choices that are listed
@@ -57,7 +59,7 @@ class ConfigError(Exception):
 
 def said(value: object) -> str:
     """`value` as a person would have written it in YAML, cut where it is long."""
-    text = _yaml(value)
+    text = mask(_yaml(value))  # before it is cut: half a secret would not be found any more
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 

@@ -19,6 +19,7 @@ from pipeline import config as configuration
 from pipeline import imports, record
 from pipeline.errors import ConfigError, first_line
 from pipeline.journal import Journal
+from pipeline.masking import mask
 
 if TYPE_CHECKING:
     import keras
@@ -172,7 +173,7 @@ def _train(
     dependent = {"model.batch_dependent_layers": ", ".join(model.batch_dependent_layers(network)) or "none"}
     tracker.start(config, overrides, run.data, run.dataset, network, {**dependent, **tags})
     say(f"{run.machine.description}; {plan}")
-    say(f"run directory {run_dir}\nMLflow run {tracker.run_id} in {configuration.mask(config.tracking.uri)}")
+    say(f"run directory {run_dir}\nMLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
     progress = Progress(plan.updates)
     recorder = training.Recorder(
         tracker,
@@ -231,13 +232,13 @@ def _log_model(uri: str, tracker: Tracker, network: Any, data: Any) -> None:
         tracking.log_model(uri, tracker.experiment_id, tracker.run_id, network, example.numpy())
     except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        tracker.journal.write({"tags": {"model.not_logged": configuration.mask(first)}})
+        tracker.journal.write({"tags": {"model.not_logged": mask(first)}})
         say(f"the model was not logged: {first}")
 
 
 def _shown(config: DictConfig) -> str:
     uri: str = config.tracking.uri
-    return "" if uri == "sqlite:///mlruns/mlflow.db" else configuration.mask(uri)
+    return "" if uri == "sqlite:///mlruns/mlflow.db" else mask(uri)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
@@ -247,4 +248,4 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def say(text: str) -> None:
     """One or more lines for the person who started the run."""
-    print(configuration.mask(text), file=sys.stderr, flush=True)
+    print(mask(text), file=sys.stderr, flush=True)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import __version__
-from pipeline.config import directory, mask
+from pipeline.config import directory
 from pipeline.errors import ConfigError
+from pipeline.masking import mask
 
 if TYPE_CHECKING:
     from pipeline.dataset import Data

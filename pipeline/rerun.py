@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline import config as configuration
 from pipeline import imports, migration, record, refusal, trust
 from pipeline.errors import ConfigError
+from pipeline.masking import HIDDEN, mask
 from pipeline.recorded import Recorded, fetch, relinked
 
 DIFFERENT = 3  # exit status
@@ -160,7 +161,7 @@ def _checked(recorded: Recorded, own: DictConfig, gate: trust.Gate, request: Req
     config = trust.check_config(config, gate, recorded_run_dir=recorded.run_dir, imports=False)
     config = migration.migrate(config, request.run_id, recorded.environment)
     for key, value in configuration.leaves(config).items():
-        if isinstance(value, str) and configuration.HIDDEN in value and key != "tracking.uri":
+        if isinstance(value, str) and HIDDEN in value and key != "tracking.uri":
             raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
     with imports.without_chatter():
         trust.check_config(config, gate)
@@ -217,7 +218,7 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
     old, outcomes = recorded.run.info.run_id, []
     other_data = [key for key in request.values() if key.startswith("dataset") and key != "dataset.data_dir"]
     command = " ".join(["pipeline rerun", request.run_id, *request.overrides])
-    tags = {"rerun.of": old, "mlflow.source.name": configuration.mask(command)}
+    tags = {"rerun.of": old, "mlflow.source.name": mask(command)}
 
     def check_dataset(now: dict[str, Any]) -> None:
         try:
@@ -296,5 +297,4 @@ def _sweep(own: DictConfig, request: Request) -> int:
 
 def _say(line: str) -> None:
     """One line, also where what a store said would make another, or speak to the terminal."""
-    plain = "".join(character if character.isprintable() else "?" for character in configuration.mask(line))
-    print(plain, file=sys.stderr, flush=True)
+    print("".join(c if c.isprintable() else "?" for c in mask(line)), file=sys.stderr, flush=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import config as configuration
 from pipeline import showing
 from pipeline.errors import ConfigError
+from pipeline.masking import mask
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
 MULTIRUN = "multirun"  # the name of a sweep that has no file
@@ -136,7 +136,7 @@ class Sweep:
         return rows
 
     def _again(self) -> str:
-        store = "" if self.uri == "sqlite:///mlruns/mlflow.db" else f" tracking.uri={configuration.mask(self.uri)}"
+        store = "" if self.uri == "sqlite:///mlruns/mlflow.db" else f" tracking.uri={mask(self.uri)}"
         if self.name == MULTIRUN:
             return f"pipeline train -m … tracking.sweep={self.run_id}{store}"
         return f"pipeline sweep {self.name} --again {self.run_id}{store}"
@@ -249,7 +249,7 @@ def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence
     # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
     task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # what they refer to may be secret
     given = [text for text in task if not text.lstrip("+").startswith("tracking.uri=")]
-    overrides = [configuration.mask(text) for text in given]
+    overrides = [mask(text) for text in given]
     tags = {
         "sweep.name": name,
         "sweep.overrides": json.dumps(overrides),

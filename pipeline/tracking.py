@@ -15,6 +15,7 @@ from pipeline import config as configuration
 from pipeline import record
 from pipeline.batching import Plan
 from pipeline.journal import Journal
+from pipeline.masking import mask, masked
 
 if TYPE_CHECKING:
     import keras
@@ -45,7 +46,7 @@ class Tracker:
         tags: Mapping[str, str],
     ) -> None:
         """Creates the run with its params, tags, inputs and the artifacts that are known before it starts."""
-        resolved = configuration.masked(configuration.plain(config))
+        resolved = masked(configuration.plain(config))
         params = {key: _text(value) for key, value in configuration.leaves(resolved).items()}
         derived = {
             "derived.effective_batch_size": self.plan.batching.effective_batch_size,
@@ -76,14 +77,14 @@ class Tracker:
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
             "links.json": json.dumps(links, indent=1) + "\n",
-            "overrides.yaml": OmegaConf.to_yaml(configuration.masked(list(overrides))),
+            "overrides.yaml": OmegaConf.to_yaml(masked(list(overrides))),
             "environment.json": json.dumps(surroundings, indent=1) + "\n",
             "dataset.json": json.dumps(dataset, indent=1) + "\n",
         }
         if surroundings["git"].get("clean") is False:
             texts["git.diff"] = record.diff()
         for name, text in texts.items():
-            (self.run_dir / name).write_text(configuration.mask(text), encoding="utf-8")
+            (self.run_dir / name).write_text(mask(text), encoding="utf-8")
             self.journal.write({"artifact": str((self.run_dir / name).absolute())})
 
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
@@ -116,7 +117,7 @@ class Tracker:
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Closes the run as FINISHED, FAILED or KILLED; returns why something could not be shipped, if so."""
         if failure:
-            self.journal.write({"tags": {"failure": configuration.mask(failure)[:5000]}})
+            self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
         return self.journal.close(status)
 
 
@@ -184,7 +185,7 @@ def _inputs(data: Data) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    return configuration.mask(value if isinstance(value, str) else json.dumps(value))
+    return mask(value if isinstance(value, str) else json.dumps(value))
 
 
 def _size(shape: Sequence[int]) -> int:
