@@ -21,10 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher as HydrasBasicLauncher
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
@@ -95,9 +97,17 @@ class _Sweeping(Launcher):
     def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, configuration.Settings]:
         """The config of one job, checked: a wrong one is refused before the first job starts."""
         config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-        with open_dict(config):
-            config.pop("hydra")
-            return config, self._check(config, overrides)
+        before = HydraConfig.instance().cfg
+        try:
+            with open_dict(config):
+                # What a job's config may refer to as `hydra:`, as far as it is known before the job has its number.
+                config.hydra.job.num, config.hydra.job.id = 0, "0"
+                config.hydra.runtime.output_dir = str(Path(config.hydra.sweep.dir).absolute() / "0")
+                HydraConfig.instance().set_config(config)
+                config.pop("hydra")
+                return config, self._check(config, overrides)
+        finally:
+            HydraConfig.instance().cfg = before
 
     def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
         return configuration.check(config, overrides)
