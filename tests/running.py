@@ -55,9 +55,10 @@ class Store:
         self.client = MlflowClient(f"sqlite:///{folder}/mlruns/mlflow.db")
 
     def runs(self, experiment: str = "pipeline") -> list[Run]:
-        """Oldest first."""
+        """Oldest first, without the parents of sweeps."""
         found = self.client.get_experiment_by_name(experiment)
-        return list(self.client.search_runs([found.experiment_id], order_by=["start_time ASC"])) if found else []
+        runs = self.client.search_runs([found.experiment_id], order_by=["start_time ASC"]) if found else []
+        return [run for run in runs if "sweep.name" not in run.data.tags]
 
     def run(self, experiment: str = "pipeline") -> Run:
         (run,) = self.runs(experiment)
