@@ -55,10 +55,13 @@ class Store:
         self.client = MlflowClient(f"sqlite:///{folder}/mlruns/mlflow.db")
 
     def runs(self, experiment: str = "pipeline") -> list[Run]:
-        """Oldest first, without the parents of sweeps."""
+        """Oldest first."""
         found = self.client.get_experiment_by_name(experiment)
-        runs = self.client.search_runs([found.experiment_id], order_by=["start_time ASC"]) if found else []
-        return [run for run in runs if "sweep.name" not in run.data.tags]
+        return list(self.client.search_runs([found.experiment_id], order_by=["start_time ASC"])) if found else []
+
+    def trained(self, experiment: str = "pipeline") -> list[Run]:
+        """Those that trained something: all but the parents of sweeps."""
+        return [run for run in self.runs(experiment) if "sweep.name" not in run.data.tags]
 
     def run(self, experiment: str = "pipeline") -> Run:
         (run,) = self.runs(experiment)

@@ -143,7 +143,7 @@ def test_every_factor_trains_the_same_trajectory(proofs, optimizer):
     import h5py
     import numpy as np
 
-    runs = proofs.by_param(proofs.runs(), "optimizer._target_", "derived.micro_batch_size")
+    runs = proofs.by_param(proofs.trained(), "optimizer._target_", "derived.micro_batch_size")
     reference, *others = [runs[optimizer, size] for size in ("128", "64", "32", "16", "24")]
     losses = proofs.history(reference, "train/loss")
     assert len(losses) == 100
@@ -163,7 +163,7 @@ def test_every_factor_trains_the_same_trajectory(proofs, optimizer):
 
 
 def test_two_devices_train_the_same_trajectory_in_one_run(proofs):
-    one = proofs.by_param(proofs.runs(), "optimizer._target_", "derived.micro_batch_size")
+    one = proofs.by_param(proofs.trained(), "optimizer._target_", "derived.micro_batch_size")
     one = one["keras.optimizers.AdamW", "32"]
     two = proofs.run("two")  # one run; `history` refuses a row that is doubled
     assert two.data.params["derived.replicas"] == "2"
