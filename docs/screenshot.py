@@ -23,7 +23,10 @@ from tests.browser import browser, picture, server
 
 HERE = Path(__file__).resolve().parent
 CHARTS = "train/(acc|eff|exam|grad|learn|loss)"  # what is typed into the page's search box
-DRAWN = "return [...document.querySelectorAll('.js-plotly-plot')].filter(p => p.querySelector('.trace')).length"
+# How many charts are drawn; none while one of them is empty.
+DRAWN = """
+const charts = [...document.querySelectorAll('.js-plotly-plot')];
+return charts.every(chart => chart.querySelector('.trace path')) ? charts.length : 0"""
 SETTLE = 2.0  # seconds for the charts to take their final size
 
 
