@@ -134,7 +134,7 @@ class _Sweeping(Launcher):
     def _one(self, current: sweep.Sweep, job: sweep.Job, number: int, place: list[str]) -> JobReturn:
         quoted = "'" + job.name.replace("'", "\\'") + "'"
         of_sweep = [f"tracking.sweep={current.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
-        print(f"  {job.name}: started", file=sys.stderr)
+        _say(f"  {job.name}: started")
         began = time.monotonic()
         try:
             returned = self._run([*job.overrides, *of_sweep], number, place, current)
@@ -145,7 +145,7 @@ class _Sweeping(Launcher):
             current.lost[job.name] = (str(returned._return_value).splitlines() or ["failed"])[0]
             returned = _gave(float("inf"))
         current.ended[job.name] = time.monotonic()
-        print(f"  {job.name}: ended after {time.monotonic() - began:.0f} s", file=sys.stderr)
+        _say(f"  {job.name}: ended after {time.monotonic() - began:.0f} s")
         return returned
 
     def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
@@ -356,6 +356,10 @@ def visible_gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         count = len(glob.glob("/dev/nvidia[0-9]*"))
     return [str(number) for number in range(count)]
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")  # in one piece: `print` writes the line's end on its own, and threads mix
 
 
 def _runs(process: Any, module: str) -> bool:
