@@ -14,6 +14,9 @@ from typing import Any
 # below 1e-13, in float32 AdamW stays below 1e-5 while a large momentum parts for good, which is then a difference.
 FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_bfloat16": 1e-1, "mixed_float16": 1e-2}
 MOST = {"float64": 1e-9, "float32": 1e-3, "mixed_bfloat16": 1e-1, "mixed_float16": 1e-2}
+# Times more for what is computed of the gradient: where rounding tips a ReLU or a pooling to another input, its norm
+# moved by 2e-5 within one update while the loss moved by nothing.
+OF_THE_GRADIENT = {"train/gradient_norm": 30.0, "train/gradient_noise_scale": 30.0}
 EXAMPLES = 2  # that a metric which counts examples may see otherwise
 COUNTED = ("effective_batch_size", "examples_seen", "epoch", "micro_steps")  # exactly, in either split
 OF_THE_CUT = ("train/micro_steps", "train/gradient_noise_scale")  # not the same at another factor or micro-batch
@@ -201,7 +204,8 @@ def _within(difference: Difference, precision: str, examples: float | None) -> b
     if difference.metric.split("/")[-1] in COUNTED or difference.old is None or difference.new is None:
         return False
     # 60 doublings pass every bound, and a power of a million would be no float.
-    if difference.relative <= min(MOST[precision], FIRST[precision] * 2.0 ** min(difference.step - 1, 60)):
+    bound = min(MOST[precision], FIRST[precision] * 2.0 ** min(difference.step - 1, 60))
+    if difference.relative <= bound * OF_THE_GRADIENT.get(difference.metric, 1.0):
         return True
     # A share of the examples, such as the accuracy, cannot move by less than one of them.
     if examples is None or not all(_counts(value * examples) for value in (difference.old, difference.new)):

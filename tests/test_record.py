@@ -1,0 +1,432 @@
+"""The record of a run: nothing secret goes into it, and nothing hostile comes out of it.
+
+The records of the second half are written through MLflow's own client, as somebody with access to the store would.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import zipfile
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from mlflow.tracking import MlflowClient
+from omegaconf import OmegaConf
+
+from pipeline import config as configuration
+from pipeline import record
+from pipeline.masking import mask, masked
+from pipeline.recorded import relinked
+from tests.browser import server
+from tests.running import pipeline
+from tests.test_rerun import one_process
+
+PASSWORD = "pass@wörd-Hunter7"  # in a URI it is percent-encoded, but for the @ that people forget
+TOKEN = """tok'en "Zaphod9" with: spaces, a\\backslash and so many words that YAML would fold it into two lines"""
+FRAGMENTS = ("Hunter7", "Zaphod9", "fold it")
+SECRETS = {"SOME_API_TOKEN": TOKEN, "HYDRA_FULL_ERROR": "1"}
+OWN = """
+import keras
+
+def tiny(input_shape, classes, token):
+    assert "Zaphod9" in token  # it does arrive
+    return keras.Sequential([keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
+
+class Boom(keras.callbacks.Callback):
+    def __init__(self, token):
+        super().__init__()
+        self.token = token
+    def on_train_batch_end(self, batch, logs=None):
+        raise RuntimeError(f"refused: {self.token}")
+
+def wrong(token):
+    raise ValueError(f"not with {token}")
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """A folder in which runs with secrets ran, against a server; and all that they said."""
+    folder, served = tmp_path_factory.mktemp("secrets"), tmp_path_factory.mktemp("served")
+    (folder / "mine.py").write_text(OWN)
+    before = Path.cwd()
+    os.chdir(served)  # where the server puts its artifacts
+    try:
+        with server(f"sqlite:///{served}/mlflow.db") as address:
+            os.chdir(before)
+            host = address.removeprefix("http://")
+            uri = f"tracking.uri='http://somebody:{quote(PASSWORD, safe='@')}@{host}'"
+            model = "model={_target_: mine.tiny, token: ${oc.env:SOME_API_TOKEN}}"
+            small = "dataset=digits training.updates=2 accumulation.factor=2"
+            given = f'{small} tracking.system_metrics=false "~model" "+{model}" "{uri}"'
+            quiet = f"{given} tracking.log_model=false"
+            boom = '"+training.callbacks.boom={_target_: mine.Boom, token: ${oc.env:SOME_API_TOKEN}}"'
+            answers = one_process(
+                {
+                    "fine": f"train {given} hydra.run.dir=fine",
+                    "failing": f"train {quiet} {boom} hydra.run.dir=failing",
+                    "wrong": f'train {quiet} "+training.callbacks.boom={{_target_: mine.wrong, token: '
+                    '${oc.env:SOME_API_TOKEN}}"',
+                    "nobody": f"train {quiet.replace(host, '127.0.0.1:9')}",
+                    "no such run": f'rerun nonsense "{uri}"',
+                    "scheme": "train tracking.uri='ftp://somebody:Hunter7@127.0.0.1/x'",
+                },
+                folder,
+                **SECRETS,
+            )
+            line = shlex.split(f"{quiet} {boom} hydra.sweep.dir=sweep optimizer=sgd")
+            sweep = pipeline("train", "-m", *line, cwd=folder, status=1, **SECRETS)
+            client = MlflowClient(address)
+            (experiment,) = [e for e in client.search_experiments() if e.name == "pipeline"]
+            runs = client.search_runs([experiment.experiment_id], order_by=["start_time ASC"])
+            masked = pipeline("rerun", runs[0].info.run_id, shlex.split(uri)[0], "--allow=mine", cwd=folder, status=2)
+            said = {name: answer["out"] + answer["err"] for name, answer in answers.items()}
+            said |= {"sweep": sweep.stdout + sweep.stderr, "masked": masked.stdout + masked.stderr}
+            statuses = {name: answer["status"] for name, answer in answers.items()}
+            yield folder, served, statuses, said, runs
+    finally:
+        os.chdir(before)
+
+
+def contents(folder: Path):
+    """Every file beneath `folder` with what is in it, archives opened."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "mine.py" and "__pycache__" not in path.parts:
+            content = path.read_bytes()
+            yield path, content
+            if zipfile.is_zipfile(io.BytesIO(content)):
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                    for name in archive.namelist():
+                        yield path / name, archive.read(name)
+
+
+def test_the_runs_with_secrets_did_what_they_should(told):
+    folder, served, statuses, said, runs = told
+    assert statuses == {"fine": 0, "failing": 1, "wrong": 2, "nobody": 2, "no such run": 2, "scheme": 2}, said["fine"]
+    assert [run.info.status for run in runs] == ["FINISHED", "FAILED", "FAILED", "FAILED"]  # the last are the sweep's
+    assert (folder / "sweep" / "multirun.yaml").exists()
+    assert any((folder / "sweep" / ".submitit").rglob("*.pkl"))
+    files = [path.name for path, _ in contents(served)]
+    assert {"mlflow.db", "config.yaml", "overrides.yaml", "MLmodel", "model.keras"} <= set(files)
+
+
+def test_no_secret_is_anywhere(told):
+    folder, served, _, said, runs = told
+    seen = 0
+    for root in (folder, served):
+        for path, content in contents(root):
+            seen += 1
+            for fragment in FRAGMENTS:
+                assert fragment.encode() not in content, path
+    assert seen > 40
+    for name, text in said.items():
+        for fragment in FRAGMENTS:
+            assert fragment not in text, (name, text)
+    for run in runs:
+        everything = json.dumps([run.data.params, run.data.tags, run.info.run_name], ensure_ascii=False)
+        assert not any(fragment in everything for fragment in FRAGMENTS)
+    assert runs[0].data.params["model.token"] == "***"
+    assert runs[0].data.params["tracking.uri"].startswith("http://***@127.0.0.1:")
+    assert "RuntimeError: refused: ***" in runs[1].data.tags["failure"]
+    assert "Traceback" in said["failing"]
+    assert "Traceback" in said["wrong"]  # HYDRA_FULL_ERROR=1
+    assert "refused: ***" in said["sweep"]
+
+
+def test_a_rerun_asks_for_what_was_masked(told):
+    last = told[3]["masked"].splitlines()[-1]
+    rule = "was a secret and is not in the record: give it again as an override"
+    assert last == f"pipeline: model.token {rule}. Received: '***'."
+
+
+def test_mask(monkeypatch):
+    for name, value in {
+        "MY_TOKEN": "abcdef",
+        "DB_PASSWORD": "abcdef-ghi",
+        "SHORT_TOKEN": "ab",
+        "WHERE": "/tmp/x",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert mask("x abcdef-ghi abcdef ab /tmp/x") == "x *** *** ab /tmp/x"  # the longer one first
+    assert mask("postgresql://me:p@ss@host/db?password=x1&sslmode=on") == (
+        "postgresql://***@host/db?password=***&sslmode=on"
+    )
+    for text in ("sqlite:////tmp/a@b/mlflow.db", "https://host/a/b@main", f"cwd {os.environ.get('PWD', '/')}"):
+        assert mask(text) == text
+    assert masked({"a": ["abcdef", 1, None], "b": {"c": "u://x:y@h"}}) == {
+        "a": ["***", 1, None],
+        "b": {"c": "u://***@h"},
+    }
+
+
+def test_two_runs_share_a_hash_when_they_were_asked_for_the_same():
+    one = base()
+    first = record.config_hash(one, "/a/run")
+    other = put(base(), **{"tracking.experiment": "x", "trust.allow": ["x"], "dataset.data_dir": "/elsewhere"})
+    assert record.config_hash(other, "/b/run") == first
+    paths = [put(base(), **{"training.callbacks.it": {"filename": f"/{x}/run/rows.csv"}}) for x in "ab"]
+    assert record.config_hash(paths[0], "/a/run") == record.config_hash(paths[1], "/b/run") != first
+    assert record.config_hash(put(base(), seed=1), "/a/run") != first
+
+
+def test_what_follows_another_key_is_recorded_and_followed():
+    config = OmegaConf.create(
+        {"a": {"rate": 1.0}, "b": ["${a.rate}", "${times:${a.rate},0.1}"], "c": "${b.1}", "d": "${oc.env:HOME}"}
+    )
+    links = record.links(config)
+    assert links == {"b.0": "${a.rate}", "b.1": "${times:${a.rate},0.1}", "c": "${b.1}"}
+    resolved = {"a": {"rate": 1.0}, "b": [1.0, 0.1], "c": 0.1, "d": "x"}
+    assert relinked(resolved, links, ["a.rate"]) == {**resolved, "b": ["${a.rate}", links["b.1"]], "c": "${b.1}"}
+    assert relinked(resolved, links, ["a"])["b"] == ["${a.rate}", links["b.1"]]
+    assert relinked(resolved, links, ["a.rate", "b"])["b"] == [1.0, 0.1]  # it is overridden itself
+    assert relinked(resolved, links, ["d", "a.rates"]) == resolved
+    evil = {
+        "d": "${oc.env:SECRET}",
+        "c": "${a.rate}${oc.env:HOME}",
+        "b.0": "${times:${oc.env:A},${a.rate}}",
+        "e.f": "${a}",
+    }
+    assert relinked(resolved, evil, ["a.rate"]) == resolved
+
+
+def base() -> dict:
+    """A resolved config, as a run records it."""
+    configuration.register()
+    with initialize_config_dir(configuration.directory(), version_base="1.3"):
+        return configuration.plain(
+            compose("config", overrides=["model=mlp", "training.updates=2", "training.epochs=null"])
+        )
+
+
+def put(container: dict, **values: object) -> dict:
+    for dotted, value in values.items():
+        *parents, last = dotted.split(".")
+        node = container
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return container
+
+
+SHELL = {"_target_": "os.system", "_args_": ["touch ran"]}
+DENSE = {"_target_": "keras.layers.Dense", "units": 10}
+EVIL = {"_target_": "evil.run"}
+SAVE = {"_target_": "keras.callbacks.ModelCheckpoint", "filepath": "/etc/it.keras"}
+
+# name → (what is changed in the config, what the message must name)
+HOSTILE = {
+    "shell": ({"model": SHELL}, "os.system"),
+    "popen": ({"model": {"_target_": "subprocess.Popen", "args": ["touch", "ran"]}}, "subprocess.Popen"),
+    "eval": ({"model": {"_target_": "builtins.eval", "_args_": ["__import__('evil')"]}}, "builtins.eval"),
+    "exec": ({"optimizer": {"_target_": "builtins.exec", "_args_": ["import evil"]}}, "builtins.exec"),
+    "posix": ({"training.loss": {"_target_": "posix.system", "_args_": ["touch ran"]}}, "posix.system"),
+    "import": ({"dataset": {"_target_": "importlib.import_module", "name": "evil"}}, "importlib.import_module"),
+    "own module": ({"model": EVIL}, "evil.run"),
+    "no builder": ({"model": {"_target_": "pipeline.job.run"}}, "pipeline.job.run"),
+    "no builder either": (
+        {"model": {"_target_": "pipeline.composing.train", "arguments": []}},
+        "pipeline.composing.train",
+    ),
+    "re-exported": (
+        {"model": {"_target_": "pipeline.record.os.system", "_args_": ["touch ran"]}},
+        "pipeline.record.os",
+    ),
+    "hydra": ({"model": {"_target_": "hydra.utils.instantiate", "config": SHELL}}, "hydra.utils.instantiate"),
+    "partial": ({"model": {"_target_": "functools.partial", "_args_": [EVIL]}}, "functools.partial"),
+    "pickle": ({"model": {"_target_": "pickle.loads", "_args_": ["x"]}}, "pickle.loads"),
+    "load_model": ({"model": {"_target_": "keras.saving.load_model", "filepath": "x"}}, "keras.saving.load_model"),
+    "get_file": ({"model": {"_target_": "keras.utils.get_file", "origin": "x"}}, "keras.utils.get_file"),
+    "unsafe": ({"model": {"_target_": "keras.config.enable_unsafe_deserialization"}}, "enable_unsafe_deserialization"),
+    "lambda": ({"model": {"_target_": "keras.Sequential", "layers": [{"_target_": "keras.layers.Lambda"}]}}, "Lambda"),
+    "nested list": ({"model.hidden": [64, [[SHELL]]]}, "os.system"),
+    "deep": ({"model": {"_target_": "keras.Sequential", "layers": [DENSE, {**DENSE, "activation": EVIL}]}}, "evil.run"),
+    "augment": ({"dataset.augment": EVIL}, "evil.run"),
+    "metric": ({"training.metrics": {"it": EVIL}}, "evil.run"),
+    "callback": ({"training.callbacks": {"it": EVIL}}, "evil.run"),
+    "sends": ({"training.callbacks": {"it": {"_target_": "keras.callbacks.RemoteMonitor"}}}, "RemoteMonitor"),
+    "writes": ({"training.callbacks": {"it": SAVE}}, "/etc/it.keras"),
+    "reads": ({"model": {"_target_": "keras.layers.StringLookup", "vocabulary": "/etc/passwd"}}, "/etc/passwd"),
+    "interpolated name": ({"model": {"_target_": "${seed}"}}, "${seed}"),
+    "an environment variable": ({"model.dropout": "${oc.env:HOME}"}, "${oc.env:HOME}"),
+    "serialized": ({"training.loss": {"class_name": "run", "module": "evil"}}, "class_name"),
+    "hydra's callbacks": ({"hydra": {"callbacks": {"it": EVIL}}}, "evil.run"),
+    "defaults": ({"defaults": ["evil"]}, "defaults"),
+    "allows itself": ({"trust": {"allow": ["evil"]}, "model": EVIL}, "evil.run"),
+    "another store": ({"tracking": "evil"}, "tracking"),
+    "scaling": ({"scaling": EVIL}, "evil.run"),
+    "seed": ({"seed": EVIL}, "evil.run"),
+    "of the user, elsewhere": ({"dataset.data_dir": "x", "dataset.path": "/etc"}, "/etc"),
+}
+# name → (what replaces config.yaml or another file, what the message must name)
+UNREADABLE = {
+    "tag": (
+        "config.yaml",
+        "model: !!python/object/apply:os.system ['touch ran']\n",
+        "could not determine a constructor",
+    ),
+    "list": ("config.yaml", "- 1\n", "config.yaml is no mapping"),
+    "no yaml": ("config.yaml", "a: [\n", "must have a record that can be read"),
+    "binary": ("config.yaml", b"\xff\xfe\x00", "must have a record that can be read"),
+    "endless": ("config.yaml", "model: &a {b: *a}\n", "model must be of at most"),
+    "bomb": (
+        "config.yaml",
+        "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)),
+        "must be of at",
+    ),
+    "schema": ("config.yaml", "schema: [1]\n", "of schema 0 to 1"),
+    "environment": ("environment.json", "[]", "environment.json is no mapping"),
+    "git": ("environment.json", '{"git": "x"}', "git of environment.json is no mapping"),
+    "dataset": ("dataset.json", '{"name": "x"}', "of dataset.json is no mapping"),
+    "links": ("links.json", "{", "must have a record that can be read"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """What `pipeline rerun` said to each record, in a folder where `evil.py` leaves a file when it is imported."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "mlruns").mkdir()
+    (folder / "evil.py").write_text(
+        "open('ran', 'w').close()\ndef run(*args, **kwargs):\n    open('ran', 'w').close()\n"
+    )
+    client = MlflowClient(f"sqlite:///{folder}/mlruns/mlflow.db")
+    experiment = client.create_experiment("pipeline", (folder / "mlruns/artifacts").as_uri())
+
+    def run(config: dict | None = None, **files: str | bytes) -> str:
+        run_id = client.create_run(experiment, run_name="\x1b[31mred\nline").info.run_id
+        files = {"config.yaml": yaml.safe_dump(base() if config is None else config), **files}
+        for name, content in files.items():
+            path = folder / name
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            client.log_artifact(run_id, str(path))
+            path.unlink()
+        client.set_tag(run_id, "config.hash", record.config_hash(base(), None))
+        client.set_terminated(run_id)
+        return run_id
+
+    commit = {"git": {"commit": "0123abcd" * 5, "clean": True}}
+    shell = {"git": {"commit": "x; touch ran", "clean": True}}
+    records = {name: run(put(base(), **changes)) for name, (changes, _) in HOSTILE.items()}
+    records |= {name: run(**{file: content}) for name, (file, content, _) in UNREADABLE.items()}
+    records |= {
+        "newer": run({**base(), "schema": 99}, **{"environment.json": json.dumps(commit)}),
+        "newer, hostile": run({**base(), "schema": 99}, **{"environment.json": json.dumps(shell)}),
+        "terminal": run(**{"environment.json": json.dumps({"platform": "\x1b]0;owned\x07\nfake"})}),
+        "changed since": run(put(base(), seed=5)),
+    }
+    without = client.create_run(experiment).info.run_id
+    lines = {name: f"rerun {run_id} --dry" for name, run_id in records.items()}
+    lines = {name: line.removesuffix(" --dry") if name in HOSTILE else line for name, line in lines.items()}
+    lines |= {
+        "no such run": "rerun 0123456789abcdef0123456789abcdef",
+        "no record": f"rerun {without}",
+        "no store": f"rerun {without} tracking.uri=sqlite:///elsewhere/mlflow.db",
+        "no sweep": f"rerun {without} --sweep",
+        "no arguments": "rerun",
+        "an option": f"rerun {without} -m seed=1,2",
+        "no such key": f"rerun {records['changed since']} nonsense=1",
+        "not a value": f"rerun {records['changed since']} hardware.replicas=0 --dry",
+        "interpolated": f"rerun {records['changed since']} 'hydra.run.dir=${{now:%H}}'",
+        "allowed": f"rerun {records['own module']} --allow evil",  # last: it does run
+    }
+    return folder, one_process(lines, folder), records, client.search_runs([experiment], max_results=1000)
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE])
+def test_a_hostile_record_is_refused_and_nothing_runs(refused, name):
+    answer = refused[1][name]
+    named = HOSTILE[name][1] if name in HOSTILE else UNREADABLE[name][2]
+    assert answer["status"] == 2, answer["err"]
+    last = answer["err"].splitlines()[-1]
+    assert last.startswith("pipeline: ")
+    assert named in last
+    assert "Traceback" not in answer["err"]
+    assert answer["changed"] == []
+
+
+def test_nothing_was_created_for_what_was_refused(refused):
+    folder, answers, _, runs = refused
+    assert len(HOSTILE) >= 20
+    assert len(runs) == len(HOSTILE) + len(UNREADABLE) + 5
+    # The negative control: once the user allows it, the same record leaves the file that none of the others left.
+    assert "ran" in answers["allowed"]["changed"]
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no such run", "RUN_ID must be a run of the store. Received: '0123456789abcdef0123456789abcdef'."),
+        ("no record", "RUN_ID must be a run that recorded its config (config.yaml)"),
+        ("no store", "tracking.uri must be a store that holds the run (there is no store)"),
+        ("no sweep", "SWEEP must name one sweep of the store"),
+        ("no arguments", "arguments must be RUN_ID [overrides] (the following arguments are required: RUN_ID"),
+        ("an option", "arguments must be RUN_ID [overrides] (unrecognized arguments: -m"),
+        ("no such key", "nonsense must be a key of the config"),
+        ("not a value", "hardware.replicas must be at least 1"),
+        ("interpolated", "hydra.run.dir must be a folder, named as it is"),
+    ],
+)
+def test_a_wrong_request_is_refused_in_one_line(refused, name, said):
+    answer = refused[1][name]
+    assert answer["status"] == 2
+    last = answer["err"].splitlines()[-1]
+    assert last.startswith(f"pipeline: {said}")
+    assert answer["changed"] == []
+
+
+def test_a_newer_record_is_refused_with_the_command_on_its_own_commit(refused):
+    _, answers, records, _ = refused
+    last = answers["newer"]["err"].splitlines()[-1]
+    assert answers["newer"]["status"] == 2
+    assert f"git checkout {'0123abcd' * 5} && pipeline rerun {records['newer']}" in last
+    assert "touch ran" not in answers["newer, hostile"]["err"].splitlines()[-1]
+    assert answers["newer, hostile"]["status"] == 2
+
+
+def test_what_a_store_says_does_not_speak_to_the_terminal(refused):
+    answer = refused[1]["terminal"]
+    assert answer["status"] == 0
+    assert "platform: ?]0;owned??fake then" in answer["err"]
+    for text in (each["err"] for each in refused[1].values()):
+        assert "\x1b" not in text
+
+
+def test_a_record_that_was_changed_after_the_fact_is_said(refused):
+    said = "  differs: the record: its config is not the one that its tag config.hash was taken of"
+    _, answers, _, _ = refused
+    assert said in answers["changed since"]["err"].splitlines()
+    assert said not in answers["terminal"]["err"].splitlines()
+    assert answers["changed since"]["status"] == 0
+
+
+def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
+    then = record.environment(tmp_path)
+    assert then["run_dir"] == str(tmp_path)
+    assert {"python", "platform", "processor", "gpus", "driver", "lock", "git", "package", "packages"} <= set(then)
+    assert then["packages"]["keras"]
+    then["git"] = {"commit": "e" * 40, "clean": True}
+    assert record.differences(then, then) == []
+    now = {
+        **then,
+        "gpus": ["a GPU"],
+        "python": "2.7",
+        "packages": {**then["packages"], "keras": "0.1", "nvidia-cublas-cu12": "1", "tqdm": "0.1"},
+        "package": {"version": "9", "sha256": "x"},
+        "git": {"commit": "f" * 40, "clean": False},
+    }
+    assert record.differences(then, now) == [
+        f"python: {then['python']} then, 2.7 now",
+        f"gpus: {then['gpus']} then, ['a GPU'] now",
+        f"code: commit {'e' * 40} then, {'f' * 40} now",
+        "code: the tree was not clean now",
+        f"code: other files of the package, version {then['package']['version']} then, 9 now",
+        f"keras: {then['packages']['keras']} then, 0.1 now",
+        "nvidia-cublas-cu12: absent then, 1 now",  # tqdm changes no number
+    ]
