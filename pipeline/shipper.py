@@ -27,6 +27,7 @@ with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
 
     from pipeline.rows import Point, Rows, rows  # isort: skip
 
+TRIES = 5  # to log the inputs of a run
 INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics
 RETRY = 0.5, 10.0  # seconds to the next try, at first and at most
 PATIENCE = 60.0  # seconds of further tries once the trainer is gone
@@ -60,11 +61,22 @@ class Shipper:
         params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
         for first in range(0, len(params), 100):
             self.client.log_batch(self.run_id, params=params[first : first + 100])
-        if run["inputs"]:
-            self.client.log_inputs(self.run_id, [_dataset_input(entry) for entry in run["inputs"]])
+        self._log_inputs([_dataset_input(entry) for entry in run["inputs"]])
         # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
         self._system = SystemMetricsMonitor(self.run_id, tracking_uri=store.uri) if run["system_metrics"] else None
         self._samples = 0
+
+    def _log_inputs(self, inputs: list[DatasetInput]) -> None:
+        # Two runs that start at once both find a dataset missing and both insert it: the slower one tries again.
+        for attempt in range(TRIES):
+            try:
+                self.client.log_inputs(self.run_id, inputs)
+                return
+            except Exception:
+                if attempt == TRIES - 1:
+                    self.client.set_terminated(self.run_id, "FAILED")
+                    raise
+                time.sleep(0.2 * (attempt + 1))
 
     def read(self) -> None:
         """Takes in the lines that have been written since."""
