@@ -47,6 +47,8 @@ MODES = "+training.callbacks.trouble={_target_:mine.Trouble,mode:none},{_target_
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """Starts Slurm; gives the variables of the environment that make its commands find it."""
+    if os.environ.get("PIPELINE_TEST_SLURM") != "1":
+        pytest.skip("starts Slurm's daemons, one set a machine: make test-slurm runs it")
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     missing = [name for name in NEEDED if shutil.which(name, path=path) is None]
     if missing:
