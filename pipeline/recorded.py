@@ -98,6 +98,7 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Iterable
             key
             for key, link in links.items()
             if key not in names and not _touches(key, given) and record.LINK.fullmatch(link)
+            if "tracking." not in key + link  # a store's address, with its password, is of no other key
             if any(_touches(reference, names) for reference in re.findall(r"\$\{([\w.]+)\}", link))
         }
         if not following:
