@@ -79,13 +79,19 @@ def _run(arguments: list[str]) -> int:
 
 
 def _complete(arguments: list[str]) -> int:
-    """Hydra's shell completion, which calls the command without its verb."""
+    """Hydra's shell completion, which calls the command without its verb and the verb's own argument."""
     words = os.environ.get("COMP_LINE", "").split(" ")
-    if arguments[1:2] == ["query=bash"] and len(words) <= 2:
+    asked = arguments[1:2] == ["query=bash"]
+    if asked and len(words) <= 2:
         print(" ".join(VERBS))
         return 0
-    os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
     from pipeline import composing
+
+    named = words[1:2] and words[1] in ("sweep", "rerun", "report")
+    if asked and named and len(words) <= 3:
+        print(" ".join(composing.sweeps()) if words[1] == "sweep" else "")
+        return 0
+    os.environ["COMP_LINE"] = " ".join([words[0], *words[3 if named else 2 :]])
 
     return composing.train(arguments)
 

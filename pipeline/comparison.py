@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -232,10 +231,10 @@ def read(uri: str, sweep: str) -> Comparison:
     parent = sweeping.find(uri, sweep)
     tags, info = parent.data.tags, parent.info
     runs = sweeping.Sweep(uri, info.run_id, info.experiment_id).children()
-    planned = [*json.loads(tags.get("sweep.jobs", "[]"))]
+    planned = sweeping.noted(tags, "sweep.jobs")
     names = [*planned, *(name for name in runs if name not in planned)]
     jobs = [_job(client, name, runs.get(name)) for name in names]
-    varied = json.loads(tags.get("sweep.varied", "[]"))
+    varied = sweeping.noted(tags, "sweep.varied")
     return Comparison(info.run_id, info.experiment_id, tags["sweep.name"], info.status, varied, jobs)
 
 
@@ -253,6 +252,5 @@ def _curve(points: Sequence[Any]) -> Curve:
     by_step = {point.step: point.value for point in sorted(points, key=lambda point: (point.step, point.timestamp))}
     values = np.array(list(by_step.values()), float)
     # SQL stores keep an infinity as the largest double.
-    return Curve(
-        np.array(list(by_step), np.int64), np.where(np.abs(values) > 1.7e308, np.sign(values) * np.inf, values)
-    )
+    values = np.where(np.abs(values) > 1.7e308, np.copysign(np.inf, values), values)
+    return Curve(np.array(list(by_step), np.int64), values)

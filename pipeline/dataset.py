@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from pipeline import targets
 from pipeline.config import without
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line
 
 _OURS = ("augment", "in_memory", "shuffle_buffer")  # read here; every other key of the group goes to the target
 
@@ -159,7 +159,7 @@ def from_tfds(
     try:
         builder = tfds.builder(name, data_dir=data_dir)
     except Exception as error:
-        raise ConfigError("dataset.name", f"must be a TFDS dataset ({_first_line(error)})", name) from error
+        raise ConfigError("dataset.name", f"must be a TFDS dataset ({first_line(error)})", name) from error
     _prepare(builder, download)
     if preprocess is None:
         keys = list(builder.info.features or {})
@@ -189,7 +189,7 @@ def _prepare(builder: Any, download: bool) -> None:
                 downloader.MAX_RETRIES = 5  # ten take over three minutes to find that there is no network
                 builder.download_and_prepare()
     except Exception as error:
-        rule = f"could not be downloaded and prepared in {builder._data_dir_root} ({_first_line(error)})"
+        rule = f"could not be downloaded and prepared in {builder._data_dir_root} ({first_line(error)})"
         raise ConfigError("dataset", rule, builder.info.full_name) from error
 
 
@@ -286,8 +286,3 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
         rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
         raise ConfigError(key, rule, int(dataset.cardinality()))
     return dataset
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

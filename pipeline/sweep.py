@@ -89,9 +89,10 @@ class Sweep:
         self.note("sweep.jobs", json.dumps(self.names))
 
     def note(self, key: str, text: str) -> None:
-        """A tag of the parent run, where it is not too long for one."""
-        if len(text) <= LONGEST_TAG:
-            client_of(self.uri).set_tag(self.run_id, key, text)
+        """A tag of the parent run; what is too long for one goes on in KEY.1, KEY.2 and so on: see `noted`."""
+        for part, first in enumerate(range(0, len(text), LONGEST_TAG)):
+            tag = f"{key}.{part}" if part else key
+            client_of(self.uri).set_tag(self.run_id, tag, text[first : first + LONGEST_TAG])
 
     def close(self, status: str | None = None) -> int:
         """Ends the parent run and prints what became of the jobs.
@@ -210,13 +211,22 @@ def find(uri: str, sweep: str) -> Any:
         raise ConfigError("SWEEP", f"must name one sweep of the store {uri}, which does not exist", sweep)
     client = client_of(uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    runs = client.search_runs(experiments, "tags.`sweep.name` != ''", max_results=1000)
+    runs = client.search_runs(experiments, "tags.`sweep.name` != ''", max_results=50000)
     found = [run for run in runs if run.info.run_id.startswith(sweep) or run.info.run_name == sweep]
     if len(found) != 1:
         rule = "must name one sweep of the store" if not found else f"must name one sweep, not {len(found)}"
         choices = [f"{run.info.run_id} ({run.info.run_name})" for run in (found or runs)[:10]]
         raise ConfigError("SWEEP", rule, sweep, choices)
     return found[0]
+
+
+def noted(tags: Mapping[str, str], key: str) -> list[str]:
+    """The list that `Sweep.note` wrote as JSON, empty where it wrote none."""
+    parts = [tags.get(key, "[]")]
+    while (part := tags.get(f"{key}.{len(parts)}")) is not None:
+        parts.append(part)
+    # What follows the list is left over from a longer one.
+    return [str(entry) for entry in json.JSONDecoder().raw_decode("".join(parts))[0]]
 
 
 def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
@@ -273,7 +283,7 @@ def _again(config: DictConfig, name: str) -> Sweep:
     parent = find(config.tracking.uri, config.tracking.sweep)
     client = client_of(config.tracking.uri)
     client.update_run(parent.info.run_id, "RUNNING")
-    names = json.loads(parent.data.tags.get("sweep.jobs", "[]"))
+    names = noted(parent.data.tags, "sweep.jobs")
     return Sweep(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, name, names)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
 from pipeline.store import Store
+from pipeline.sweep import Job, Sweep
 
 STARTED = 1_700_000_000_000  # ms since the epoch
 MOST = 1000  # metrics that one call of `log_batch` takes
@@ -37,9 +37,10 @@ class Made:
     def __post_init__(self) -> None:
         self.client = self.store.client()
         self.experiment_id = self.store.experiment("made")
-        tags = {"sweep.name": self.name, "sweep.jobs": json.dumps(self.names), "sweep.varied": json.dumps(self.varied)}
-        run = self.client.create_run(self.experiment_id, tags=tags, run_name=f"sweep {self.name}")
+        run = self.client.create_run(self.experiment_id, tags={"sweep.name": self.name}, run_name=f"sweep {self.name}")
         self.run_id = run.info.run_id
+        planned = Sweep(self.store.uri, self.run_id, self.experiment_id)
+        planned.plan([Job(name, ()) for name in self.names], self.varied)
 
     def job(
         self,

@@ -125,7 +125,9 @@ def test_a_users_own_configs_by_config_dir(installed):
         ("pipeline train dataset=t", "dataset=tfds"),
         ("pipeline train dataset=digits training.ep", "training.epochs="),
         ("pipeline train model=mlp model.hi", "model.hidden."),
+        ("pipeline sweep factor_w", "factor_with_linear_scaling factor_with_sqrt_scaling"),
+        ("pipeline sweep seeds model=mlp model.hi", "model.hidden."),
     ],
 )
-def test_a_tab_in_bash_completes_verbs_groups_and_keys(installed, line, choices):
+def test_a_tab_in_bash_completes_verbs_sweeps_groups_and_keys(installed, line, choices):
     assert installed.run("bash", "-c", TAB, "bash", line).split() == choices.split()

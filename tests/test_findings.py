@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from pipeline import comparison, findings, measures, plots, wording
 from pipeline.measures import Spread
+from pipeline.sweep import Sweep
 from pipeline.wording import Finding
 from tests import synthetic
 from tests.synthetic import Made
@@ -259,3 +261,12 @@ def test_jobs_that_ran_at_once_are_said_to_have(store):
     made.clock = synthetic.STARTED
     made.job("factor=2", {"train/loss": loss}, factor=2)
     assert "Up to 2 jobs ran at the same time" in found(made)["time_to_target"].text
+
+
+def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
+    names = [f"optimizer=adamw learning_rate=0.0{number:03} batch=256" for number in range(400)]  # 18,400 characters
+    made = Made(store, names, varied=["optimizer", "optimizer.learning_rate"])
+    made.job(names[0], {"train/loss": [2, 1]})
+    assert found(made)["next"].figures["missing"] == names[1:]
+    Sweep(store.uri, made.run_id, made.experiment_id).note("sweep.jobs", json.dumps(names[:150]))  # two tags of four
+    assert found(made)["next"].figures["missing"] == names[1:150]
