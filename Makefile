@@ -12,7 +12,7 @@ COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --
 	--no-emit-index-url --no-emit-find-links --group dev pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slurm check bench ui screenshot lock clean
+.PHONY: help setup train test check bench ui screenshot lock clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -24,9 +24,6 @@ train: $(STAMP) ## train: digits, a small CNN, effective batch 128, factor 4; AR
 
 test: $(STAMP) ## the whole test suite
 	$(RUN) pytest $(ARGS)
-
-test-slurm: $(STAMP) ## the tests on a Slurm of its own: as root, with Debian's slurm-wlm and munge
-	PIPELINE_TEST_SLURM=1 $(RUN) pytest tests/test_slurm.py
 
 check: $(STAMP) ## formatter, linter and type checker, changing nothing
 	$(RUN) ruff format --check .

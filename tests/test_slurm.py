@@ -1,6 +1,7 @@
 """The same sweep on a real Slurm: one controller and one node on this machine, on 127.0.0.1 alone.
 
-It runs where Debian's packages `slurmctld`, `slurmd` and `slurm-client` are installed and the user is root.
+It runs where Debian's packages `slurmctld`, `slurmd` and `slurm-client` are installed, the user is root, and no Slurm
+runs yet: two on one machine disturb each other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from tests.running import Store, pipeline, start
@@ -47,14 +49,14 @@ MODES = "+training.callbacks.trouble={_target_:mine.Trouble,mode:none},{_target_
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """Starts Slurm; gives the variables of the environment that make its commands find it."""
-    if os.environ.get("PIPELINE_TEST_SLURM") != "1":
-        pytest.skip("starts Slurm's daemons, one set a machine: make test-slurm runs it")
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     missing = [name for name in NEEDED if shutil.which(name, path=path) is None]
     if missing:
         pytest.skip(f"no Slurm on this machine: {', '.join(missing)} not found")
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons want to be started by root")
+    if {process.info["name"] for process in psutil.process_iter(["name"])} & {"slurmctld", "slurmd"}:
+        pytest.skip("a Slurm runs on this machine already")
     folder = tmp_path_factory.mktemp("slurm")
     host = socket.gethostname().split(".")[0]
     config = folder / "slurm.conf"
@@ -73,7 +75,12 @@ def slurm(tmp_path_factory):
         for name in ("slurmctld", "slurmd")
     ]
     try:
-        wait(lambda: "idle" in _ask(environment, "sinfo", "--noheader", "--format=%T"), 60)
+        until = time.monotonic() + 60
+        while "idle" not in _ask(environment, "sinfo", "--noheader", "--format=%T"):
+            if time.monotonic() > until or any(daemon.poll() is not None for daemon in daemons):
+                said = [log.read_text().strip().splitlines()[-1:] for log in sorted(folder.glob("*.log"))]
+                pytest.skip(f"Slurm does not run on this machine, its logs end in {said}")
+            time.sleep(0.2)
         yield environment
     finally:
         _ask(environment, "scancel", "--user=root")
