@@ -8,6 +8,7 @@ import hydra
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from pipeline import config as configuration
 from pipeline import optimizer
@@ -77,6 +78,40 @@ def test_inverse_square_root_is_its_formula():
     schedule = optimizer.InverseSquareRoot(0.3, 7)
     again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
     assert float(again(20)) == float(schedule(20))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [*([f"schedule={name}"] for name in RATES), ["scaling=linear"], ["scaling=sqrt", "schedule=inverse_sqrt"]],
+    ids=" ".join,
+)
+def test_a_traced_update_uses_the_very_bits_that_a_reader_computes(overrides):
+    """Without `Literal` the traced rates differ in the last bit: at 2 to 193 of 400 updates, but for piecewise."""
+    config = compose(*overrides, "optimizer.learning_rate=0.007")
+    made = optimizer.build(config, HORIZON, 96)
+    traced = tf.function(lambda: tf.convert_to_tensor(made.learning_rate))
+    for update in range(HORIZON):
+        made.iterations.assign(update)
+        assert float(traced()) == float(made.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "first", "middle", "last"),
+    [
+        ("none", 512, 1, 1, 1),
+        ("linear", 512, 1 + 3 / 10, 1 + 3 * 5 / 10, 4),  # from the rate of the reference batch to four times that
+        ("sqrt", 512, 1 + 1 / 10, 1 + 5 / 10, 2),
+        ("linear", 32, 1 / 4, 1 / 4, 1 / 4),  # no detour over the larger rate
+        ("sqrt", 32, 1 / 2, 1 / 2, 1 / 2),
+        ("linear", 128, 1, 1, 1),
+    ],
+)
+def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
+    """Reference 128; a warm-up of 5% of 200 updates: a tenth of the way after the first, half of it after five."""
+    config = compose(f"scaling={rule}", "schedule=constant", "optimizer.learning_rate=1.0")
+    schedule = optimizer.build(config, HORIZON, batch)._learning_rate
+    found = [float(schedule(u)) if callable(schedule) else float(schedule) for u in (0, 4, 9, 10, HORIZON - 1)]
+    assert found == pytest.approx([first, middle, last, last, last], rel=1e-6)  # float32
 
 
 @pytest.mark.parametrize(("share", "updates"), [("50%", 100), ("2.5%", 5), ("0.1%", 1), ("100%", 200)])
