@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipeline import measures
 from pipeline.errors import ConfigError
-from pipeline.measures import Array
+from pipeline.measures import Array, Spread
 
 AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
 NO_RUN = "NO RUN"  # the status of a job that was planned and left nothing
@@ -59,12 +59,15 @@ class Job:
     @property
     def group(self) -> str:
         """The name without the seed: jobs of one group are repetitions."""
-        return " ".join(f"{key}={value}" for key, value in self._parts if key != "seed") or "all jobs"
+        return self._named(*(key for key, _ in self._parts if key != "seed")) or "all jobs"
 
     @property
     def family(self) -> str:
         """The name without seed and batch sizes: jobs of one family show what factor and batch do."""
-        return " ".join(f"{key}={value}" for key, value in self._parts if key != "seed" and key not in _SIZES)
+        return self._named(*(key for key, _ in self._parts if key != "seed" and key not in _SIZES))
+
+    def _named(self, *keys: str) -> str:
+        return " ".join(f"{key}={value}" if value else key for key, value in self._parts if key in keys)
 
     @property
     def _parts(self) -> list[tuple[str, str]]:
@@ -97,12 +100,14 @@ class Job:
     def seconds(self) -> Curve | None:
         """Time spent in updates, cumulative: evaluation, checkpoints and start-up are not in it.
 
-        Where only some updates were logged, each row stands for those since the row before.
+        The first update is traced while it runs, which takes seconds: it counts as a typical one. Where only some
+        updates were logged, each row stands for those since the row before.
         """
         curve = self.curves.get("perf/update_seconds")
         if curve is None:
             return None
-        return Curve(curve.steps, np.cumsum(curve.values * np.diff(curve.steps, prepend=0)))
+        each = np.where(curve.steps == 1, self.typical("perf/update_seconds"), curve.values)
+        return Curve(curve.steps, np.cumsum(each * np.diff(curve.steps, prepend=0)))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
         """`steps` on another axis of `AXES`; NaN where the run does not say."""
@@ -119,11 +124,12 @@ class Job:
         return float(curve.values[-1]) if curve is not None else float("nan")
 
     def typical(self, metric: str) -> float:
-        """The median over all rows but the first: the first update is traced while it runs."""
+        """The median over all rows but that of the first update, which is traced while it runs."""
         curve = self.curves.get(metric)
         if curve is None:
             return float("nan")
-        return float(np.median(curve.values[1:] if len(curve.values) > 1 else curve.values))
+        later = curve.values[curve.steps > 1]
+        return float(np.median(later if later.size else curve.values))
 
 
 def whole(jobs: Sequence[Job]) -> list[Job]:
@@ -134,10 +140,25 @@ def whole(jobs: Sequence[Job]) -> list[Job]:
     return list(jobs)
 
 
+def pooled(jobs: Sequence[Job], value: Callable[[Job], float]) -> Spread | None:
+    """`value` over the seeds of one group; of several groups the mean of their means.
+
+    That has no deviation: what differs between groups is not chance. Its count is the fewest seeds of a group.
+    """
+    groups: dict[str, list[float]] = {}
+    for job in jobs:
+        groups.setdefault(job.group, []).append(value(job))
+    spreads = [found for values in groups.values() if (found := measures.spread(values)) is not None]
+    if len(spreads) < 2:
+        return spreads[0] if spreads else None
+    return Spread(float(np.mean([s.mean for s in spreads])), None, min(s.count for s in spreads))
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep with all of its jobs, in the order in which they were planned."""
+    """A sweep with all of its jobs, in the order in which they were planned; `uri` is that of its store."""
 
+    uri: str
     run_id: str
     experiment_id: str
     name: str
@@ -235,7 +256,7 @@ def read(uri: str, sweep: str) -> Comparison:
     names = [*planned, *(name for name in runs if name not in planned)]
     jobs = [_job(client, name, runs.get(name)) for name in names]
     varied = sweeping.noted(tags, "sweep.varied")
-    return Comparison(info.run_id, info.experiment_id, tags["sweep.name"], info.status, varied, jobs)
+    return Comparison(uri, info.run_id, info.experiment_id, tags["sweep.name"], info.status, varied, jobs)
 
 
 def _job(client: Any, name: str, run: Any) -> Job:

@@ -33,7 +33,9 @@ def findings(family: str, jobs: list[Job], aim: Target | None) -> Iterable[Findi
     else:
         yield _largest(family, about, at, costs)
     if scale is None:
-        why = f"{NOISE} is in no run, as it takes a factor over 1"
+        logged = any(NOISE in job.curves for job in jobs)
+        why = f"no run that did not fail has a positive {NOISE}" if logged else f"{NOISE} is in no run"
+        why += "" if any((job.factor or 0) > 1 for job in jobs) else ", as it takes a factor over 1"
         yield Finding("noise_scale", f"The gradient noise scale predicts nothing here: {why}.")
         return
     values = [value for job in jobs if math.isfinite(value := noise_scale(job, aim))]
@@ -47,11 +49,12 @@ def findings(family: str, jobs: list[Job], aim: Target | None) -> Iterable[Findi
         "runs": len(values),
     }
     fit = measures.tradeoff(list(costs), [cost.mean for cost in costs.values()])
-    if fit is not None:
+    if fit is not None and min(costs) <= fit.critical <= max(costs):
         figures |= {"measured": fit.critical, "ratio": scale.mean / fit.critical}
-        text += (
-            f" The sweep measured {number(fit.critical)}: the prediction is {scale.mean / fit.critical:.2f} times that."
-        )
+        text += f" The sweep measured {number(fit.critical)}: the prediction is {figures['ratio']:.2f} times that."
+    elif fit is not None:
+        figures["extrapolated"] = fit.critical
+        text += f" The sweep's own costs extrapolate to {number(fit.critical)}, outside of what was tried."
     elif len(costs) > 1:
         text += " The sweep's own costs do not give a critical batch to set beside it"
         text += ": that takes three batches." if len(costs) < 3 else ": they do not follow the trade-off."

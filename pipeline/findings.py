@@ -10,6 +10,7 @@ from typing import Any
 from pipeline import critical, measures, target, wording
 from pipeline.comparison import NO_RUN, Comparison, Job
 from pipeline.measures import Spread
+from pipeline.sweep import again
 from pipeline.target import Target
 from pipeline.trajectories import Parting, partings
 from pipeline.wording import Finding, count, listed, number
@@ -30,15 +31,15 @@ def find(sweep: Comparison) -> list[Finding]:
             else:
                 unsaid.setdefault((finding.topic, finding.text), []).append(family)
     for (topic, text), families in unsaid.items():
-        about = f"{listed(families)}: " if len(families) < len(sweep.families) else ""
+        about = f"{listed([f or 'others' for f in families])}: " if len(families) < len(sweep.families) else ""
         found.append(Finding(topic, about + text))
     return [*found, *_next(sweep, found, pairs)]
 
 
 def _jobs(sweep: Comparison) -> Finding:
     states = Counter(job.status for job in sweep.jobs)
-    words = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "was killed", "RUNNING": "still running"}
-    words |= {NO_RUN: "left no run", "SCHEDULED": "not started"}
+    words = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "RUNNING": "still running"}
+    words |= {NO_RUN: "not started yet" if sweep.status == "RUNNING" else "without a run", "SCHEDULED": "not started"}
     text = f"{states['FINISHED']} of {count(len(sweep.jobs), 'job')} finished."
     for status, n in states.items():
         if status != "FINISHED":
@@ -78,7 +79,8 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         return Finding("trajectories", text, {**figures, "agree": True}, "difference")
     levels = "; ".join(f"above {level} from update {step}" for level, step in above.items() if step is not None)
     text = f"In {precision}, the trajectories of {subject} part: their training losses differ by "
-    text += f"{number(first)} of their value at the first update; {levels or 'never above 1e-6'}; "
+    at = "the first update" if worst.begins == 1 else f"update {worst.begins}, the first that was logged"
+    text += f"at most {number(first)} of their value at {at}; {levels or 'never above 1e-6'}; "
     if math.isfinite(worst.largest):
         text += f"at most {number(worst.largest)}, at update {worst.at} ({who})."
     else:
@@ -87,10 +89,14 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
     if early:
         layers = ", ".join(sorted({pair.dependent for pair in early} - {""}))
         text += " That is more than rounding, which cannot have been amplified yet at the first update: "
-        text += f"{layers} depend on the micro-batch they see." if layers else "the jobs compute different things."
-    elif precision == "float32":
-        text += " They started within rounding of each other, and training amplified it"
-        text += f" {number(worst.largest / worst.first)} times." if worst.first else "."
+        text += f"{layers} depend on the micro-batch they see." if layers else "the jobs compute different things"
+        text += "" if layers else ", as with dropout, of which each micro-batch draws its own."
+    elif worst.begins == 1 and worst.start is not None and math.isfinite(worst.largest):
+        step, apart = worst.start
+        amplified = worst.largest / apart
+        figures["amplified"] = amplified
+        text += f" Rounding set {who} apart by {number(apart)} at update {step}, and training amplified that "
+        text += f"{number(amplified)} times."
     return Finding("trajectories", text, {**figures, "agree": False, "rounding": not early}, "difference")
 
 
@@ -122,6 +128,8 @@ def _versus(order: list[str], spreads: dict[str, Spread], scale: wording.Scale) 
     one, other = spreads[order[0]], spreads[order[1]]
     interval = measures.difference(one, other)
     if interval is None:
+        if min(one.count, other.count) > 1:
+            return _without_chance(order[1], abs(other.mean - one.mean), one.mean, scale)
         text = f"With one seed in {order[0] if one.count == 1 else order[1]}, chance is not told from effect."
         return (
             text if len({s.count for s in spreads.values()}) > 1 else "With one seed, chance is not told from effect."
@@ -133,6 +141,12 @@ def _versus(order: list[str], spreads: dict[str, Spread], scale: wording.Scale) 
     return f"The next is {order[1]}, {wording.spread(Spread(by, half, 2), scale)} behind (95%, Welch), {verdict}."
 
 
+def _without_chance(other: str, by: float, mean: float, scale: wording.Scale) -> str:
+    if by <= EQUAL * abs(mean):
+        return f"{other} does just as well."
+    return f"The next is {other}, {number(by, scale)} behind; as neither varies over its seeds, chance is not known."
+
+
 def _by_group(sweep: Comparison, value: Callable[[Job], float]) -> dict[str, Spread]:
     spreads = {group: measures.spread([value(job) for job in jobs]) for group, jobs in sweep.groups.items()}
     return {group: spread for group, spread in spreads.items() if spread is not None}
@@ -140,7 +154,9 @@ def _by_group(sweep: Comparison, value: Callable[[Job], float]) -> dict[str, Spr
 
 def _time(sweep: Comparison, aim: Target | None) -> Finding:
     if aim is None:
-        return Finding("time_to_target", "No target can be chosen: no job has a loss that has fallen.")
+        goes = any(job.status in ("FINISHED", "RUNNING") for job in sweep.jobs)
+        why = "no job has a loss that has fallen" if goes else "no job has finished"
+        return Finding("time_to_target", f"No target can be chosen: {why}.")
     times = {group: spread for group, jobs in sweep.groups.items() if (spread := aim.spread(jobs, "seconds"))}
     n = len(aim.judged)
     those = "the one job" if n == 1 else "both jobs" if n == 2 else f"all {n} jobs"
@@ -163,6 +179,8 @@ def _time(sweep: Comparison, aim: Target | None) -> Finding:
     figures |= {"best": order[0], "seconds": best.mean, "deviation": best.deviation, "seeds": best.count}
     figures["groups"] = {group: times[group].mean for group in order}
     if len(order) > 1:
+        apart = measures.difference(best, times[order[1]])
+        figures["told_apart"] = apart is not None and abs(apart[0]) > apart[1]
         text += f"; {order[-1]} last, after {wording.spread(times[order[-1]], wording.seconds)}. "
         text += _versus(order, times, wording.seconds)
     else:
@@ -214,23 +232,31 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
     of = {finding.topic: finding for finding in reversed(found)}
     missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
     if missing:
-        command = f"pipeline sweep {sweep.name} --again {sweep.run_id}"
-        text = f"Run the {count(len(missing), 'job')} that did not finish: {command}"
-        yield Finding("next", text, {"missing": missing})
+        text = f"Run the {count(len(missing), 'job')} that did not finish: "
+        text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
+        yield Finding("next", text + again(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
+    largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     best = of["time_to_target"].figures.get("best")
     if best and len(of["time_to_target"].figures["groups"]) > 1:
-        pays = of["largest_batch"].figures.get("largest")
-        text = f"On this machine take {best}: it reached the target first."
-        text += f" With more devices, an effective batch of up to {pays} still pays." if pays else ""
+        taken = sweep.groups[best][0]
+        pays = largest.get(taken.family, {}).get("largest")
+        told = of["time_to_target"].figures["told_apart"]
+        text = f"On this machine take {best}: it reached the target first"
+        text += "." if told else ", though not by more than chance may do."
+        if pays and pays > (taken.batch or 0):
+            text += f" With more devices, an effective batch of up to {pays} still pays."
         yield Finding("next", text, {"recommended": best, "batch": pays})
-    largest = max((job.batch or 0 for job in sweep.jobs), default=0)
-    for finding in found:
-        if finding.topic == "largest_batch" and finding.figures.get("open"):
-            family, beyond = finding.figures["family"], 2 * finding.figures["largest"]
+    for family, figures in largest.items():
+        if figures["open"]:
+            beyond = 2 * figures["largest"]
             text = f"Try an effective batch of {beyond}{' with ' + family if family else ''}: none was too large yet."
             yield Finding("next", text, {"batch": beyond, "family": family})
-        if finding.topic == "noise_scale" and finding.figures.get("predicted", 0) > 2 * largest:
-            predicted = finding.figures["predicted"]
+    for finding in found:
+        if finding.topic != "noise_scale" or not finding.figures:
+            continue
+        family, predicted = finding.figures["family"], finding.figures["predicted"]
+        tried = max(job.batch or 0 for job in sweep.families[family])
+        if predicted > 2 * tried and family not in largest:  # else the sweep itself has said how far it pays
             text = f"The noise scale of {number(predicted)} is far above every batch tried: larger ones should pay."
             yield Finding("next", text, {"predicted": predicted})
     seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)

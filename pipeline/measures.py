@@ -39,7 +39,8 @@ def spread(values: Sequence[float]) -> Spread | None:
 def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
     """`other.mean − one.mean` and the half-width of its 95% interval, in the unit of the values.
 
-    Welch's interval (Welch 1947, Biometrika 34): the variances need not be equal. None where either has one value.
+    Welch's interval (Welch 1947, Biometrika 34): the variances need not be equal. None where either has one value, or
+    neither varies: then the data do not say how much chance there is.
     """
     if one.deviation is None or other.deviation is None:
         return None
@@ -48,7 +49,7 @@ def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
     parts = [s.deviation**2 / s.count for s in (one, other) if s.deviation is not None]
     variance = sum(parts)
     if variance == 0:
-        return other.mean - one.mean, 0.0
+        return None
     freedom = variance**2 / sum(part**2 / (s.count - 1) for part, s in zip(parts, (one, other), strict=True))
     return other.mean - one.mean, float(stdtrit(freedom, 0.975) * math.sqrt(variance))
 

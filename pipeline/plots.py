@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline import measures, target
-from pipeline.comparison import AXES, Comparison, Curve, Job, whole
+from pipeline.comparison import AXES, Comparison, Curve, Job, pooled, whole
 from pipeline.critical import NOISE, noise_scale
 from pipeline.target import Target
 from pipeline.trajectories import partings
@@ -93,7 +93,7 @@ def _curves(sweep: Comparison, metric: str, axis: str, aim: Target | None) -> Pl
     notes = {
         "updates": "Equal effective batches lie on one line where accumulation is exact.",
         "examples": "What it costs in data: a line further left learns more from each example.",
-        "seconds": "What it costs in time; evaluation and start-up are left out.",
+        "seconds": "What it costs in time; evaluation, start-up and the tracing of the first update are left out.",
     }
     section = "Loss" if metric.endswith("/loss") else "Metric"
     return _curve(sweep, metric, axis, section, f"{metric} by {axis}", notes[axis], level)
@@ -200,7 +200,7 @@ def _by(
     series, ticks = [], set()
     for colour, (family, jobs) in enumerate(sweep.families.items()):
         xs = sorted({x for job in jobs if (x := getattr(job, size)) is not None})
-        spreads = {x: measures.spread([value(job) for job in jobs if getattr(job, size) == x]) for x in xs}
+        spreads = {x: pooled([job for job in jobs if getattr(job, size) == x], value) for x in xs}
         points = {x: s for x, s in spreads.items() if s is not None}
         bars = [s.deviation or 0.0 for s in points.values()]
         ticks |= set(points)

@@ -118,7 +118,7 @@ class Sweep:
         print(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished", file=sys.stderr)
         whole = done == len(rows)
         if not whole or status is not None:
-            print(f"run what is missing with: {self._again()}", file=sys.stderr)
+            print(f"run what is missing with: {again(self.name, self.run_id, self.uri)}", file=sys.stderr)
         client.set_terminated(self.run_id, status or ("FINISHED" if whole else "FAILED"))
         return 0 if whole else 1
 
@@ -135,12 +135,6 @@ class Sweep:
                 lost = ""
             rows.append((name, run.info.status, " ".join(filter(None, [failure, lost]))))
         return rows
-
-    def _again(self) -> str:
-        store = "" if self.uri == "sqlite:///mlruns/mlflow.db" else f" tracking.uri={mask(self.uri)}"
-        if self.name == MULTIRUN:
-            return f"pipeline train -m … tracking.sweep={self.run_id}{store}"
-        return f"pipeline sweep {self.name} --again {self.run_id}{store}"
 
     def _settled(self) -> dict[str, Any]:
         """The children, none of them RUNNING: a job's shipper outlives the job by some seconds.
@@ -162,6 +156,14 @@ class Sweep:
 
 
 _current: Sweep | None = None
+
+
+def again(name: str, run_id: str, uri: str) -> str:
+    """The command that runs what is missing of the sweep `run_id` in the store `uri`."""
+    store = "" if uri == "sqlite:///mlruns/mlflow.db" else f" tracking.uri={mask(uri)}"
+    if name == MULTIRUN:
+        return f"pipeline train -m … tracking.sweep={run_id}{store}"
+    return f"pipeline sweep {name} --again {run_id}{store}"
 
 
 def begin(config: DictConfig, jobs: Sequence[Job], varied: Sequence[str]) -> Sweep:

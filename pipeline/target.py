@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipeline import measures
-from pipeline.comparison import AXES, Comparison, Job, whole
+from pipeline.comparison import AXES, Comparison, Job, pooled, whole
 from pipeline.measures import Spread
 
 EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
@@ -38,7 +39,7 @@ class Target:
         judged = [job for job in jobs if job.name in self.judged]
         if not judged or any(job.name not in self.costs for job in judged):
             return None
-        return measures.spread([self.costs[job.name][axis] for job in judged])
+        return pooled(judged, lambda job: self.costs[job.name].get(axis, math.nan))
 
 
 def choose(sweep: Comparison) -> Target | None:

@@ -30,6 +30,7 @@ class Parting:
         one, other: their names; the first has the smallest factor.
         curve: the relative difference of their training losses at each update that both logged.
         first: at the first of them.
+        start: the first update at which it is not zero, and how much it is there; None where it is zero throughout.
         largest: over all of them; `at` is the update.
         above: the first update at which it exceeds each of `THRESHOLDS`; None where it never does.
         dependent: layers whose output depends on the micro-batch they see; empty where there are none.
@@ -40,6 +41,7 @@ class Parting:
     precision: str
     curve: Curve
     first: float
+    start: tuple[int, float] | None
     largest: float
     at: int
     above: dict[str, int | None]
@@ -50,9 +52,14 @@ class Parting:
         return self.largest <= AGREEMENT.get(self.precision, AGREEMENT["float32"])
 
     @property
+    def begins(self) -> int:
+        """The first update that both logged."""
+        return int(self.curve.steps[0])
+
+    @property
     def from_the_start(self) -> bool:
         """They differ before anything could have amplified rounding: then it is something else."""
-        return self.first > FIRST.get(self.precision, FIRST["float32"])
+        return self.begins == 1 and self.first > FIRST.get(self.precision, FIRST["float32"])
 
 
 def partings(sweep: Comparison) -> list[Parting]:
@@ -87,6 +94,7 @@ def _compare(one: Job, other: Job) -> Parting | None:
         one.precision,
         Curve(steps, differences),
         float(differences[0]),
+        next(((int(s), float(d)) for s, d in zip(steps, differences, strict=True) if d > 0), None),
         float(differences.max()),
         int(steps[differences.argmax()]),
         {name: measures.first_above(steps, differences, level) for name, level in THRESHOLDS.items()},

@@ -59,7 +59,7 @@ def number(value: float, scale: Scale = plain) -> str:
 
 def spread(value: Spread, scale: Scale = plain) -> str:
     """`mean ± deviation`, to two digits of the deviation; the mean alone where there is one value."""
-    if value.deviation is None:
+    if value.deviation is None or not math.isfinite(value.deviation):
         return number(value.mean, scale)
     by, unit = scale(value.mean)
     mean, deviation = value.mean / by, value.deviation / by

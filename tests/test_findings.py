@@ -106,7 +106,7 @@ def test_float32_trajectories_part_where_they_were_made_to(store):
     assert (figures["at"], figures["pairs"], figures["updates"]) == (120, 2, 120)
     assert not figures["agree"]
     assert figures["rounding"]
-    assert "amplified it 84281 times" in finding.text
+    assert "amplified that 84281 times" in finding.text
 
 
 def test_float64_trajectories_agree(store):
