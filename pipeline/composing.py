@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins import pipeline_launcher, pipeline_search
+from pipeline import again, showing
 from pipeline import config as configuration
-from pipeline import showing
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
 from pipeline.refusal import COMPOSITION, refusing
@@ -60,30 +59,41 @@ def sweep(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(sweeps())}")
     parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
     if not arguments:
         raise ConfigError("NAME", "must name a sweep", "", sweeps())
     options, rest = parser.parse_known_args(list(arguments))
     if options.name not in sweeps():
         raise ConfigError("NAME", "must name a sweep", options.name, sweeps())
-    command = ["--config-dir", str(sweeps()[options.name].parent), "--config-name", options.name, *rest]
+    file = ["--config-dir", str(sweeps()[options.name].parent), "--config-name", options.name]
+    if folders := _searched(options):
+        file.append(f"hydra.searchpath=[{','.join(folders)}]")
     if options.again:
         from pipeline import sweep as sweeping
 
         # What is swept composes to no one config.
-        where = [argument for argument in rest if argument.startswith("tracking")]
-        parent = sweeping.find(composed([*command[:4], *where]).tracking.uri, options.again)
+        where = [argument for argument in rest if argument.startswith(("tracking.", "trust.", "dataset.data_dir="))]
+        own = composed([*file, *where])
+        parent = sweeping.find(own.tracking.uri, options.again)
         if parent.data.tags["sweep.name"] != options.name:
             raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
-        recorded = json.loads(parent.data.tags["sweep.overrides"])
         # What is given now counts more: Hydra takes the last.
-        command = [*command[:4], *recorded, *command[4:], f"tracking.sweep={parent.info.run_id}"]
-    return train(["-m", *command])
+        rest = [*again.replayed(parent.data.tags, rest, own), *rest, f"tracking.sweep={parent.info.run_id}"]
+    return train(["-m", *file, *rest])
 
 
 def sweeps() -> dict[str, Path]:
     """The sweep files by name; those of this folder come before those of the package."""
     folders = [Path(configuration.directory("sweeps")), Path("sweeps").absolute()]
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+
+
+def _searched(options: argparse.Namespace) -> list[str]:
+    """Where Hydra looks beside the folder of the sweep: in the user's groups, and in the package's sweeps."""
+    ours = Path(configuration.directory("sweeps"))
+    folders = [Path(options.config_dir).absolute()] if options.config_dir else []
+    folders += [ours] if sweeps()[options.name].parent != ours else []
+    return [f'"file://{folder}"' for folder in folders]
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pipeline import critical, measures, target, wording
+from pipeline import again, critical, measures, target, wording
 from pipeline.comparison import NO_RUN, Comparison, Job
 from pipeline.measures import Spread
-from pipeline.sweep import again
 from pipeline.target import Target
 from pipeline.trajectories import Parting, partings
 from pipeline.wording import Finding, count, listed, number
@@ -234,7 +233,7 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
     if missing:
         text = f"Run the {count(len(missing), 'job')} that did not finish: "
         text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
-        yield Finding("next", text + again(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
+        yield Finding("next", text + again.command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     best = of["time_to_target"].figures.get("best")
     if best and len(of["time_to_target"].figures["groups"]) > 1:

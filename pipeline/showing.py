@@ -22,7 +22,9 @@ def opened(sweep: Sweep) -> None:
     from pipeline import saved_view
 
     fragment = _describe(sweep, [])
-    print(f"compare its runs: {saved_view.link(sweep.uri, fragment)}", file=sys.stderr)
+    link = saved_view.link(sweep.uri, fragment)
+    served = " (once `pipeline ui` runs)" if link.startswith(saved_view.LOCAL) else ""
+    print(f"compare its runs: {link}{served}", file=sys.stderr)
 
 
 def concluded(sweep: Sweep) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import showing
+from pipeline import again, alive, showing
 from pipeline.errors import ConfigError
-from pipeline.masking import mask
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
-MULTIRUN = "multirun"  # the name of a sweep that has no file
 LAST = ("val", "train")  # splits whose last loss a job gives, the first of them that it has
 WORST = float("inf")
 LONGEST_TAG = 5000  # characters; what every MLflow store takes
@@ -53,6 +52,7 @@ class Sweep:
         varied, metrics: config keys in which they differ, and what they measure beside the loss.
         lost: why a job gave no result, by its name.
         ended: when a job's process ended, by its name.
+        closed: set when the parent run is about to end.
     """
 
     uri: str
@@ -64,6 +64,7 @@ class Sweep:
     metrics: list[str] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
+    closed: threading.Event = field(default_factory=threading.Event)
 
     def client(self) -> Any:
         """Of the store."""
@@ -105,6 +106,7 @@ class Sweep:
             0 when every job finished, else 1.
         """
         client = client_of(self.uri)
+        self.closed.set()
         try:
             rows = self._rows(self._settled(), interrupted=status == "KILLED")
             self.note("sweep.lost", json.dumps(self.lost))
@@ -118,7 +120,7 @@ class Sweep:
         print(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished", file=sys.stderr)
         whole = done == len(rows)
         if not whole or status is not None:
-            print(f"run what is missing with: {again(self.name, self.run_id, self.uri)}", file=sys.stderr)
+            print(f"run what is missing with: {again.command(self.name, self.run_id, self.uri)}", file=sys.stderr)
         client.set_terminated(self.run_id, status or ("FINISHED" if whole else "FAILED"))
         return 0 if whole else 1
 
@@ -141,29 +143,19 @@ class Sweep:
 
         Where it did not, because the machine or Slurm ended it with the job, the run is closed from here.
         """
-        begun = time.monotonic()
         while True:
             children = self.children()
             running = {name: run for name, run in children.items() if run.info.status == "RUNNING"}
-            if not running:
+            mine = {name: run for name, run in running.items() if name in self.ended}
+            if not mine:
                 return children
-            for name, run in running.items():
-                if time.monotonic() > self.ended.get(name, begun) + PATIENCE:
-                    client = client_of(self.uri)
-                    client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
-                    client.set_terminated(run.info.run_id, "KILLED")
+            for name, run in mine.items():
+                if time.monotonic() > self.ended[name] + PATIENCE:
+                    alive.close_lost(client_of(self.uri), run)
             time.sleep(0.5)
 
 
 _current: Sweep | None = None
-
-
-def again(name: str, run_id: str, uri: str) -> str:
-    """The command that runs what is missing of the sweep `run_id` in the store `uri`."""
-    store = "" if uri == "sqlite:///mlruns/mlflow.db" else f" tracking.uri={mask(uri)}"
-    if name == MULTIRUN:
-        return f"pipeline train -m … tracking.sweep={run_id}{store}"
-    return f"pipeline sweep {name} --again {run_id}{store}"
 
 
 def begin(config: DictConfig, jobs: Sequence[Job], varied: Sequence[str]) -> Sweep:
@@ -177,10 +169,11 @@ def begin(config: DictConfig, jobs: Sequence[Job], varied: Sequence[str]) -> Swe
     global _current
     if _current is None:
         file = config.hydra.job.config_name
-        name = MULTIRUN if file == "config" else file
+        name = again.MULTIRUN if file == "config" else file
         _current = _again(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
         _current.varied, _current.metrics = list(varied), [str(name) for name in config.training.metrics]
         _current.plan(jobs, varied)
+        alive.beat(_current.client(), _current.run_id, _current.closed)
         showing.opened(_current)
     else:
         _current.plan(jobs, varied)
@@ -259,9 +252,8 @@ def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence
     except StoreError as error:
         raise ConfigError("tracking.uri", f"must be a store that answers ({error})", config.tracking.uri) from error
     # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
-    task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # what they refer to may be secret
-    given = [text for text in task if not text.lstrip("+").startswith("tracking.uri=")]
-    overrides = [mask(text) for text in given]
+    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # what they refer to may be secret
+    overrides = again.recordable([*given["hydra"], *given["task"]])
     tags = {
         "sweep.name": name,
         "sweep.overrides": json.dumps(overrides),
@@ -283,10 +275,11 @@ def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence
 
 def _again(config: DictConfig, name: str) -> Sweep:
     parent = find(config.tracking.uri, config.tracking.sweep)
-    client = client_of(config.tracking.uri)
-    client.update_run(parent.info.run_id, "RUNNING")
     names = noted(parent.data.tags, "sweep.jobs")
-    return Sweep(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, name, names)
+    taken = Sweep(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, name, names)
+    alive.take_over(client_of(config.tracking.uri), parent, taken.children().values())
+    client_of(config.tracking.uri).update_run(parent.info.run_id, "RUNNING")
+    return taken
 
 
 def _param(key: str, value: Any) -> Any:

@@ -222,17 +222,21 @@ def processes_in(folder: Path) -> list[str]:
 
 
 def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interrupted(tmp_path):
-    """Optuna's choices are the seed's: what finished is not run again, and counts as it did."""
-    search = ("sweep", "search_learning_rate", *TINY, "accumulation.factor=1,4", "hydra.sweeper.trials=3")
-    first = pipeline(*search, "hydra.sweeper.trials=2", cwd=tmp_path)
+    """Optuna's choices are the seed's: what finished is not run again, and counts as it did.
+
+    `--again` needs no override again; one that is given counts more than the recorded one.
+    """
+    search = ("sweep", "search_learning_rate")
+    first = pipeline(*search, *TINY, "accumulation.factor=1,4", "hydra.sweeper.trials=2", cwd=tmp_path)
     store = Store(tmp_path)
     parent, before = parent_and_children(store)
-    more = pipeline(*search, "--again", parent.info.run_id, cwd=tmp_path)
+    more = pipeline(*search, "--again", parent.info.run_id, "hydra.sweeper.trials=3", cwd=tmp_path)
     parent, after = parent_and_children(store)
     assert parent.info.status == "FINISHED"
     assert len(before) == 2
     assert len(after) == 3
     assert all(len(runs) == 1 for runs in after.values())
+    assert all(run.data.params["training.epochs"] == "1" for (run,) in after.values())
     losses = {name: run.data.metrics["val/loss"] for name, (run,) in after.items()}
     best = json.loads(parent.data.tags["sweep.best"])
     assert best["loss"] == min(losses.values())

@@ -52,7 +52,7 @@ class _Sweeping(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         # In the order of their numbers; the name of a job is known before any of them starts.
-        with _sigterm_interrupts():
+        with _signals_interrupt():
             composed = [self._composed(overrides) for overrides in job_overrides]
             jobs, varied = self._jobs(job_overrides, [settings for _, settings in composed], initial_job_idx)
             places: queue.Queue[list[str]] = queue.Queue()
@@ -141,10 +141,11 @@ class _Sweeping(Launcher):
         except Exception as error:  # the process died; what it had logged is in its run
             current.lost[job.name] = str(error) or type(error).__name__
             returned = _gave(float("inf"))
+        finally:
+            current.ended[job.name] = time.monotonic()
         if returned.status == JobStatus.FAILED:
             current.lost[job.name] = (str(returned._return_value).splitlines() or ["failed"])[0]
             returned = _gave(float("inf"))
-        current.ended[job.name] = time.monotonic()
         _say(f"  {job.name}: ended after {time.monotonic() - began:.0f} s")
         return returned
 
@@ -246,10 +247,17 @@ class SlurmLauncher(_Submitting, submitit_launcher.SlurmLauncher):
     def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
         if shutil.which("sbatch") is None:
             raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
-        wanted = [max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name == "gpu"]
-        if wanted and self.params.get("gpus_per_node") is None:
-            self.params["gpus_per_node"] = max(wanted)
+        wanted = max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
+        asked = [key for key in ("gpus_per_node", "gpus_per_task", "gres") if self.params.get(key) is not None]
+        if wanted and not asked and (self._has_gpus() or any(h.device.name == "gpu" for h in hardware)):
+            self.params["gpus_per_node"] = wanted
         return [[] for _ in range(self.params.get("array_parallelism") or 256)]
+
+    def _has_gpus(self) -> bool:
+        """Whether the nodes that a job may come to have GPUs to give."""
+        partition = [f"--partition={self.params['partition']}"] if self.params.get("partition") else []
+        answer = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True)
+        return "gpu" in answer.stdout
 
     def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
         device = config.hardware.device
@@ -370,13 +378,15 @@ def _runs(process: Any, module: str) -> bool:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the jobs as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, end the jobs as Ctrl-C does."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # as nohup wants it
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(*_: Any) -> None:

@@ -75,7 +75,7 @@ class SearchSweeper(Sweeper):
                     study.tell(trial, loss)
                 else:
                     study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            tried += zip(losses, jobs, strict=True)
+            tried += [(loss if math.isfinite(loss) else math.inf, job) for loss, job in zip(losses, jobs, strict=True)]
         self._report(*min(tried), {key for key in space if space[key].is_sweep_override()})
 
     def _report(self, loss: float, job: Sequence[str], swept: set[str]) -> None:

@@ -1,0 +1,62 @@
+"""Whether a sweep that the store calls RUNNING still has a process that works on it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline.errors import ConfigError
+
+ALIVE = "sweep.alive"  # tag of the parent: when its process last said that it works on it, in ms since the epoch
+# Of a job: the second comes every few seconds, also where an update takes minutes.
+SIGNS = ("train/loss", "system/cpu_utilization_percentage")
+HEARTBEAT, GONE = 20.0, 120.0  # seconds between two signs of life, and of silence after which a process is gone
+
+
+def beat(client: Any, run_id: str, closed: threading.Event) -> None:
+    """Tells the store again and again, from a thread, that this process works on the sweep; until `closed` is set."""
+
+    def tell() -> None:
+        while not closed.is_set():
+            with contextlib.suppress(Exception):  # the store may be away for a while
+                client.set_tag(run_id, ALIVE, str(_now()))
+            closed.wait(HEARTBEAT)
+
+    threading.Thread(target=tell, daemon=True).start()
+
+
+def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
+    """Closes the runs that were left RUNNING by processes that are gone.
+
+    Args:
+        client: of the store.
+        parent: the sweep's run.
+        children: its jobs' runs.
+
+    Raises:
+        ConfigError: a process of the sweep has lately given a sign of life.
+    """
+    running = [run for run in children if run.info.status == "RUNNING"]
+    signs = [int(parent.data.tags.get(ALIVE, 0))] if parent.info.status == "RUNNING" else []
+    for run in running:
+        histories = [client.get_metric_history(run.info.run_id, key) for key in SIGNS if key in run.data.metrics]
+        signs += [run.info.start_time, *(point.timestamp for history in histories for point in history)]
+    silence = (_now() - max(signs, default=0)) / 1000
+    if silence < GONE:
+        rule = f"must have ended: {silence:.0f} s ago it still gave a sign of life ({GONE:.0f} s of silence are enough)"
+        raise ConfigError("SWEEP", rule, parent.info.run_id)
+    for run in running:
+        close_lost(client, run)
+
+
+def close_lost(client: Any, run: Any) -> None:
+    """Ends the run of a job that can no longer do so itself."""
+    client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
+    client.set_terminated(run.info.run_id, "KILLED")
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
