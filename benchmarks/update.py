@@ -8,6 +8,9 @@ apply. Both are measured alone, with nothing summed, in two forms:
             loop variables, or the graph optimiser would prune the backward passes whose results nobody reads
 
 The apply is one call of a traced function on gradients that are there already.
+
+The update is also measured with the gradient noise scale in each: a run measures it in every tenth by default, and
+pays a tenth of that.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.models import EFFECTIVE, FACTOR, MICRO
 from benchmarks.turns import alternate, repeats
 from pipeline.accumulation import Update
+from pipeline.config import TrackingConfig
 
 
 def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
-    """Two figures, one for each form of the limit."""
+    """A figure for each form of the limit, and one for the gradient noise scale."""
     parts = contenders(name, xla)
     count = repeats(parts["update"], seconds)
     times = alternate({part: _repeated(call, count) for part, call in parts.items()}, rounds)
@@ -38,6 +42,11 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
         figures.append(
             Figure("update", name, what, ratios(limit, times["update"]), "", shown, "examples/s", at_least=0.90)
         )
+    shown = {part: EFFECTIVE / best[part] for part in ("update", "with noise")}
+    every = TrackingConfig.noise_every
+    over = [1 + (ratio - 1) / every for ratio in ratios(times["with noise"], times["update"])]
+    what = f"with noise scale, 1 in {every} ÷ without"
+    figures.append(Figure("update", name, what, over, "", shown, "examples/s", at_most=1.03))
     return figures
 
 
@@ -70,19 +79,23 @@ def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
     def apply() -> None:
         optimizer.apply(some, model.trainable_variables)
 
-    update = Update(model, loss, optimizer, MICRO, jit_compile=xla)
+    def update(noise_every: int) -> Callable[[], Any]:
+        update = Update(model, loss, optimizer, MICRO, noise_every=noise_every, jit_compile=xla)
 
-    # As the training loop traces it: the number of examples is not known.
-    @tf.function(input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype), tf.TensorSpec([None], y.dtype)])
-    def whole(x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
-        return update((x, y))
+        # As the training loop traces it: the number of examples is not known.
+        @tf.function(input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype), tf.TensorSpec([None], y.dtype)])
+        def whole(x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
+            return update((x, y))
+
+        return lambda: whole(x, y)
 
     cut = [(x[start : start + MICRO], y[start : start + MICRO]) for start in range(0, EFFECTIVE, MICRO)]
     return {
         "calls": lambda: [passes(*part) for part in cut][-1],
         "strict": lambda: strict(x, y),
         "apply": apply,
-        "update": lambda: whole(x, y),
+        "update": update(noise_every=0),
+        "with noise": update(noise_every=1),
     }
 
 

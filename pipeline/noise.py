@@ -25,7 +25,8 @@ DECAY = 0.9  # of the moving averages, for each update that is measured
 
 def square(gradients: Sequence[tf.Tensor | tuple[()]]) -> tf.Tensor:
     """Σ of the squares of all entries, scalar; `()` stands for a gradient that is not there."""
-    return tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients if not isinstance(gradient, tuple)])
+    # In one pass over each: squares that are written down first cost three times as much.
+    return 2 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients if not isinstance(gradient, tuple)])
 
 
 def estimate(

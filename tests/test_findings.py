@@ -270,3 +270,107 @@ def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
     assert found(made)["next"].figures["missing"] == names[1:]
     Sweep(store.uri, made.run_id, made.experiment_id).note("sweep.jobs", json.dumps(names[:150]))  # two tags of four
     assert found(made)["next"].figures["missing"] == names[1:150]
+
+
+# --- what must not be claimed ---
+
+
+def test_the_tracing_of_the_first_update_is_no_training_time(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    loss = 2 * 0.9 ** np.arange(20)
+    for factor, tracing in ((1, 9.7), (2, 0.3)):
+        seconds = [tracing, *[0.01 * factor] * 19]
+        curves = {"train/loss": loss, "perf/update_seconds": seconds}
+        made.job(f"factor={factor}", curves, factor=factor)
+    figures = found(made)["time_to_target"].figures
+    assert figures["groups"] == pytest.approx({"factor=1": 20 * 0.01, "factor=2": 20 * 0.02})
+    assert figures["best"] == "factor=1"
+
+
+def test_rounding_that_starts_after_the_first_update_has_its_amplification(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    loss = 2 * 0.99 ** np.arange(30)
+    apart = np.concatenate([[0, 0], 1e-7 * 1.5 ** np.arange(28)])  # bit-equal for two updates
+    made.job("factor=1", {"train/loss": loss})
+    made.job("factor=2", {"train/loss": loss * (1 - apart)}, factor=2)
+    finding = found(made)["trajectories"]
+    assert finding.figures["amplified"] == pytest.approx(1.5**27, rel=1e-3)  # 1e-7 of a loss has three digits left
+    assert "at most 0 of their value at the first update" in finding.text
+    assert "apart by 1e-7 at update 3, and training amplified that 56815 times" in finding.text
+
+
+def test_what_was_not_logged_is_not_called_more_than_rounding(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    steps = range(20, 121, 20)  # tracking.log_every=20
+    for factor in (1, 2):
+        loss = {step: 2 * 0.99**step * (1 - (factor - 1) * 1e-7 * 1.1**step) for step in steps}
+        made.job(f"factor={factor}", {"train/loss": loss}, factor=factor)
+    finding = found(made)["trajectories"]
+    assert "at update 20, the first that was logged" in finding.text
+    assert "more than rounding" not in finding.text
+    assert finding.figures["rounding"]
+
+
+def test_the_batch_that_still_pays_is_that_of_the_recommended_family(store):
+    names = [f"optimizer={name} factor={f} batch={32 * f}" for name in ("sgd", "adam") for f in (1, 2, 4)]
+    made = Made(store, names, ["optimizer", "accumulation.factor"])
+    for name in names:
+        factor = int(name.split("factor=")[1][0])
+        # sgd needs as many updates at any batch; adam pays to the largest batch, and is the fastest there
+        rate = 0.9 if "sgd" in name else 0.8**factor
+        loss = dict(enumerate(2 * rate ** np.arange(1, 81), start=1))
+        curves = {"train/loss": list(loss.values()), "val/loss": loss}
+        made.job(name, curves, factor=factor, batch=32 * factor, seconds=0.01 if "sgd" in name else 0.001)
+    every = findings.find(comparison.read(store.uri, made.run_id))
+    assert {f.figures["family"]: f.figures["largest"] for f in every if f.topic == "largest_batch"} == {
+        "optimizer=sgd": 32,
+        "optimizer=adam": 128,
+    }
+    recommended = next(f for f in every if "recommended" in f.figures)
+    assert recommended.figures == {"recommended": "optimizer=adam factor=4 batch=128", "batch": 128}
+    assert "still pays" not in recommended.text  # it is the recommended one
+    assert "not by more than chance may do" in recommended.text  # one seed
+
+
+def test_what_differs_between_groups_is_no_error_bar(store):
+    names = [f"factor={factor} batch={batch}" for factor in (1, 2) for batch in (32, 64, 128)]
+    made = Made(store, names, ["accumulation.factor", "accumulation.effective_batch_size"])
+    for name in names:
+        factor, batch = int(name[7]), int(name.split("batch=")[1])
+        loss = 2 * 0.9 ** (np.arange(1, 41) * 32 / batch)
+        made.job(name, {"train/loss": loss, "val/accuracy": {40: batch / 128}}, factor=factor, batch=batch)
+    sweep = comparison.read(store.uri, made.run_id)
+    by_factor = next(plot for plot in plots.draw(sweep) if plot.key == "final_by_factor")
+    assert [list(series.error) for series in by_factor.series] == [[0, 0]]
+    assert list(by_factor.series[0].y) == pytest.approx([(32 + 64 + 128) / 3 / 128] * 2)
+    assert "With one seed at some batch, this is one observation" in found(made)["largest_batch"].text
+
+
+def test_equal_results_of_all_seeds_are_no_certainty(store):
+    names = [f"factor={factor} seed={seed}" for factor in (1, 2) for seed in range(3)]
+    made = Made(store, names, ["accumulation.factor", "seed"])
+    for name in names:
+        accuracy = (176 if "factor=1" in name else 175) / 180  # of 180 examples: all seeds may well be equal
+        curves = {"train/loss": [2, 1], "val/accuracy": {2: accuracy}}
+        made.job(name, curves, factor=int(name[7]), seed=int(name[-1]))
+    finding = found(made)["final"]
+    assert finding.figures["difference"] is None
+    assert "so they differ" not in finding.text
+    assert (
+        "The next is factor=2, 0.005556 behind; as neither varies over its seeds, chance is not known" in finding.text
+    )
+
+
+def test_a_critical_batch_outside_of_what_was_tried_was_not_measured(store):
+    finding = found(synthetic.at_fixed_micro_batch(store, critical=5000.0))["noise_scale"]
+    assert finding.figures["extrapolated"] == pytest.approx(5000, rel=1e-2)  # the losses are logged at 40 updates
+    assert "measured" not in finding.figures
+    assert "extrapolate to" in finding.text
+
+
+def test_a_sweep_without_a_file_is_run_again_as_it_was_run(store):
+    made = Made(store, ["seed=0"], name="multirun")
+    made.end("FAILED")
+    every = findings.find(comparison.read(store.uri, made.run_id))
+    text = next(f.text for f in every if "missing" in f.figures)
+    assert f"pipeline train -m … tracking.sweep={made.run_id} tracking.uri={store.uri}" in text
