@@ -36,7 +36,7 @@ bench: $(STAMP) ## the benchmarks, as ratios
 ui: $(STAMP) ## MLflow's UI on the default store, on 127.0.0.1
 	$(RUN) pipeline ui $(ARGS)
 
-screenshot: $(STAMP) ## the README's picture of a run, in a real browser; ARGS=sweep its picture of a sweep
+screenshot: $(STAMP) ## the README's picture of a run, in a real browser; ARGS=sweep, ARGS=trajectories the others
 	$(RUN) docs.screenshot $(ARGS)
 
 lock: ## requirements*.lock again from pyproject.toml; ARGS=--upgrade for newer versions

@@ -1,12 +1,15 @@
-"""python -m docs.screenshot [run|sweep] — trains, and writes docs/run.png or docs/sweep.png: what MLflow's UI shows.
+"""python -m docs.screenshot [run|sweep|trajectories] — trains, and writes docs/run.png, sweep.png or trajectories.png.
 
-run, the default: the charts of one run; about two minutes. sweep: the page that compares the 15 runs of
-`pipeline sweep factor_at_fixed_micro_batch`; about eight minutes. Needs Debian's chromium and chromium-driver.
+run, the default: the charts of one run in MLflow's UI; about two minutes. sweep: the page that compares the 15 runs of
+`pipeline sweep factor_at_fixed_micro_batch`; about eight minutes. trajectories: the plot in the report of `pipeline
+sweep factor_at_fixed_effective_batch`, in float32 and float64; about four minutes. The first two need Debian's chromium
+and chromium-driver.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,11 +36,19 @@ SETTLE = 2.0  # seconds for the charts to take their final size
 def main(of: str = "run") -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = f"sqlite:///{folder}/mlruns/mlflow.db"
-        verb = {"run": ["train"], "sweep": ["sweep", "factor_at_fixed_micro_batch"]}[of]
+        verb = {
+            "run": ["train"],
+            "sweep": ["sweep", "factor_at_fixed_micro_batch"],
+            "trajectories": ["sweep", "factor_at_fixed_effective_batch", "hardware.precision=float32,float64"],
+        }[of]
         overrides = ["tracking.log_model=false", "tracking.system_metrics=false"]
         subprocess.run([sys.executable, "-m", "pipeline", *verb, *overrides], cwd=folder, check=True)
         client = MlflowClient(store)
         (experiment,) = client.search_experiments(filter_string="name = 'pipeline'")
+        if of == "trajectories":
+            (parent,) = client.search_runs([experiment.experiment_id], "tags.`sweep.name` != ''")
+            shutil.copy(client.download_artifacts(parent.info.run_id, "report/difference.png"), HERE / f"{of}.png")
+            return
         with server(store) as address, browser() as chrome:
             photograph = {"run": photograph_run, "sweep": photograph_sweep}[of]
             photograph(chrome, address, client, experiment.experiment_id)
