@@ -270,6 +270,16 @@ def test_one_wrong_job_refuses_the_sweep_and_leaves_nothing(tmp_path, arguments,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_password_in_a_config_file_is_refused_as_the_files_of_a_sweep_would_hold_it(tmp_path):
+    own = tmp_path / "conf" / "tracking" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("uri: http://me:Hunter77@127.0.0.1:9\n")
+    done = pipeline("train", "-m", "--config-dir", "conf", "tracking=mine", "seed=0,1", cwd=tmp_path, status=2)
+    assert "tracking.uri must come to a sweep as an override" in done.stderr
+    assert "Hunter77" not in done.stderr
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [own]
+
+
 # Launchers, sweep files, names
 
 

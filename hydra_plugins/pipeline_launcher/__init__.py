@@ -38,6 +38,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pipeline import config as configuration
 from pipeline import sweep
 from pipeline.errors import ConfigError
+from pipeline.masking import mask
 
 GRACE = 60.0  # seconds for a job to close its run before it is killed
 SLURM_INTERVAL = 5.0  # seconds between two questions to Slurm, whatever the number of jobs
@@ -105,6 +106,7 @@ class _Sweeping(Launcher):
                 config.hydra.runtime.output_dir = str(Path(config.hydra.sweep.dir).absolute() / "0")
                 HydraConfig.instance().set_config(config)
                 config.pop("hydra")
+                _refuse_secrets(config)
                 return config, self._check(config, overrides)
         finally:
             HydraConfig.instance().cfg = before
@@ -364,6 +366,14 @@ def visible_gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         count = len(glob.glob("/dev/nvidia[0-9]*"))
     return [str(number) for number in range(count)]
+
+
+def _refuse_secrets(config: DictConfig) -> None:
+    """A sweep's config goes to its jobs through files, which must not hold what is to be masked everywhere."""
+    for key, value in configuration.leaves(OmegaConf.to_container(config, resolve=False)).items():
+        if isinstance(value, str) and mask(value) != value:
+            rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}: it holds a secret"
+            raise ConfigError(key, rule, value)
 
 
 def _say(text: str) -> None:
