@@ -1,0 +1,51 @@
+"""What the package imports is what its wheel asks for: the development group is not there where it is installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib import metadata
+
+from tests.running import ROOT
+
+OURS = {"pipeline", "hydra_plugins"}
+
+
+def normal(requirement: str) -> str:
+    """The name of a distribution as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.\-]+", requirement)[0]).lower()
+
+
+def imported() -> dict[str, set[str]]:
+    """Every top-level module that is not of the standard library, and the files that import it."""
+    found: dict[str, set[str]] = {}
+    for path in (path for folder in OURS for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            for name in {name.split(".")[0] for name in names} - OURS - sys.stdlib_module_names:
+                found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_every_import_is_of_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
+    declared = {normal(requirement) for requirement in [*project["dependencies"], *extras]}
+    providers = metadata.packages_distributions()
+    assert "tensorflow" in imported()
+    undeclared = {
+        name: files for name, files in imported().items() if not declared & set(map(normal, providers.get(name, [])))
+    }
+    assert undeclared == {}
+
+
+def test_both_locks_pin_every_dependency_without_an_address():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for lock in ("requirements.lock", "requirements-gpu.lock"):
+        text = (ROOT / lock).read_text(encoding="utf-8")
+        pinned = {normal(line) for line in text.splitlines() if re.match(r"[\w.\-]+(\[.*\])?==", line)}
+        assert {normal(requirement) for requirement in project["dependencies"]} <= pinned
+        assert "://" not in text
