@@ -85,6 +85,7 @@ def run(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     settings = configuration.check(config, overrides)
+    _check_fresh(run_dir, config)
     configuration.plain(config)  # an interpolation that leads nowhere is a config error as well
     journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
@@ -94,6 +95,13 @@ def run(
         journal.abandon()
         raise
     return _train(config, overrides, prepared, journal, run_dir, tags)
+
+
+def _check_fresh(run_dir: Path, config: DictConfig) -> None:
+    """A journal is of one run: a second one in it would never be shipped."""
+    if (run_dir / "journal.jsonl").exists():
+        key = "hydra.run.dir" if config.tracking.sweep is None else "hydra.sweep.dir"
+        raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
 
 
 def _prepare(

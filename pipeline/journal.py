@@ -75,13 +75,13 @@ class Journal:
         """Creates the run.
 
         Args:
-            path: of the journal file, which is created.
+            path: of the journal file, which must not exist yet.
             run: `experiment`, `name`, `params`, `tags`, `inputs`, `system_metrics`.
 
         Returns:
             `run_id`, `experiment_id`.
         """
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("x", encoding="utf-8")
         self.write({"start": run, "time": _now()})
         self.flush()
         self._send({"start": str(path)})
