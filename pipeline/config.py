@@ -6,6 +6,7 @@ Imports neither TensorFlow nor MLflow: a wrong config is refused in under a seco
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,18 +18,18 @@ from urllib.parse import urlsplit
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from pipeline import batching
+from pipeline import batching, settling
 from pipeline.errors import ConfigError
 from pipeline.refusal import refusing
 
+LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
-_NAME_RULE = "letters, digits and _.-/: up to 250 of them"
-_OUR_METRICS = {"loss", "learning_rate", "gradient_norm", "gradient_noise_scale"} | {
-    "effective_batch_size",
-    "micro_steps",
-    "examples_seen",
-    "epoch",
+_NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
+_OUR_METRICS = {
+    *("loss", "learning_rate", "gradient_norm", "gradient_noise_scale", "skipped_updates"),
+    *("gradient_variance", "gradient_square"),  # of which the noise scale is made
+    *("effective_batch_size", "micro_steps", "examples_seen", "epoch"),
 }
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
@@ -153,13 +154,15 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
     if missing:
         raise ConfigError(missing[0], "must be given")
     _check_targets(config)
+    _check_clipping(config.optimizer)
+    _check_counts(config)
     for leaf in leaves(plain(config)):
-        if not _NAME.fullmatch(leaf):
+        if not _is_name(leaf):
             raise ConfigError(leaf, f"must be a name that MLflow takes for a param: {_NAME_RULE}", leaf)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    horizon, length = _settle_horizon(config, named)
+    horizon, length = settling.horizon(config, named)
     _check_hardware(config.hardware)
-    sizes = _settle_sizes(config, named)
+    sizes = settling.sizes(config, named)
     _check_tracking(config)
     buffer = config.dataset.get("shuffle_buffer")
     if buffer is not None and (not _is_integer(buffer) or buffer < 1):
@@ -192,8 +195,19 @@ def _check_keys(config: DictConfig) -> None:
 
 def _check_rate(optimizer: Any) -> None:
     rate = optimizer.get("learning_rate") if isinstance(optimizer, DictConfig) else 1
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+    if not _is_positive(rate):
         raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
+
+
+def _check_clipping(optimizer: DictConfig) -> None:
+    """Keras clips nothing where the limit is not positive, without a word."""
+    for name in ("clipnorm", "global_clipnorm", "clipvalue"):
+        if optimizer.get(name) is not None and not _is_positive(optimizer[name]):
+            raise ConfigError(f"optimizer.{name}", "must be a positive number, or null", optimizer[name])
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _check_targets(config: DictConfig) -> None:
@@ -208,14 +222,23 @@ def _check_targets(config: DictConfig) -> None:
             received = node.get("_target_") if isinstance(node, DictConfig) else node
             raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", received)
     for name in config.training.metrics:
-        if not _NAME.fullmatch(str(name)) or name in _OUR_METRICS:
+        if not _is_name(f"train/{name}") or name in _OUR_METRICS:
             ours = ", ".join(sorted(_OUR_METRICS))
             rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours}"
             raise ConfigError(f"training.metrics.{name}", rule, name)
 
 
+def _check_counts(config: DictConfig) -> None:
+    groups = ("accumulation", "training", "hardware", "scaling", "tracking")
+    keys = [f"{group}.{name}" for group in groups for name in config[group]]
+    for key in [*keys, "dataset.shuffle_buffer"]:
+        value = OmegaConf.select(config, key)
+        if _is_integer(value) and value > LARGEST:
+            raise ConfigError(key, f"must be at most {LARGEST}", value)
+
+
 def _check_hardware(hardware: DictConfig) -> None:
-    has_gpu = Path("/dev/nvidia0").exists() or Path("/dev/dxg").exists()
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
     if hardware.device == Device.gpu and not has_gpu:
         choices = [device.name for device in Device if device is not Device.gpu]
         raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu", choices)
@@ -238,6 +261,11 @@ def _check_tracking(config: DictConfig) -> None:
         raise ConfigError("tracking.experiment", "must be a name of 1 to 250 characters", experiment)
 
 
+def _is_name(name: str) -> bool:
+    """Whether MLflow takes it for a metric or a param: to MLflow it is a path, too."""
+    return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -246,35 +274,6 @@ def _positive(config: DictConfig, key: str) -> None:
     value = OmegaConf.select(config, key)
     if value < 1:
         raise ConfigError(key, "must be at least 1", value)
-
-
-def _settle_horizon(config: DictConfig, named: set[str]) -> tuple[str, int]:
-    training = config.training
-    if any(f"training.{name}" in named and training[name] is not None for name in batching.HORIZONS):
-        for name in batching.HORIZONS:
-            if f"training.{name}" not in named:
-                training[name] = None
-    given = {name: training[name] for name in batching.HORIZONS if training[name] is not None}
-    if len(given) != 1:
-        received = {name: training[name] for name in batching.HORIZONS}
-        raise ConfigError("training", "must set exactly one of epochs, updates, examples", received)
-    ((horizon, length),) = given.items()
-    _positive(config, f"training.{horizon}")
-    return horizon, length
-
-
-def _settle_sizes(config: DictConfig, named: set[str]) -> batching.Batching:
-    sizes = config.accumulation
-    # What the command line names counts first; defaults fill up to two, the effective batch before the factor.
-    order = sorted(
-        (name for name in ("effective_batch_size", "factor", "micro_batch_size") if sizes[name] is not None),
-        key=lambda name: f"accumulation.{name}" not in named,
-    )
-    explicit = sum(f"accumulation.{name}" in named for name in order)
-    if explicit:
-        for name in order[max(2, explicit) :]:
-            sizes[name] = None
-    return batching.derive(sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, config.hardware.replicas)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

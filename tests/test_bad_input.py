@@ -73,11 +73,19 @@ CONFIG = {
     "'epoch'. Received: 'often'.",
     "train training.evaluate_every=0": "training.evaluate_every must be a positive number of updates, or 'epoch'. "
     "Received: 0.",
+    "train training.updates=99999999999999999999": "training.updates must be at most 2147483647. "
+    "Received: 99999999999999999999.",
+    "train accumulation.factor=4294967296": "accumulation.factor must be at most 2147483647. Received: 4294967296.",
+    "train +dataset.shuffle_buffer=2147483648": "dataset.shuffle_buffer must be at most 2147483647. "
+    "Received: 2147483648.",
     "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
     "train seed=-1": "seed must be from 0 to 4294967295. Received: -1.",
     "train optimizer.learning_rate=0": "optimizer.learning_rate must be a positive number. Received: 0.",
     "train optimizer.learning_rate=-0.1": "optimizer.learning_rate must be a positive number. Received: -0.1.",
     "train optimizer.learning_rate=fast": "optimizer.learning_rate must be a positive number. Received: 'fast'.",
+    "train optimizer.global_clipnorm=-1": "optimizer.global_clipnorm must be a positive number, or null. Received: -1.",
+    "train +optimizer.clipvalue=0": "optimizer.clipvalue must be a positive number, or null. Received: 0.",
+    "train +optimizer.clipnorm=tight": "optimizer.clipnorm must be a positive number, or null. Received: 'tight'.",
     "train hardware.replicas=0": "hardware.replicas must be at least 1. Received: 0.",
     "train hardware.device=cpu hardware.replicas=1000 accumulation.effective_batch_size=1000": (
         "hardware.replicas must be at most … on a CPU. Received: 1000."
@@ -88,6 +96,18 @@ CONFIG = {
     "it. Received: 'early'.",
     "train +training.metrics.loss._target_=keras.metrics.MeanSquaredError": (
         "training.metrics.loss must have a name that MLflow takes … other than …loss… Received: 'loss'."
+    ),
+    "train +training.metrics.gradient_square._target_=keras.metrics.MeanSquaredError": (
+        "training.metrics.gradient_square must have a name … other than …gradient_square… Received: 'gradient_square'."
+    ),
+    "train '+training.metrics={a//b: {_target_: keras.metrics.MeanSquaredError}}'": (
+        "training.metrics.a//b must have a name that MLflow takes (…without empty or dotted parts) other than … Received: 'a//b'."
+    ),
+    "train '+training.metrics={..: {_target_: keras.metrics.MeanSquaredError}}'": (
+        "training.metrics... must have a name that MLflow takes (…) other than … Received: '..'."
+    ),
+    "train '+training.callbacks={a//b: {_target_: keras.callbacks.History}}'": (
+        "training.callbacks.a//b._target_ must be a name that MLflow takes for a param: … Received: '…'."
     ),
     "train tracking.uri=mlruns": "tracking.uri must be an MLflow tracking URI of a known scheme. "
     "Received: 'mlruns'. Choices: sqlite, http, https, postgresql, mysql, mssql.",
@@ -102,6 +122,7 @@ CONFIG = {
         "training.epochs must have a value (Recursive interpolation detected). Received: '${training.updates}'."
     ),
     "train hydra.run.dir=${nope}": "hydra.run.dir must refer to a key that exists. Received: '${nope}'.",
+    "train hydra.run.dir=used": "hydra.run.dir must be a folder without a run in it. Received: '…/used'.",
     "train hydra.run.dir=/proc/nope": "hydra.run.dir must be a folder that can be made (…). Received: '/proc/nope'.",
     "train seed": "seed must be given as KEY=VALUE. Received: 'seed'.",
     "train =3": "arguments must be given as KEY=VALUE. Received: '=3'.",
@@ -264,6 +285,8 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bad input")
     (folder / "outputs").mkdir()  # somebody's own, and empty: it stays
     (folder / "file").write_text("text, and no database")
+    (folder / "used").mkdir()
+    (folder / "used" / "journal.jsonl").write_text('{"start":{}}\n')
     (folder / "mine.py").write_text(USER_MODULE)
     for name, content in USER_CONFIGS.items():
         (folder / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
