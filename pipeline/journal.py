@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from pipeline import artifacts
 from pipeline.errors import ConfigError
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one a line
@@ -51,7 +52,7 @@ class Journal:
             text=True,
             start_new_session=True,
         )
-        self._send({"open": uri, "experiment": experiment})
+        self._send({"open": uri, "experiment": experiment, "confined": artifacts.are_confined()})
 
     @property
     def pid(self) -> int:

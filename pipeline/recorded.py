@@ -110,7 +110,9 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Iterable
 
 def _texts(client: Any, run_id: str) -> dict[str, str]:
     wanted = ("config.yaml", "environment.json", "dataset.json", "links.json")
-    present = {artifact.path: artifact.file_size or 0 for artifact in client.list_artifacts(run_id)}
+    # A folder has no size to go by, and would be fetched whole.
+    listed = (artifact for artifact in client.list_artifacts(run_id) if not artifact.is_dir)
+    present = {artifact.path: artifact.file_size or 0 for artifact in listed}
     with tempfile.TemporaryDirectory() as folder:
         texts = {}
         for name in (name for name in wanted if name in present):

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline import artifacts, imports, migration, record, refusal, trust
 from pipeline import config as configuration
-from pipeline import imports, migration, record, refusal, trust
 from pipeline.errors import ConfigError
 from pipeline.masking import HIDDEN, mask
 from pipeline.recorded import Recorded, fetch, relinked
@@ -81,10 +81,13 @@ def rerun(arguments: Sequence[str]) -> int:
     client = _client(own.tracking.uri)
     if request.sweep:
         return _sweep(own, request)
-    recorded = fetch(client, request.run_id)
-    _say_plan(recorded, request)
-    gate = trust.Gate(_run_dir(request), _data_dir(own, request), [*own.trust.allow, *request.allow], own.tracking.uri)
-    return _run(client, recorded, _checked(recorded, own, gate, request), gate, request)
+    with artifacts.confined(own.tracking.uri):
+        recorded = fetch(client, request.run_id)
+        _say_plan(recorded, request)
+        allowed = [*own.trust.allow, *request.allow]
+        gate = trust.Gate(_run_dir(request), _data_dir(own, request), allowed, own.tracking.uri)
+        experiment = _experiment(client, recorded, own, request)
+        return _run(client, recorded, _checked(recorded, own, experiment, gate, request), gate, request)
 
 
 def _parsed(arguments: Sequence[str]) -> Request:
@@ -149,10 +152,39 @@ def _data_dir(own: DictConfig, request: Request) -> Path | None:
     return None if found is None else Path(str(found)).absolute()
 
 
-def _checked(recorded: Recorded, own: DictConfig, gate: trust.Gate, request: Request) -> dict[str, Any]:
+def _experiment(client: Any, recorded: Recorded, own: DictConfig, request: Request) -> str:
+    """That the new run belongs to: the recorded one, unless another is asked for or its artifacts lie elsewhere.
+
+    Raises:
+        ConfigError: the artifacts of the user's own experiment lie elsewhere, too.
+    """
+    mine, tracking = str(own.tracking.experiment), recorded.config.get("tracking")
+    theirs = tracking.get("experiment") if isinstance(tracking, dict) else None
+    if "tracking.experiment" in request.values() or not isinstance(theirs, str):
+        theirs = mine
+    try:
+        _check_experiment(client, theirs, own.tracking.uri)
+    except ConfigError as error:
+        if theirs == mine:
+            raise
+        _say(f"  changed: tracking.experiment={mine}, since {error}")
+        _check_experiment(client, mine, own.tracking.uri)
+        return mine
+    return theirs
+
+
+def _check_experiment(client: Any, name: str, tracking_uri: str) -> None:
+    found = client.get_experiment_by_name(name)
+    if found is not None:  # else the run creates it
+        artifacts.check(found.artifact_location, tracking_uri)
+
+
+def _checked(
+    recorded: Recorded, own: DictConfig, experiment: str, gate: trust.Gate, request: Request
+) -> dict[str, Any]:
     """The recorded config with what belongs to this place put in, once the gate has let it through."""
     values, groups = request.values(), request.groups()
-    config = _placed(recorded, own, gate)
+    config = _placed(recorded, own, experiment, gate)
     # What an override replaces is neither read nor checked.
     for key, value in values.items():
         if key in groups or (key != "dataset.data_dir" and not isinstance(value, dict)):
@@ -175,13 +207,16 @@ def _checked(recorded: Recorded, own: DictConfig, gate: trust.Gate, request: Req
     return relinked(config, recorded.links, values)
 
 
-def _placed(recorded: Recorded, own: DictConfig, gate: trust.Gate) -> dict[str, Any]:
-    config = {key: dict(value) if isinstance(value, dict) else value for key, value in recorded.config.items()}
+def _placed(recorded: Recorded, own: DictConfig, experiment: str, gate: trust.Gate) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in recorded.config.items()
+    }
     config.pop("trust", None)
     config["tracking"] = config.get("tracking") or {}
     if not isinstance(config["tracking"], dict):
         raise ConfigError("tracking", "must be a mapping", str(config["tracking"]))
-    here = {"sweep": None, "job": None, "uri": own.tracking.uri, "run_name": f"rerun of {recorded.run.info.run_name}"}
+    name = f"rerun of {recorded.run.info.run_name}"
+    here = {"sweep": None, "job": None, "uri": own.tracking.uri, "experiment": experiment, "run_name": name}
     config["tracking"] |= here
     if isinstance(config.get("dataset"), dict) and "data_dir" in config["dataset"]:
         config["dataset"]["data_dir"] = None if gate.data_dir is None else str(gate.data_dir)

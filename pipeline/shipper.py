@@ -12,10 +12,12 @@ import select
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pipeline import imports
+from pipeline import artifacts, imports
+from pipeline.errors import ConfigError
 
 # MLflow imports them for data frames, which nobody logs here: a third of its start.
 with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
@@ -58,6 +60,11 @@ class Shipper:
         self.experiment_id = store.experiment(run["experiment"])
         created = self.client.create_run(self.experiment_id, started, run["tags"], run["name"])
         self.run_id = created.info.run_id
+        try:
+            artifacts.accept(created.info.artifact_uri)
+        except ConfigError:
+            self.client.set_terminated(self.run_id, "FAILED")
+            raise
         params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
         for first in range(0, len(params), 100):
             self.client.log_batch(self.run_id, params=params[first : first + 100])
@@ -135,11 +142,15 @@ class Shipper:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's end is ours: it closes our standard input
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
+    command = _command()
+    if command is not None:
+        with artifacts.confined(command["open"]) if command["confined"] else nullcontext():
+            _serve(command)
+
+
+def _serve(command: dict[str, Any]) -> None:
     store = None
     try:
-        command = _command()
-        if command is None:
-            return
         try:
             store = Store(command["open"])
             store.check(command["experiment"])
@@ -150,12 +161,12 @@ def main() -> None:
             _answer({"error": _said(error)})
             return
         _answer({})
-        command = _command()
+        start = _command()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if command is None:
+        if start is None:
             return
         try:
-            shipper = Shipper(store, Path(command["start"]))
+            shipper = Shipper(store, Path(start["start"]))
         except Exception as error:
             _answer({"error": _said(error)})
             return
