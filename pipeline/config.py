@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from pipeline import batching, settling
 from pipeline.errors import ConfigError
+from pipeline.masking import remember
 from pipeline.refusal import refusing
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
@@ -255,7 +255,8 @@ def _check_tracking(config: DictConfig) -> None:
     if config.hardware.parallel_jobs is not None:
         _positive(config, "hardware.parallel_jobs")
     uri, experiment = config.tracking.uri, config.tracking.experiment
-    if urlsplit(uri).scheme.split("+")[0] not in SCHEMES:
+    remember(uri)  # before anything fails to read it
+    if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
         raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
     if not experiment.strip() or len(experiment) > 250:
         raise ConfigError("tracking.experiment", "must be a name of 1 to 250 characters", experiment)

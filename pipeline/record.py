@@ -138,11 +138,12 @@ def dataset(data: Data) -> dict[str, Any]:
 
 
 def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: str) -> None:
-    """Refuses data that is not what the recorded run was trained on.
+    """Refuses data that are not what the recorded run was trained on.
 
     Raises:
         ConfigError: with the file or the split that differs.
     """
+    now = json.loads(mask(json.dumps(now)))  # as the recorded ones were
     for key in ("name", "version"):
         if recorded[key] != now[key]:
             raise ConfigError("dataset", f"must have the {key} {recorded[key]!r} of run {run_id}", now[key])
@@ -158,7 +159,7 @@ def origin() -> dict[str, str]:
     tags = {
         "mlflow.user": getpass.getuser(),
         "mlflow.source.type": "LOCAL",
-        "mlflow.source.name": mask(" ".join(["pipeline", *sys.argv[1:]])),
+        "mlflow.source.name": " ".join(["pipeline", *map(mask, sys.argv[1:])]),
     }
     tree = git()
     if tree:

@@ -193,7 +193,8 @@ def _checked(
     config = trust.check_config(config, gate, recorded_run_dir=recorded.run_dir, imports=False)
     config = migration.migrate(config, request.run_id, recorded.environment)
     for key, value in configuration.leaves(config).items():
-        if isinstance(value, str) and HIDDEN in value and key != "tracking.uri":
+        # The store's address is the user's own, and an experiment's name is masked in the store as well.
+        if isinstance(value, str) and HIDDEN in value and not key.startswith("tracking."):
             raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
     with imports.without_chatter():
         trust.check_config(config, gate)
@@ -252,8 +253,8 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
 
     old, outcomes = recorded.run.info.run_id, []
     other_data = [key for key in request.values() if key.startswith("dataset") and key != "dataset.data_dir"]
-    command = " ".join(["pipeline rerun", request.run_id, *request.overrides])
-    tags = {"rerun.of": old, "mlflow.source.name": mask(command)}
+    command = " ".join(["pipeline rerun", request.run_id, *map(mask, request.overrides)])
+    tags = {"rerun.of": old, "mlflow.source.name": command}
 
     def check_dataset(now: dict[str, Any]) -> None:
         try:

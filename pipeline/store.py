@@ -27,6 +27,8 @@ from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine  
 from mlflow.tracking import MlflowClient  # noqa: E402
 from sqlalchemy import event  # noqa: E402
 
+from pipeline.masking import mask, remember  # noqa: E402
+
 SQLITE = "sqlite:///"
 _TRAINING_MODE = ExperimentTag("mlflow.experimentKind", "custom_model_development")  # else the UI opens for GenAI
 
@@ -53,14 +55,15 @@ class Store:
     """
 
     def __init__(self, uri: str):
+        remember(uri)
         self.uri = uri
         self.database: Path | None = None
         self._new: Path | None = None  # a schema made ready beside the database that is not there yet
         if uri.startswith(SQLITE):
             self._open_sqlite(Path(uri.removeprefix(SQLITE).split("?")[0]).absolute())
-        elif urlsplit(uri).scheme in ("http", "https"):
+        elif uri.lower().startswith(("http://", "https://")):
             self._open_server()
-        elif urlsplit(uri).scheme.split("+")[0] in ("postgresql", "mysql", "mssql"):
+        elif uri.partition(":")[0].lower().split("+")[0] in ("postgresql", "mysql", "mssql"):
             self._search()
         else:
             raise StoreError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
@@ -89,13 +92,14 @@ class Store:
         """
         if self._new is not None:
             return
-        found = MlflowClient(self.uri).get_experiment_by_name(experiment)
+        found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
         if found is not None and found.lifecycle_stage != "active":
             raise ExperimentError("is deleted; restore it or choose another name")
 
     def experiment(self, name: str) -> str:
-        """ID of the experiment `name`, created where there is none, with its artifacts beside a SQLite store."""
-        client = self.client()
+        """ID of the experiment `name`, which is masked; created where there is none, with its artifacts beside a
+        SQLite store."""
+        client, name = self.client(), mask(name)
         self.check(name)
         found = client.get_experiment_by_name(name)
         if found is not None:
@@ -149,8 +153,11 @@ class Store:
         self._new = None
 
     def _open_server(self) -> None:
-        parts = urlsplit(self.uri)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            parts = urlsplit(self.uri)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            raise StoreError("where its host starts cannot be told: percent-encode what its password holds") from None
         try:
             socket.create_connection((parts.hostname or "", port), timeout=5).close()
         except OSError as error:

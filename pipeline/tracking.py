@@ -58,14 +58,15 @@ class Tracker:
         }
         config_hash = record.config_hash(resolved, str(self.run_dir.absolute()))
         run = {
-            "experiment": config.tracking.experiment,
+            "experiment": resolved["tracking"]["experiment"],
             "name": resolved["tracking"]["run_name"] or f"{data.name} {model.name} {self.plan.batching}",
             "params": params | derived,
             "tags": {**record.origin(), "config.hash": config_hash, **_place(config.tracking), **tags},
             "inputs": _inputs(data),
             "system_metrics": config.tracking.system_metrics,
         }
-        answer = self.journal.start(self.run_dir / "journal.jsonl", run)
+        # The dataset's name and tags may hold a secret as well as the config.
+        answer = self.journal.start(self.run_dir / "journal.jsonl", masked(run))
         self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
         self._artifacts(resolved, record.links(config), overrides, dataset)
         self.journal.flush()
@@ -185,7 +186,7 @@ def _inputs(data: Data) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    return mask(value if isinstance(value, str) else json.dumps(value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -20,8 +20,9 @@ from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
 
 from pipeline import config as configuration
-from pipeline import record
-from pipeline.masking import mask, masked
+from pipeline import masking, record
+from pipeline.errors import ConfigError
+from pipeline.masking import mask, masked, remember
 from pipeline.recorded import relinked
 from tests.browser import server
 from tests.running import pipeline
@@ -47,6 +48,11 @@ class Boom(keras.callbacks.Callback):
 
 def wrong(token):
     raise ValueError(f"not with {token}")
+
+def data(token):
+    from dataclasses import replace
+    from pipeline.dataset import digits
+    return replace(digits(), name=f"digits of {token}")
 """
 
 
@@ -67,8 +73,11 @@ def told(tmp_path_factory):
             given = f'{small} tracking.system_metrics=false "~model" "+{model}" "{uri}"'
             quiet = f"{given} tracking.log_model=false"
             boom = '"+training.callbacks.boom={_target_: mine.Boom, token: ${oc.env:SOME_API_TOKEN}}"'
+            named = "tracking.experiment='team-${oc.env:SOME_API_TOKEN}'"
+            data = "+dataset={_target_: mine.data, token: ${oc.env:SOME_API_TOKEN}}"
             answers = one_process(
                 {
+                    "named": f'train {quiet} "~dataset" "{data}" "{named}" hydra.run.dir=named',
                     "fine": f"train {given} hydra.run.dir=fine",
                     "failing": f"train {quiet} {boom} hydra.run.dir=failing",
                     "wrong": f'train {quiet} "+training.callbacks.boom={{_target_: mine.wrong, token: '
@@ -76,6 +85,11 @@ def told(tmp_path_factory):
                     "nobody": f"train {quiet.replace(host, '127.0.0.1:9')}",
                     "no such run": f'rerun nonsense "{uri}"',
                     "scheme": "train tracking.uri='ftp://somebody:Hunter7@127.0.0.1/x'",
+                    **{
+                        f"{verb} {password}": f"{verb} \"tracking.uri='http://me:{password}@127.0.0.1:9'\""
+                        for verb in ("train dataset=digits", "rerun nonsense")
+                        for password in ("Hunter7#x", "Hunter7/x", "x:Hunter7", "x y Hunter7", "ab@Hunter7:x")
+                    },
                 },
                 folder,
                 **SECRETS,
@@ -108,7 +122,12 @@ def contents(folder: Path):
 
 def test_the_runs_with_secrets_did_what_they_should(told):
     folder, served, statuses, said, runs = told
-    assert statuses == {"fine": 0, "failing": 1, "wrong": 2, "nobody": 2, "no such run": 2, "scheme": 2}, said["fine"]
+    status = {"named": 0, "fine": 0, "failing": 1, "wrong": 2, "nobody": 2, "no such run": 2, "scheme": 2}
+    unreadable = [name for name in statuses if name not in status]
+    assert len(unreadable) == 10
+    assert statuses == status | dict.fromkeys(unreadable, 2), said
+    for name in unreadable:
+        assert said[name].splitlines()[-1].startswith("pipeline: tracking.uri must be a store that ")
     assert [run.info.status for run in runs] == ["FINISHED", "FAILED", "FAILED", "FAILED"]  # the last are the sweep's
     assert (folder / "sweep" / "multirun.yaml").exists()
     assert any((folder / "sweep" / ".submitit").rglob("*.pkl"))
@@ -163,6 +182,52 @@ def test_mask(monkeypatch):
         "a": ["***", 1, None],
         "b": {"c": "u://***@h"},
     }
+
+
+@pytest.mark.parametrize(
+    ("uri", "masked_uri"),
+    [
+        ("postgresql://me:Hun/ter7@h/db", "postgresql://***@h/db"),
+        ("mysql://me:Hun'ter7@h", "mysql://***@h"),
+        ('mysql://me:Hun"ter7@h', "mysql://***@h"),
+        ("mysql://me:Hun ter7 x@h", "mysql://***@h"),
+        ("http://me:Hunter7#x@127.0.0.1:9", "http://***@127.0.0.1:9"),
+        ("postgresql://me:ab@Hunter7:x@h", "postgresql://***@h"),
+        ("mssql://h/db?UID=u&PWD=Hunter7", "mssql://h/db?UID=u&PWD=***"),
+        (
+            "mssql+pyodbc:///?odbc_connect=DRIVER%3DSQL%3BUID%3Dme%3BPWD%3DHunter7",
+            "mssql+pyodbc:///?odbc_connect=***",
+        ),
+    ],
+)
+def test_a_password_of_any_signs_is_masked_wherever_its_uri_stands(uri, masked_uri):
+    assert mask(uri) == mask(masked_uri) == masked_uri
+    assert mask(f"tracking.uri={uri}") == f"tracking.uri={masked_uri}"
+    assert "unter7" not in str(ConfigError("tracking.uri", "must be another", uri))
+    if " " not in uri:  # where it cannot be told where a URI in a text ends, its secrets are remembered
+        assert mask(f"the store ({uri}), it said") == f"the store ({masked_uri}), it said"
+
+
+def test_the_pieces_of_a_uri_in_use_are_masked(monkeypatch):
+    monkeypatch.setattr(masking, "_remembered", set())
+    remember("postgresql://postgres:ab@Hunter7:x y/Zaphod9@h/db?sslpassword=a%20Marvin42")
+    remember("mssql+pyodbc:///?odbc_connect=DRIVER%3DDriver18%3BPWD%3DArthur4242%3B")
+    for text in ("no port: 'Hunter7'", "no host: ab@Hunter7", "x y/Zaphod9@h", "a Marvin42", "PWD: Arthur4242"):
+        assert not any(secret in mask(text) for secret in ("Hunter7", "Zaphod9", "Marvin42", "Arthur4242")), mask(text)
+    for text in ("postgresql of postgres", "DRIVER Driver18", "odbc_connect", "sslpassword"):
+        assert mask(text) == text
+    remember("sqlite:////srv/my runs@home/mlflow.db")
+    assert mask("/srv/my runs and home") == "/srv/my runs and home"
+
+
+def test_data_whose_name_is_a_secret_are_compared_masked(monkeypatch):
+    monkeypatch.setenv("SOME_API_TOKEN", TOKEN)
+    now = {"name": f"data of {TOKEN}", "version": "", "files": {f"{TOKEN}.npy": "0"}, "content": {}, "examples": {}}
+    recorded = json.loads(mask(json.dumps(now, indent=1)))
+    assert recorded["name"] == "data of ***"
+    record.check_dataset(recorded, now, "1")
+    with pytest.raises(ConfigError, match=r"the file \*\*\*\.npy differs"):
+        record.check_dataset({**recorded, "files": {"***.npy": "1"}}, now, "1")
 
 
 def test_two_runs_share_a_hash_when_they_were_asked_for_the_same():
