@@ -17,7 +17,8 @@ MOST = {"float64": 1e-9, "float32": 1e-3, "mixed_bfloat16": 1e-1, "mixed_float16
 # Times more for what is computed of the gradient: where rounding tips a ReLU or a pooling to another input, its norm
 # moved by 2e-5 within one update while the loss moved by nothing.
 OF_THE_GRADIENT = {"train/gradient_norm": 30.0, "train/gradient_noise_scale": 30.0}
-EXAMPLES = 2  # that a metric which counts examples may see otherwise
+EXAMPLES = 2  # that a metric which counts examples may see otherwise, where there are more than these
+NO_SHARES = ("loss", "learning_rate", "gradient_norm", "gradient_noise_scale")  # whatever their values look like
 COUNTED = ("effective_batch_size", "examples_seen", "epoch", "micro_steps")  # exactly, in either split
 OF_THE_CUT = ("train/micro_steps", "train/gradient_noise_scale")  # not the same at another factor or micro-batch
 CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
@@ -75,7 +76,9 @@ class Agreement:
 
     @property
     def verdict(self) -> str:
-        """`bit-equal`, `equal within rounding` or `different`."""
+        """`bit-equal`, `equal within rounding`, `different`, or `nothing to compare` where there was no point."""
+        if not self.points:
+            return "nothing to compare"
         return "bit-equal" if self.first is None else "equal within rounding" if self.beyond is None else "different"
 
     def __str__(self) -> str:
@@ -85,7 +88,7 @@ class Agreement:
         if self.until is not None:
             what += f" up to update {self.until}, where the recorded run ended"
         if self.first is None:
-            return f"bit-equal: {what}"
+            return f"{self.verdict}: {what}"
         if self.beyond is None:
             return f"equal within rounding: {what}; the first that differs is {self.first}; the most: {self.largest}"
         before = f"; within rounding from {self.first}" if self.first.step < self.beyond.step else ""
@@ -208,10 +211,19 @@ def _within(difference: Difference, precision: str, examples: float | None) -> b
     if difference.relative <= bound * OF_THE_GRADIENT.get(difference.metric, 1.0):
         return True
     # A share of the examples, such as the accuracy, cannot move by less than one of them.
-    if examples is None or not all(_counts(value * examples) for value in (difference.old, difference.new)):
+    if examples is None or examples <= EXAMPLES or difference.metric.split("/")[-1] in NO_SHARES:
         return False
-    return abs(difference.new - difference.old) * examples <= EXAMPLES + 1e-3
+    then, now = (_count(value, examples) for value in (difference.old, difference.new))
+    return then is not None and now is not None and abs(then - now) <= EXAMPLES
 
 
-def _counts(examples: float) -> bool:
-    return math.isfinite(examples) and abs(examples - round(examples)) <= 1e-3
+def _count(share: float, examples: float) -> int | None:
+    """The k of which `share` is k / `examples`, where it is one.
+
+    In float32 a count is exact up to 2^24 and the one division rounds by at most 2^-24 of its result, so twice that
+    is allowed; of nothing else than the count 0 is the share 0.
+    """
+    if not 0 <= share <= 1:
+        return None
+    count = round(share * examples)
+    return count if abs(share * examples - count) <= 2**-23 * count else None

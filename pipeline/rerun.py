@@ -273,6 +273,11 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
         outcomes.append(done.run_id)
         return done.loss
 
+    if not any(key.startswith("train/") for key in recorded.run.data.metrics):
+        rule = "must have logged an update: there is nothing to compare a rerun with"
+        if not request.dry:
+            raise ConfigError("RUN_ID", rule, request.run_id)
+        _say(f"  differs: RUN_ID {rule}")
     composing.run_recorded(config, _for_hydra(request, gate.run_dir), task, request.folders[1:])
     return 0 if request.dry else _compare(client, recorded, request, outcomes[0])
 
@@ -306,7 +311,7 @@ def _compare(client: Any, recorded: Recorded, request: Request, run_id: str) -> 
     deterministic = new.data.params.get("hardware.deterministic") == "true"
     if found.verdict != "bit-equal" and not request.changing and not deterministic:
         _say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
-    return DIFFERENT if found.verdict == "different" else 0
+    return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
 
 
 def _sweep(own: DictConfig, request: Request) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from pipeline import agreement
@@ -119,6 +120,47 @@ def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
     one, two = (history(val_accuracy={12: value}) for value in (old, new))
     assert agreement.compare(one, two, "float32", validation=128).verdict == verdict
     assert agreement.compare(one, two, "float32").verdict == "different"
+
+
+@pytest.mark.parametrize(
+    ("metric", "old", "new", "examples"),
+    [
+        ("learning_rate", 5e-6, 1e-6, 128),
+        ("learning_rate", 0.5, 0.515625, 128),  # one 64th: a share of the examples by its value alone
+        ("learning_rate", 1e-3, 1e-5, 1),
+        ("loss", 5e-6, 1e-9, 128),
+        ("loss", 0.5, 0.515625, 128),
+        ("gradient_norm", 0.25, 0.5, 8),
+        ("gradient_noise_scale", 0.25, 0.5, 8),
+        ("accuracy", 5e-6, 0.0, 128),  # near a count, and none
+        ("accuracy", 98 / 128 + 5e-6, 100 / 128, 128),
+        ("mine", 1.5, 1.0, 4),
+        ("mine", -0.25, 0.0, 4),
+        ("accuracy", 0.0, 1.0, 1),
+        ("accuracy", 0.5, 1.0, 2),
+    ],
+)
+def test_nothing_else_may_move_by_two_examples(metric, old, new, examples):
+    for one, two in ((old, new), (new, old)):
+        one, two = ({1: value} for value in (one, two))
+        sizes = {"train/effective_batch_size": {1: examples}}
+        then, now = ({f"train/{metric}": points, **sizes} for points in (one, two))
+        assert agreement.compare(then, now, "float32").verdict == "different"
+        then, now = ({f"val/{metric}": points} for points in (one, two))
+        assert agreement.compare(then, now, "float64", validation=examples).verdict == "different"
+
+
+@pytest.mark.parametrize("examples", [3, 29, 128, 10_000, 1_281_167])
+def test_a_share_is_known_in_float32(examples):
+    for count in (0, 1, examples // 3, examples - 2):
+        one, two = ({"val/it": {1: float(np.float32(k) / np.float32(examples))}} for k in (count, count + 2))
+        assert agreement.compare(one, two, "float32", validation=examples).verdict == "equal within rounding"
+
+
+def test_of_nothing_nothing_is_said():
+    for old in ({}, history(train_loss={})):
+        found = agreement.compare(old, history(train_loss={1: 1.0}), "float32", until=0)
+        assert str(found).startswith("nothing to compare: 0 points of ")
 
 
 def test_a_counter_is_exact():
