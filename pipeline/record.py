@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pipeline.dataset import Data
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
-HASHED_WHOLE = 256 * 2**20  # bytes; of a larger file the size and three pieces are hashed
-PIECE = 2**20
+PIECE = 2**20  # bytes of a file that are read at a time
+AT_ONCE = 1024  # examples that are read at a time
 # What a link of a record may say: `${another.key}`, or the product of two such, or of one and a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
@@ -229,22 +229,39 @@ def _lock() -> str | None:
 
 
 def _file_hash(path: Path) -> str:
-    size = path.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+    """Of the size and all of the content: 0.7 s for a GiB that the system still holds, measured on two busy cores."""
+    found = hashlib.sha256(str(path.stat().st_size).encode())
     with path.open("rb") as file:
-        pieces: Sequence[int] = range(0, size, PIECE) if size <= HASHED_WHOLE else (0, size // 2, size - PIECE)
-        for start in pieces:
-            file.seek(start)
-            found.update(file.read(PIECE))
+        while piece := file.read(PIECE):
+            found.update(piece)
     return found.hexdigest()
 
 
 def _content_hash(split: Any) -> str:
+    """Of all examples, in their order: one more pass through the data of a user's own function, at the start of a run.
+
+    Hashing itself took 4 s for 50,000 images of 32×32×3 in float32 (0.6 GB), measured on two busy cores; ragged and
+    sparse examples are read one by one, at 0.1 ms each.
+    """
     import tensorflow as tf
 
     found = hashlib.sha256()
-    for example in split.take(100_000).as_numpy_iterator():
-        for leaf in tf.nest.flatten(example, expand_composites=True):
-            found.update(str(getattr(leaf, "shape", "")).encode())
-            found.update(leaf.tobytes() if hasattr(leaf, "tobytes") else str(leaf).encode())
+    specs = tf.nest.flatten(split.element_spec)
+    if all(isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() for spec in specs):
+        for batch in split.batch(AT_ONCE).as_numpy_iterator():
+            for leaves in zip(*tf.nest.flatten(batch), strict=True):
+                _add(found, leaves)
+    else:  # flat values and row splits of a ragged tensor; indices, values and shape of a sparse one
+        for example in split:
+            _add(found, [leaf.numpy() for leaf in tf.nest.flatten(example, expand_composites=True)])
     return found.hexdigest()
+
+
+def _add(found: Any, leaves: Iterable[Any]) -> None:
+    for leaf in leaves:
+        found.update(str(getattr(leaf, "shape", "")).encode())
+        # Texts are objects, whose own bytes are addresses; as Python writes them, it shows where each ends.
+        if isinstance(leaf, bytes):
+            found.update(repr(leaf).encode())
+        else:
+            found.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())

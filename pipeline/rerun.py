@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from pipeline.recorded import Recorded, fetch, relinked
 
 DIFFERENT = 3  # exit status
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
+# What says where the data are or how they are read, and not which they are.
+_SAME_DATA = re.compile(r"dataset\.(data_dir|download|in_memory|shuffle_buffer|augment)(\.|$)")
 _OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the user's own config as well
 
 
@@ -252,7 +255,7 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
     from pipeline import composing, job
 
     old, outcomes = recorded.run.info.run_id, []
-    other_data = [key for key in request.values() if key.startswith("dataset") and key != "dataset.data_dir"]
+    other_data = [key for key in request.values() if f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key)]
     command = " ".join(["pipeline rerun", request.run_id, *map(mask, request.overrides)])
     tags = {"rerun.of": old, "mlflow.source.name": command}
 

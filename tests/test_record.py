@@ -5,6 +5,7 @@ The records of the second half are written through MLflow's own client, as someb
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -228,6 +229,61 @@ def test_data_whose_name_is_a_secret_are_compared_masked(monkeypatch):
     record.check_dataset(recorded, now, "1")
     with pytest.raises(ConfigError, match=r"the file \*\*\*\.npy differs"):
         record.check_dataset({**recorded, "files": {"***.npy": "1"}}, now, "1")
+
+
+def test_every_byte_of_every_file_counts(tmp_path):
+    import tensorflow as tf
+
+    from pipeline.dataset import Data
+
+    def checksum() -> str:
+        split = tf.data.Dataset.range(1)
+        return record.dataset(Data(split, None, files=(tmp_path / "big",)))["files"]["big"]
+
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(300 * 2**20)  # a sparse one
+    whole = checksum()
+    assert whole == hashlib.sha256(str(300 * 2**20).encode() + bytes(300 * 2**20)).hexdigest()
+    with (tmp_path / "big").open("r+b") as file:
+        file.seek(100 * 2**20)
+        file.write(b"x")
+    assert checksum() != whole
+
+
+def test_every_example_counts_whatever_it_is_made_of():
+    import numpy as np
+    import tensorflow as tf
+
+    from pipeline.dataset import Data
+
+    def content(*leaves: object) -> str:
+        return record.dataset(Data(tf.data.Dataset.from_tensor_slices(leaves), None))["content"]["train"]
+
+    x, y = np.arange(120_000, dtype="float32").reshape(-1, 1), np.zeros(120_000, "int64")
+    rows = hashlib.sha256()
+    for row, label in zip(x, y, strict=True):
+        rows.update(b"(1,)" + row.tobytes() + b"()" + label.tobytes())
+    assert content(x, y) == rows.hexdigest()
+    other = x.copy()
+    other[-1] += 1
+    assert content(other, y) != content(x, y)
+
+    y = np.zeros(2, "int64")
+    texts = [[b"a", b"bc"], [b"d", b"e"]]
+    assert content(np.array(texts, object), y) == content(np.array(texts, object), y)  # not their addresses
+    assert content(np.array(texts, object), y) != content(np.array([[b"ab", b"c"], [b"d", b"e"]], object), y)
+    assert content(np.array([b"a", b"bc"], object), y) != content(np.array([b"ab", b"c"], object), y)
+
+    long = np.arange(5000)
+    other = long.copy()
+    other[2500] = 0  # in the midst, where text about a tensor has dots
+    for of in (
+        lambda values: tf.RaggedTensor.from_row_lengths(values, [4000, 1000]),
+        lambda values: tf.sparse.from_dense(np.stack([values, values])),
+    ):
+        assert content(of(long), y) == content(of(long), y) != content(of(other), y)
+    by_length = [tf.RaggedTensor.from_row_lengths(long, lengths) for lengths in ([4000, 1000], [3999, 1001])]
+    assert content(by_length[0], y) != content(by_length[1], y)
 
 
 def test_two_runs_share_a_hash_when_they_were_asked_for_the_same():

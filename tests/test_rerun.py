@@ -127,6 +127,8 @@ def again(made, tmp_path_factory):
         "lion": f"rerun {adamw} {uri} optimizer=lion optimizer.learning_rate=0.02 training.updates=2",
         "shifted": f"rerun {shifted} {uri} dataset.data_dir=data",
         "flipped": f"rerun {shifted} {uri} dataset.data_dir=flipped",
+        "flipped, streamed": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.in_memory=false",
+        "flipped, other shifts": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.augment.pixels=2",
         "flipped dry": f"rerun {shifted} --dry {uri} dataset.data_dir=flipped",
         "not prepared": f"rerun {shifted} --dry {uri} dataset.data_dir=nowhere",
         "own refused": f"rerun {mine} {uri}",
@@ -227,7 +229,12 @@ def test_a_users_model_and_dataset_once_they_are_allowed(made, again):
 
 @pytest.mark.parametrize(
     ("case", "named"),
-    [("flipped", "the file digits-train.tfrecord-00000-of-00001 differs"), ("own changed", "the split train differs")],
+    [
+        ("flipped", "the file digits-train.tfrecord-00000-of-00001 differs"),
+        ("flipped, streamed", "the file digits-train.tfrecord-00000-of-00001 differs"),
+        ("flipped, other shifts", "the file digits-train.tfrecord-00000-of-00001 differs"),
+        ("own changed", "the split train differs"),
+    ],
 )
 def test_other_data_are_refused_before_training(made, again, case, named):
     answer = again[1][case]
