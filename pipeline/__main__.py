@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, printable
 
 VERBS = {
     "train": "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pipeline.masking import mask
 
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            print(mask(traceback.format_exc()), end="", file=sys.stderr)
+            print(printable(mask(traceback.format_exc()), "\n"), end="", file=sys.stderr)
         print(f"pipeline: {mask(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         from pipeline.masking import mask
 
-        print(mask(traceback.format_exc()), end="", file=sys.stderr)
+        print(printable(mask(traceback.format_exc()), "\n"), end="", file=sys.stderr)
         return 1
     except BaseException as error:
         if type(error).__name__ != "Terminated":  # of pipeline.job, which is not imported for its name alone

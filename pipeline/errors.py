@@ -54,7 +54,17 @@ class ConfigError(Exception):
             line += f" Choices: {', '.join(listed) or 'none'}."
         if self.close:
             line += f" Did you mean {self.close!r}?"
-        return " ".join(line.split())
+        return printable(" ".join(line.split()))
+
+
+def printable(text: str, kept: str = "") -> str:
+    """`text` without what would speak to the terminal: a store's names and messages are foreign.
+
+    Args:
+        text: anything.
+        kept: signs that are no letters and stay, as the ends of its lines may.
+    """
+    return "".join(sign if sign.isprintable() or sign in kept else "?" for sign in text)
 
 
 def said(value: object) -> str:

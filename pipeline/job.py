@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
 from pipeline import imports, record
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError, first_line, printable
 from pipeline.journal import Journal
 from pipeline.masking import mask
 
@@ -256,4 +256,4 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def say(text: str) -> None:
     """One or more lines for the person who started the run."""
-    print(mask(text), file=sys.stderr, flush=True)
+    print(printable(mask(text), "\n"), file=sys.stderr, flush=True)

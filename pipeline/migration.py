@@ -23,24 +23,35 @@ def _from_0(config: dict[str, Any]) -> dict[str, Any]:
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: _from_0}
 
 
-def migrate(config: Mapping[str, Any], run_id: str, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` in the current schema.
+def check(config: Mapping[str, Any], run_id: str, environment: Mapping[str, Any]) -> None:
+    """Refuses a record that this code cannot read, before anything of it is believed.
 
     Args:
-        config: a recorded one.
+        config: a recorded one, not checked yet.
         run_id, environment: of the run, for what is said.
 
     Raises:
         ConfigError: it is of a newer schema, or of one that is no longer known.
     """
+    version = config.get("schema", 0)
+    if type(version) is int and (version == SCHEMA or version in MIGRATIONS):
+        return
+    # Of hexadecimal digits, since it is to be typed into a shell.
+    commit = str((environment.get("git") or {}).get("commit"))
+    on = f"git checkout {commit} && " if re.fullmatch(r"[0-9a-f]{7,64}", commit) else "on its own commit: "
+    rule = f"must have a record of schema 0 to {SCHEMA}; the code that made it runs it: {on}pipeline rerun {run_id}"
+    short = type(version) is int and abs(version) < 10**9  # anything else may be without end
+    raise ConfigError("RUN_ID", rule, version if short else type(version).__name__)
+
+
+def migrate(config: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    """`config` in the current schema.
+
+    Args:
+        config: a recorded one that `check` let pass.
+        run_id: of the run, for what is said.
+    """
     migrated, version = dict(config), config.get("schema", 0)
-    known = isinstance(version, int) and (version == SCHEMA or version in MIGRATIONS)
-    if not known:
-        # Of hexadecimal digits, since it is to be typed into a shell.
-        commit = str((environment.get("git") or {}).get("commit"))
-        on = f"git checkout {commit} && " if re.fullmatch(r"[0-9a-f]{7,64}", commit) else "on its own commit: "
-        rule = f"must have a record of schema 0 to {SCHEMA}; the code that made it runs it: {on}pipeline rerun {run_id}"
-        raise ConfigError("RUN_ID", rule, version)
     if version != SCHEMA:
         print(f"the record of {run_id} is of schema {version}: brought to schema {SCHEMA}", file=sys.stderr)
     while version != SCHEMA:

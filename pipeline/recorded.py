@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pipeline import config as configuration
 from pipeline import record
 from pipeline.errors import ConfigError, first_line
 
+_PLACE = {"tracking", "trust", "hydra"}  # a store's address, with its password, is of no other key
 LARGEST = 16 * 2**20  # bytes of one file of a record
 
 
@@ -61,6 +63,8 @@ def fetch(client: Any, run_id: str) -> Recorded:
         run = client.get_run(run_id)
     except MlflowException as error:
         raise ConfigError("RUN_ID", "must be a run of the store", run_id) from error
+    if run.info.lifecycle_stage != "active":
+        raise ConfigError("RUN_ID", "must be a run that is not deleted: restore it first (mlflow runs restore)", run_id)
     if "sweep.name" in run.data.tags:
         raise ConfigError("RUN_ID", "is a sweep: rerun it with --sweep, or one of its runs", run_id)
     try:
@@ -76,6 +80,8 @@ def fetch(client: Any, run_id: str) -> Recorded:
             _mapping(environment.get(name) or {}, f"{name} of environment.json")
         for name in ("examples", "files", "content") if dataset else ():
             _mapping(dataset.get(name), f"{name} of dataset.json")
+        if dataset and not (dataset.keys() >= {"name", "version"}):
+            raise ValueError("dataset.json lacks name or version")
         return Recorded(run, config, environment, dataset, {str(key): str(link) for key, link in links.items()})
     except (MlflowException, OSError, RecursionError, yaml.YAMLError, ValueError) as error:
         raise ConfigError("RUN_ID", f"must have a record that can be read ({first_line(error)})", run_id) from error
@@ -92,14 +98,14 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Iterable
         changed: keys of the overrides.
     """
     names, given = set(changed), frozenset(changed)
-    copy = json.loads(json.dumps(config))
+    copy = deepcopy(config)
     while True:
         following = {
             key
             for key, link in links.items()
             if key not in names and not _touches(key, given) and record.LINK.fullmatch(link)
-            if "tracking." not in key + link  # a store's address, with its password, is of no other key
-            if any(_touches(reference, names) for reference in re.findall(r"\$\{([\w.]+)\}", link))
+            if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
+            if any(_touches(reference, names) for reference in _references(link))
         }
         if not following:
             return copy
@@ -126,6 +132,10 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is no mapping")
     return value
+
+
+def _references(link: str) -> list[str]:
+    return re.findall(r"\$\{([\w.]+)\}", link)
 
 
 def _touches(key: str, names: Iterable[str]) -> bool:

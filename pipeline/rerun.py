@@ -2,112 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import artifacts, imports, migration, record, refusal, trust
 from pipeline import config as configuration
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line, printable
 from pipeline.masking import HIDDEN, mask
 from pipeline.recorded import Recorded, fetch, relinked
+from pipeline.request import Request, parsed
 
 DIFFERENT = 3  # exit status
-_PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
 # What says where the data are or how they are read, and not which they are.
 _SAME_DATA = re.compile(r"dataset\.(data_dir|download|in_memory|shuffle_buffer|augment)(\.|$)")
 _OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the user's own config as well
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for.
-
-    Attributes:
-        run_id: of the run, or of the sweep.
-        dry, sweep: flags.
-        allow: dotted prefixes that the record may name.
-        config_dir, config_name: of the user's own config.
-        overrides: in Hydra's grammar.
-    """
-
-    run_id: str
-    dry: bool
-    sweep: bool
-    allow: list[str]
-    config_dir: str | None
-    config_name: str | None
-    overrides: list[str]
-
-    @property
-    def own(self) -> list[str]:
-        """Hydra's options that find the user's own config."""
-        named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
-        return [text for option, value in named.items() if value for text in (option, value)]
-
-    @property
-    def changing(self) -> list[str]:
-        """The overrides of the run itself, and not of where it runs."""
-        return [override for override in self.overrides if not override.lstrip("+~").startswith(_PLACE)]
-
-    @property
-    def folders(self) -> list[str]:
-        """Of config groups."""
-        return [configuration.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
-
-    def values(self) -> dict[str, Any]:
-        """The overrides' values by their keys."""
-        with refusal.refusing(self.overrides, self.folders):
-            parsed = OverridesParser.create().parse_overrides(self.overrides)
-        return {override.key_or_group: override.value() for override in parsed}
-
-    def groups(self) -> dict[str, str]:
-        """The overrides that choose another option of a config group, as `optimizer=lion` does."""
-        known = refusal.groups(self.folders)
-        return {key: value for key, value in self.values().items() if key in known and isinstance(value, str)}
-
-
 def rerun(arguments: Sequence[str]) -> int:
     """`pipeline rerun RUN_ID [overrides]`: runs it again from its record, and compares the two."""
-    request = _parsed(arguments)
+    request = parsed(arguments, rerun.__doc__)
     own = _own_config(request)
     client = _client(own.tracking.uri)
     if request.sweep:
         return _sweep(own, request)
     with artifacts.confined(own.tracking.uri):
         recorded = fetch(client, request.run_id)
-        _say_plan(recorded, request)
         allowed = [*own.trust.allow, *request.allow]
         gate = trust.Gate(_run_dir(request), _data_dir(own, request), allowed, own.tracking.uri)
+        said = _say_plan(recorded, gate, request)
         experiment = _experiment(client, recorded, own, request)
-        return _run(client, recorded, _checked(recorded, own, experiment, gate, request), gate, request)
-
-
-def _parsed(arguments: Sequence[str]) -> Request:
-    parser = argparse.ArgumentParser(prog="pipeline rerun", description=rerun.__doc__, allow_abbrev=False)
-    parser.add_argument("run_id", metavar="RUN_ID", help="of the run in the store that tracking.uri names")
-    parser.add_argument("--dry", action="store_true", help="show the plan and the differences, and run nothing")
-    parser.add_argument("--sweep", action="store_true", help="RUN_ID is a sweep: run all of its jobs again")
-    parser.add_argument("--allow", action="append", default=[], metavar="PREFIX", help="dotted name to trust")
-    parser.add_argument("--config-dir", "-cd", help="of your own config, which may have trust.allow")
-    parser.add_argument("--config-name", "-cn", help="of your own config")
-    parser.add_argument("overrides", nargs="*", help="in Hydra's grammar")
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError("arguments", f"must be RUN_ID [overrides] ({message})", " ".join(arguments))
-
-    parser.error = refuse  # type: ignore[method-assign]
-    return Request(**vars(parser.parse_intermixed_args(list(arguments))))
+        status = _run(client, recorded, _checked(recorded, own, experiment, gate, request), gate, request)
+        _say_differences(recorded, said)  # of CUDA and cuDNN only TensorFlow knows, which is loaded by now
+        return status
 
 
 def _own_config(request: Request) -> DictConfig:
@@ -131,15 +65,26 @@ def _client(uri: str) -> Any:
         raise ConfigError("tracking.uri", f"must be a store that holds the run ({error})", uri) from error
 
 
-def _say_plan(recorded: Recorded, request: Request) -> None:
+def _say_plan(recorded: Recorded, gate: trust.Gate, request: Request) -> list[str]:
     info = recorded.run.info
     _say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
     if not recorded.is_whole():
         _say("  differs: the record: its config is not the one that its tag config.hash was taken of")
     for override in request.changing:
         _say(f"  changed: {override}")
-    for line in record.differences(recorded.environment, record.environment(Path())):
+    dataset = recorded.config.get("dataset")
+    then = dataset.get("data_dir") if isinstance(dataset, dict) else None
+    if then is not None and gate.data_dir is None:
+        _say(f"  differs: dataset.data_dir: {then} then, its default now: an override dataset.data_dir=… changes it")
+    return _say_differences(recorded, [])
+
+
+def _say_differences(recorded: Recorded, said: list[str]) -> list[str]:
+    """Says what differs of the surroundings and was not said yet; returns all of it."""
+    lines = record.differences(recorded.environment, record.environment(Path()))
+    for line in (line for line in lines if line not in said):
         _say(f"  differs: {line}")
+    return lines
 
 
 def _run_dir(request: Request) -> Path:
@@ -188,16 +133,20 @@ def _checked(
     """The recorded config with what belongs to this place put in, once the gate has let it through."""
     values, groups = request.values(), request.groups()
     config = _placed(recorded, own, experiment, gate)
+    migration.check(config, request.run_id, recorded.environment)
     # What an override replaces is neither read nor checked.
     for key, value in values.items():
+        if key in request.deleted:  # by Hydra, which must find it
+            continue
         if key in groups or (key != "dataset.data_dir" and not isinstance(value, dict)):
             _drop(config, key.split("."))
     # As text, before anything else reads it: YAML makes an endless config of a small file.
     config = trust.check_config(config, gate, recorded_run_dir=recorded.run_dir, imports=False)
-    config = migration.migrate(config, request.run_id, recorded.environment)
+    config = migration.migrate(config, request.run_id)
     for key, value in configuration.leaves(config).items():
         # The store's address is the user's own, and an experiment's name is masked in the store as well.
-        if isinstance(value, str) and HIDDEN in value and not key.startswith("tracking."):
+        deleted = any(f"{key}.".startswith(f"{name}.") for name in request.deleted)
+        if isinstance(value, str) and HIDDEN in value and not key.startswith("tracking.") and not deleted:
             raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
     with imports.without_chatter():
         trust.check_config(config, gate)
@@ -218,8 +167,8 @@ def _placed(recorded: Recorded, own: DictConfig, experiment: str, gate: trust.Ga
     config.pop("trust", None)
     config["tracking"] = config.get("tracking") or {}
     if not isinstance(config["tracking"], dict):
-        raise ConfigError("tracking", "must be a mapping", str(config["tracking"]))
-    name = f"rerun of {recorded.run.info.run_name}"
+        raise ConfigError("tracking", "must be a mapping", type(config["tracking"]).__name__)
+    name = printable(f"rerun of {recorded.run.info.run_name}")
     here = {"sweep": None, "job": None, "uri": own.tracking.uri, "experiment": experiment, "run_name": name}
     config["tracking"] |= here
     if isinstance(config.get("dataset"), dict) and "data_dir" in config["dataset"]:
@@ -260,6 +209,8 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
     tags = {"rerun.of": old, "mlflow.source.name": command}
 
     def check_dataset(now: dict[str, Any]) -> None:
+        if not any(key.startswith("train/") for key in recorded.run.data.metrics):
+            raise ConfigError("RUN_ID", "must have logged an update, to compare its rerun with", old)
         try:
             if recorded.dataset:
                 record.check_dataset(recorded.dataset, now, old)
@@ -270,17 +221,15 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
 
     def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
         with trust.strict(gate):
+            with refusal.refusing():
+                resolved = configuration.plain(composed)
+            trust.check_config(resolved, gate, imports=False)  # once more: a link of the record led somewhere
             if request.dry:
                 return _dry(composed, overrides, check_dataset)
             done = job.run(composed, overrides, run_dir, tags=tags, check_dataset=check_dataset)
         outcomes.append(done.run_id)
         return done.loss
 
-    if not any(key.startswith("train/") for key in recorded.run.data.metrics):
-        rule = "must have logged an update: there is nothing to compare a rerun with"
-        if not request.dry:
-            raise ConfigError("RUN_ID", rule, request.run_id)
-        _say(f"  differs: RUN_ID {rule}")
     composing.run_recorded(config, _for_hydra(request, gate.run_dir), task, request.folders[1:])
     return 0 if request.dry else _compare(client, recorded, request, outcomes[0])
 
@@ -302,8 +251,6 @@ def _compare(client: Any, recorded: Recorded, request: Request, run_id: str) -> 
     from pipeline import agreement
 
     old, new = recorded.run.info.run_id, client.get_run(run_id)
-    earlier = client.get_run(old).data.tags.get("rerun.by")
-    client.set_tag(old, "rerun.by", f"{earlier}, {run_id}" if earlier else run_id)
     validation = (recorded.dataset.get("examples") or {}).get("validation")
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "comparison.png"
@@ -314,7 +261,17 @@ def _compare(client: Any, recorded: Recorded, request: Request, run_id: str) -> 
     deterministic = new.data.params.get("hardware.deterministic") == "true"
     if found.verdict != "bit-equal" and not request.changing and not deterministic:
         _say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
+    _link_back(client, old, run_id)
     return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
+
+
+def _link_back(client: Any, old: str, new: str) -> None:
+    """The verdict stands in the new run: an old one that is read-only by now does not undo it."""
+    try:
+        earlier = client.get_run(old).data.tags.get("rerun.by")
+        client.set_tag(old, "rerun.by", f"{earlier}, {new}" if earlier else new)
+    except Exception as error:
+        _say(f"run {old} has no link to its rerun: {first_line(error)}")
 
 
 def _sweep(own: DictConfig, request: Request) -> int:
@@ -329,6 +286,8 @@ def _sweep(own: DictConfig, request: Request) -> int:
     given = [override for override in request.overrides if not override.startswith("hydra.run.dir=")]
     folder, statuses = _run_dir(request), []
     for number, (name, run) in enumerate(children.items()):
+        if not re.fullmatch("[0-9a-f]{32}", run.info.run_id):  # it becomes an argument, and comes from the store
+            raise ConfigError("RUN_ID", "must be a sweep of runs with MLflow's own IDs", run.info.run_id)
         _say(f"{name}:")
         quoted = str(folder / str(number)).replace("'", "\\'")
         command = [run.info.run_id, *options, *given, f"hydra.run.dir='{quoted}'"]
@@ -340,5 +299,5 @@ def _sweep(own: DictConfig, request: Request) -> int:
 
 
 def _say(line: str) -> None:
-    """One line, also where what a store said would make another, or speak to the terminal."""
-    print("".join(c if c.isprintable() else "?" for c in mask(line)), file=sys.stderr, flush=True)
+    """One line, also where what a store said would make another."""
+    print(printable(mask(line)), file=sys.stderr, flush=True)

@@ -147,6 +147,11 @@ def hostile(tmp_path_factory):
     with sqlite3.connect(folder / "mlruns/mlflow.db") as store:
         store.execute("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", (elsewhere.as_uri(), runs[0]))
         store.execute("UPDATE experiments SET artifact_location = ? WHERE name = 'theirs'", (elsewhere.as_uri(),))
+        for of in ("INSERT", "UPDATE"):  # its tags are read-only
+            store.execute(
+                f"CREATE TRIGGER no_{of} BEFORE {of} ON tags WHEN NEW.run_uuid = '{runs[1]}' AND NEW.key = 'rerun.by' "
+                "BEGIN SELECT RAISE(ABORT, 'read-only'); END"
+            )
     servers = [
         ThreadingHTTPServer(("127.0.0.1", 0), type("Noting", (Hostile,), {"asked": [], "evil": ""})) for _ in range(2)
     ]
@@ -184,6 +189,16 @@ def test_no_other_folder_is_read(hostile):
     assert answer["status"] == 2
     assert "/victim." in answer["err"].splitlines()[-1]
     assert answer["changed"] == []
+
+
+def test_a_run_that_cannot_be_linked_to_its_rerun_undoes_nothing(hostile):
+    _, answers, _, client = hostile
+    lines = answers["experiment"]["err"].splitlines()
+    verdict = next(number for number, line in enumerate(lines) if ": different from update 1 on" in line)
+    assert "has no link to its rerun: " in lines[verdict + 1]
+    assert "Traceback" not in answers["experiment"]["err"]
+    (new,) = client.search_runs([client.get_experiment_by_name("pipeline").experiment_id])
+    assert new.data.tags["rerun.verdict"] == "different"
 
 
 def test_an_experiment_whose_artifacts_lie_elsewhere_is_not_written_to(hostile):

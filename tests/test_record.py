@@ -316,6 +316,20 @@ def test_what_follows_another_key_is_recorded_and_followed():
     assert relinked(resolved, evil, ["a.rate"]) == resolved
 
 
+def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
+    resolved = {"dataset": {"x": 1, "tracking.x": 2}, "tracking": {"uri": "u"}, "model": {"table": {0: 1.0, 1: 5.0}}}
+    for link in (
+        {"tracking": "${dataset.x}"},
+        {"trust": "${dataset.x}"},
+        {"hydra.run.dir": "${dataset.x}"},
+        {"dataset.x": "${tracking}"},
+        {"dataset.x": "${times:${dataset.tracking},${tracking.uri}}"},
+    ):
+        assert relinked(resolved, link, ["dataset.x", "dataset.tracking", "tracking"]) == resolved
+    assert relinked(resolved, {"dataset.tracking.x": "${dataset.x}"}, ["dataset.x"]) == resolved
+    assert list(relinked(resolved, {}, [])["model"]["table"]) == [0, 1]
+
+
 def base() -> dict:
     """A resolved config, as a run records it."""
     configuration.register()
@@ -404,6 +418,12 @@ UNREADABLE = {
     "environment": ("environment.json", "[]", "environment.json is no mapping"),
     "git": ("environment.json", '{"git": "x"}', "git of environment.json is no mapping"),
     "dataset": ("dataset.json", '{"name": "x"}', "of dataset.json is no mapping"),
+    "dataset's name": (
+        "dataset.json",
+        '{"version": "", "examples": {}, "files": {}, "content": {}}',
+        "dataset.json lacks name or version",
+    ),
+    "schema, endless": ("config.yaml", "schema: &a [*a, *a]\n", "of schema 0 to 1"),
     "links": ("links.json", "{", "must have a record that can be read"),
 }
 
@@ -437,6 +457,7 @@ def refused(tmp_path_factory):
     records |= {name: run(**{file: content}) for name, (file, content, _) in UNREADABLE.items()}
     records |= {
         "newer": run({**base(), "schema": 99}, **{"environment.json": json.dumps(commit)}),
+        "newer, new builder": run({**base(), "schema": 99, "model": EVIL}, **{"environment.json": json.dumps(commit)}),
         "newer, hostile": run({**base(), "schema": 99}, **{"environment.json": json.dumps(shell)}),
         "terminal": run(**{"environment.json": json.dumps({"platform": "\x1b]0;owned\x07\nfake"})}),
         "changed since": run(put(base(), seed=5)),
@@ -444,7 +465,12 @@ def refused(tmp_path_factory):
     without = client.create_run(experiment).info.run_id
     lines = {name: f"rerun {run_id} --dry" for name, run_id in records.items()}
     lines = {name: line.removesuffix(" --dry") if name in HOSTILE else line for name, line in lines.items()}
+    deleted = run()
+    client.delete_run(deleted)
     lines |= {
+        "deleted": f"rerun {deleted}",
+        "no update": f"rerun {records['changed since']}",
+        "no update, dry": f"rerun {records['changed since']} --dry",
         "no such run": "rerun 0123456789abcdef0123456789abcdef",
         "no record": f"rerun {without}",
         "no store": f"rerun {without} tracking.uri=sqlite:///elsewhere/mlflow.db",
@@ -474,7 +500,7 @@ def test_a_hostile_record_is_refused_and_nothing_runs(refused, name):
 def test_nothing_was_created_for_what_was_refused(refused):
     folder, answers, _, runs = refused
     assert len(HOSTILE) >= 20
-    assert len(runs) == len(HOSTILE) + len(UNREADABLE) + 5
+    assert len(runs) == len(HOSTILE) + len(UNREADABLE) + 6
     # The negative control: once the user allows it, the same record leaves the file that none of the others left.
     assert "ran" in answers["allowed"]["changed"]
     assert (folder / "ran").exists()
@@ -486,6 +512,8 @@ def test_nothing_was_created_for_what_was_refused(refused):
         ("no such run", "RUN_ID must be a run of the store. Received: '0123456789abcdef0123456789abcdef'."),
         ("no record", "RUN_ID must be a run that recorded its config (config.yaml)"),
         ("no store", "tracking.uri must be a store that holds the run (there is no store)"),
+        ("deleted", "RUN_ID must be a run that is not deleted: restore it first (mlflow runs restore)"),
+        ("no update", "RUN_ID must have logged an update, to compare its rerun with"),
         ("no sweep", "SWEEP must name one sweep of the store"),
         ("no arguments", "arguments must be RUN_ID [overrides] (the following arguments are required: RUN_ID"),
         ("an option", "arguments must be RUN_ID [overrides] (unrecognized arguments: -m"),
@@ -507,6 +535,8 @@ def test_a_newer_record_is_refused_with_the_command_on_its_own_commit(refused):
     last = answers["newer"]["err"].splitlines()[-1]
     assert answers["newer"]["status"] == 2
     assert f"git checkout {'0123abcd' * 5} && pipeline rerun {records['newer']}" in last
+    assert f"git checkout {'0123abcd' * 5} && " in answers["newer, new builder"]["err"].splitlines()[-1]
+    assert "differs: RUN_ID must have logged an update" in answers["no update, dry"]["err"]
     assert "touch ran" not in answers["newer, hostile"]["err"].splitlines()[-1]
     assert answers["newer, hostile"]["status"] == 2
 
@@ -517,6 +547,14 @@ def test_what_a_store_says_does_not_speak_to_the_terminal(refused):
     assert "platform: ?]0;owned??fake then" in answer["err"]
     for text in (each["err"] for each in refused[1].values()):
         assert "\x1b" not in text
+
+
+def test_no_error_speaks_to_the_terminal():
+    escape = "\x1b]0;owned\x07"
+    assert str(ConfigError(escape, f"must be {escape}\u202e", escape, [escape])) == (
+        "?]0;owned? must be ?]0;owned??. Received: '\\x1b]0;owned\\x07'. Choices: ?]0;owned?. "
+        "Did you mean '\\x1b]0;owned\\x07'?"
+    )
 
 
 def test_a_record_that_was_changed_after_the_fact_is_said(refused):

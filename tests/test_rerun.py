@@ -130,6 +130,9 @@ def again(made, tmp_path_factory):
         "flipped, streamed": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.in_memory=false",
         "flipped, other shifts": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.augment.pixels=2",
         "flipped dry": f"rerun {shifted} --dry {uri} dataset.data_dir=flipped",
+        "metric deleted": f"rerun {adamw} --dry {uri} '~training.metrics.accuracy'",
+        "nothing deleted": f"rerun {adamw} --dry {uri} '~training.metrics.nonsense'",
+        "other place": f"rerun {shifted} --dry {uri}",
         "not prepared": f"rerun {shifted} --dry {uri} dataset.data_dir=nowhere",
         "own refused": f"rerun {mine} {uri}",
         "own allowed": f"rerun {mine} {uri} --allow mine",
@@ -258,6 +261,20 @@ def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(made, again):
     assert "differs: dataset" not in answers["dry"]["err"]
     assert re.search("differs: dataset .* the file digits-train", answers["flipped dry"]["err"])
     assert re.search("differs: dataset.data_dir must hold digits.*, prepared", answers["not prepared"]["err"])
+
+
+def test_an_override_takes_a_key_of_the_record_away(again):
+    answers = again[1]
+    assert answers["metric deleted"]["status"] == 0, answers["metric deleted"]["err"]
+    assert answers["nothing deleted"]["status"] == 2
+    said = "pipeline: training.metrics.nonsense must be in the config to be deleted"
+    assert answers["nothing deleted"]["err"].splitlines()[-1].startswith(said)
+
+
+def test_the_recorded_place_of_the_data_is_said(again):
+    said = "  differs: dataset.data_dir: data then, its default now: an override dataset.data_dir=… changes it"
+    assert said in again[1]["other place"]["err"].splitlines()
+    assert "dataset.data_dir: " not in again[1]["shifted"]["err"]
 
 
 def test_another_beta_differs_where_adam_first_uses_it(made, again):
