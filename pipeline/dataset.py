@@ -20,7 +20,7 @@ import tensorflow as tf
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from pipeline import targets
+from pipeline import targets, trust
 from pipeline.config import without
 from pipeline.errors import ConfigError, first_line
 
@@ -160,6 +160,9 @@ def from_tfds(
         builder = tfds.builder(name, data_dir=data_dir)
     except Exception as error:
         raise ConfigError("dataset.name", f"must be a TFDS dataset ({first_line(error)})", name) from error
+    if download and not trust.downloads() and not builder.is_prepared():
+        rule = f"must hold {builder.info.full_name}, prepared; dataset.download=true allows to download and prepare it"
+        raise ConfigError("dataset.data_dir", rule, builder.data_dir)
     _prepare(builder, download)
     if preprocess is None:
         keys = list(builder.info.features or {})

@@ -36,7 +36,13 @@ def rerun(arguments: Sequence[str]) -> int:
     with artifacts.confined(own.tracking.uri):
         recorded = fetch(client, request.run_id)
         allowed = [*own.trust.allow, *request.allow]
-        gate = trust.Gate(_run_dir(request), _data_dir(own, request), allowed, own.tracking.uri)
+        gate = trust.Gate(
+            _run_dir(request),
+            _data_dir(own, request),
+            allowed,
+            own.tracking.uri,
+            downloads=request.values().get("dataset.download") is True,
+        )
         said = _say_plan(recorded, gate, request)
         experiment = _experiment(client, recorded, own, request)
         status = _run(client, recorded, _checked(recorded, own, experiment, gate, request), gate, request)

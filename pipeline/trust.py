@@ -9,9 +9,9 @@ here or allowed by the user, and nothing that it names is imported before its na
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from pipeline import trusted
 from pipeline.errors import ConfigError, first_line
 from pipeline.refusal import refusing
 
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 # Without a namespace, which TFDS would download code for, and without arguments such as data_dir.
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
-_ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|\\)|\s+/")  # a home, a URL or a drive, a share
+# A home, a URL or a drive, a share.
+_ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
 # What ModelCheckpoint fills in. A wider format reaches attributes, and its fill character may be a slash.
 _PLACEHOLDER = re.compile(r"\{[A-Za-z]\w*(:0?\d{0,2}(\.\d{1,2})?[defg]?)?\}", re.ASCII)
 _MOST_VALUES, _DEEPEST = 100_000, 40  # YAML's anchors make a small file of a huge or an endless config
@@ -45,16 +45,19 @@ class Gate:
             where that is defined under `mypkg`, and not what `mypkg` only imports. The whole name of an object allows
             that object, wherever it is defined.
         tracking_uri: the user's own, the only one that a config may have.
+        downloads: whether a dataset of TFDS may be fetched and prepared, which runs that dataset's own code on what
+            it downloads; some of it unpickles and evaluates.
     """
 
     run_dir: Path
     data_dir: Path | None = None
     allowed: Sequence[str] = ()
     tracking_uri: str | None = None
+    downloads: bool = False
 
     def __post_init__(self) -> None:
         for prefix in self.allowed:
-            if not _DOTTED.fullmatch(prefix):
+            if not trusted.DOTTED.fullmatch(prefix):
                 raise ConfigError("the allowed prefixes", "must be dotted names", prefix)
 
     @property
@@ -74,6 +77,11 @@ def strict(gate: Gate) -> Iterator[None]:
         yield
     finally:
         _gate = before
+
+
+def downloads() -> bool:
+    """Whether datasets may be downloaded and prepared now."""
+    return _gate is None or _gate.downloads
 
 
 def check(node: DictConfig, key: str) -> None:
@@ -191,15 +199,25 @@ class _Walk:
         return {name: self.read(entry, _join(key, name), depth + 1) for name, entry in others.items()} | paths
 
     def _text(self, text: str, key: str) -> str:
+        """`text`, which may be a path: whoever is given it could read it, or write there."""
+        text = self._plain(text, key)
+        if key.startswith("tracking."):  # the names of an experiment and of a run are no paths, and may look like one
+            return text
+        if _ELSEWHERE.match(text) or text.startswith("/") or _upwards(text):
+            confine(text, self.gate.roots, key, base=self.base)
+        elif re.search(r"[\\/]", text) and os.path.lexists(text):
+            confine(text, self.gate.roots, key)
+        return text
+
+    def _plain(self, text: str, key: str) -> str:
         """`text`; a path in the recorded run's directory as the same one in the new run's."""
         if "${" in text:
             raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
+        # What is not seen may be passed over by whoever reads the text as a path or as an address.
+        if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in text):
+            raise ConfigError(key, "must be of signs that can be seen", text)
         if self.recorded is not None and (text == self.recorded or text.startswith(f"{self.recorded}/")):
             text = f"{self.gate.run_dir.absolute()}{text[len(self.recorded) :]}"
-        looks_like_a_path = _ELSEWHERE.match(text) or text.startswith("/") or _upwards(text)
-        # The names of an experiment and of a run are no paths, and may look like one.
-        if looks_like_a_path and not key.startswith("tracking."):
-            confine(text, self.gate.roots, key, base=self.base)
         return text
 
     def _target(self, node: dict[Any, Any], key: str) -> dict[str, Any]:
@@ -207,7 +225,7 @@ class _Walk:
         target, where = node["_target_"], _join(key, "_target_")
         if type(target) is not str:
             raise ConfigError(where, "must be the dotted name of what builds it", str(target))
-        _check_name(target, where, self.gate)
+        trusted.check_name(target, where, self.gate.allowed)
         self.targets.append((where, target))
         for flag in ("_partial_", "_recursive_"):
             if type(node.get(flag, True)) is not bool:
@@ -228,6 +246,7 @@ class _Walk:
         if target == "pipeline.dataset.from_tfds" and not _TFDS_NAME.fullmatch(str(node.get("name"))):
             rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
             raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
+        named = {"name": node["name"]} if target == "pipeline.dataset.from_tfds" else {}  # which is no path
         if target in trusted.WRITERS:
             return self._written(target, node, key)
         name = trusted.READERS.get(target, "")
@@ -235,8 +254,8 @@ class _Walk:
         if isinstance(path, dict):  # what it builds could be any text
             raise ConfigError(where, f"of {target} must be given as it is", path)
         if type(path) is not str:  # a vocabulary may be a list; null is the reader's default
-            return {}
-        return {name: confine(self._text(path, where), self.gate.roots, where, base=self.base)}
+            return named
+        return {**named, name: confine(self._plain(path, where), self.gate.roots, where, base=self.base)}
 
     def _written(self, target: str, node: dict[Any, Any], key: str) -> dict[str, Any]:
         name, endings = trusted.WRITERS[target]
@@ -247,29 +266,10 @@ class _Walk:
             raise ConfigError(where, f"of {target} must end in {' or '.join(endings)}", path)
         if re.search(r"[{}]", _PLACEHOLDER.sub("", path)):
             raise ConfigError(where, f"of {target} must have placeholders such as {{epoch:02d}} only", path)
-        return {name: confine(self._text(path, where), [self.gate.run_dir], where, base=self.base, beneath=True)}
-
-
-def _check_name(target: str, key: str, gate: Gate) -> None:
-    """Whether `target` may be imported at all; by its text alone."""
-    namespace, _, name = target.rpartition(".")
-    if not _DOTTED.fullmatch(target) or any(part.startswith("__") for part in target.split(".")):
-        raise ConfigError(key, "must be a plain dotted name", target)
-    if _under(target, gate.allowed) or target in trusted.BUILDERS or target in trusted.LAYERS_BY_ANOTHER_NAME:
-        return
-    if target in trusted.REFUSED:
-        raise ConfigError(key, f"of a config from a tracking store {trusted.REFUSED[target]}", target)
-    if namespace == "keras.callbacks":
-        if target in trusted.CALLBACKS or target in trusted.WRITERS:
-            return
-    elif namespace == "keras.applications":
-        if name[0].isupper():
-            return
-    elif namespace in trusted.BASES and name[0] != "_" and name not in ("get", "serialize", "deserialize"):
-        return
-    rule = "of a config from a tracking store must be a builder of this package, a public Keras layer, optimizer, "
-    rule += "schedule, loss, metric, callback, regularizer, initializer, constraint or application, or lie under "
-    raise ConfigError(key, f"{rule}a prefix that you allow", target)
+        whole = confine(self._plain(path, where), [self.gate.run_dir], where, base=self.base, beneath=True)
+        if os.path.isfile(whole) or (os.path.isdir(whole) and os.listdir(whole)):  # it would be read, or lost
+            raise ConfigError(where, f"of {target} must not be there yet", path)
+        return {name: whole}
 
 
 def _identify(walk: _Walk) -> None:
@@ -282,30 +282,13 @@ def _identify(walk: _Walk) -> None:
         except Exception as error:
             rule = f"must name something that exists ({first_line(error.__cause__ or error)})"
             raise ConfigError(key, rule, target) from error
-        if _under(target, walk.gate.allowed):
+        if trusted.is_under(target, walk.gate.allowed):
             module = getattr(found, "__module__", None) or type(found).__module__
-            if target not in walk.gate.allowed and not _under(module, walk.gate.allowed):
+            if target not in walk.gate.allowed and not trusted.is_under(module, walk.gate.allowed):
                 rule = f"must be defined under a prefix that you allow ({', '.join(walk.gate.allowed)})"
                 raise ConfigError(key, f"{rule}, not only be reachable through one", target)
-        elif not _of_keras(target, found):
+        elif not trusted.is_of_keras(target, found):
             raise ConfigError(key, f"must be what {target.rpartition('.')[0]} is for", target)
-
-
-def _of_keras(target: str, found: Any) -> bool:
-    namespace = target.rpartition(".")[0]
-    if target in trusted.LAYERS_BY_ANOTHER_NAME:
-        return str(found.__module__).startswith("keras.src.")
-    if inspect.isfunction(found):
-        return found.__module__.startswith(trusted.FUNCTIONS.get(namespace, ()))
-    return (
-        namespace in trusted.BASES
-        and inspect.isclass(found)
-        and issubclass(found, get_object(trusted.BASES[namespace]))
-    )
-
-
-def _under(name: str, prefixes: Sequence[str]) -> bool:
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _upwards(path: str) -> bool:

@@ -6,6 +6,17 @@ files or run code, and for callbacks, that are on no list.
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.utils import get_object
+
+from pipeline.errors import ConfigError
+
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
 BUILDERS = frozenset(
     {
         "pipeline.augmentation.Flip",
@@ -67,3 +78,44 @@ READERS = {
     "pipeline.dataset.digits": "data_dir",
     "pipeline.dataset.from_tfds": "data_dir",
 }
+
+
+def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
+    """Whether `target` may be imported at all; by its text alone.
+
+    Raises:
+        ConfigError: it is on no list, and under none of the prefixes `allowed`.
+    """
+    namespace, _, name = target.rpartition(".")
+    if not DOTTED.fullmatch(target) or any(part.startswith("__") for part in target.split(".")):
+        raise ConfigError(key, "must be a plain dotted name", target)
+    if is_under(target, allowed) or target in BUILDERS or target in LAYERS_BY_ANOTHER_NAME:
+        return
+    if target in REFUSED:
+        raise ConfigError(key, f"of a config from a tracking store {REFUSED[target]}", target)
+    if namespace == "keras.callbacks":
+        if target in CALLBACKS or target in WRITERS:
+            return
+    elif namespace == "keras.applications":
+        if name[0].isupper():
+            return
+    elif namespace in BASES and name[0] != "_" and name not in ("get", "serialize", "deserialize"):
+        return
+    rule = "of a config from a tracking store must be a builder of this package, a public Keras layer, optimizer, "
+    rule += "schedule, loss, metric, callback, regularizer, initializer, constraint or application, or lie under "
+    raise ConfigError(key, f"{rule}a prefix that you allow", target)
+
+
+def is_of_keras(target: str, found: Any) -> bool:
+    """Whether what an accepted name led to is what its namespace is for."""
+    namespace = target.rpartition(".")[0]
+    if target in LAYERS_BY_ANOTHER_NAME:
+        return str(found.__module__).startswith("keras.src.")
+    if inspect.isfunction(found):
+        return found.__module__.startswith(FUNCTIONS.get(namespace, ()))
+    return namespace in BASES and inspect.isclass(found) and issubclass(found, get_object(BASES[namespace]))
+
+
+def is_under(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether a dotted name is one of `prefixes`, or beneath one."""
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

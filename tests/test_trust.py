@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -213,6 +214,14 @@ REFUSED = [
     ("model", {"_target_": "mypkg.models.build", "weights": "/etc/passwd"}, "/etc/passwd"),
     ("model", {"_target_": "mypkg.models.build", "weights": " https://example.org/x"}, "https://example.org/x"),
     ("model", {"_target_": "mypkg.models.build", "weights": "a/../../x"}, "a/../../x"),
+    *(
+        ("model", {"_target_": "mypkg.models.build", "weights": text}, "model.weights must ")
+        for text in (
+            *("\x01http://evil/x", "\ufeffhttps://evil/x", "\u200b/etc/passwd", "a\u202eb", "a\0b"),
+            *("file:x", "FILE:x", " data:text/plain,x"),
+        )
+    ),
+    ("training.it", [["\x1b[31m"]], "training.it.0.0 must be of signs that can be seen"),
     ("dataset.data_dir", "/etc", "/etc"),
     ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "huggingface:x"}, "huggingface:x"),
     ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/data_dir=x"}, "mnist/data_dir=x"),
@@ -412,6 +421,63 @@ def test_what_writes_is_led_into_the_run_directory_and_writes_there(gate, monkey
     assert {path.name for path in gate.run_dir.iterdir()} >= {"01.keras", "best", "rows.csv"}
     assert list((gate.run_dir / "best").iterdir())
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_relative_text_is_no_way_to_what_lies_here(gate, monkeypatch, tmp_path):
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/id_rsa").write_text("x")
+    (tmp_path / "data/words.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    node = {"_target_": "mypkg.models.build"}
+    for text in (".ssh/id_rsa", "./.ssh", "elsewhere/"):
+        with pytest.raises(ConfigError, match=r"model\.weights must lie in"):
+            trust.check_config({"model": {**node, "weights": text}}, gate)
+    for text in ("data/words.txt", ".ssh/none", "relu", "a/b"):
+        assert trust.check_config({"model": {**node, "weights": text}}, gate)["model"]["weights"] == text
+    save = {"_target_": "keras.callbacks.CSVLogger", "filename": ".ssh/rows.csv"}
+    (tmp_path / ".ssh/rows.csv").write_text("x")  # which is not where it writes
+    assert trust.check_config({"it": save}, gate)["it"]["filename"] == str(gate.run_dir.resolve() / ".ssh/rows.csv")
+    (tmp_path / "glue/cola").mkdir(parents=True)
+    named = {"_target_": "pipeline.dataset.from_tfds", "name": "glue/cola"}
+    assert trust.check_config({"dataset": named}, gate) == {"dataset": named}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "there"),
+    [
+        ("BackupAndRestore", "backup_dir", "backup/latest.weights.h5"),
+        ("TensorBoard", "log_dir", "backup/events"),
+        ("CSVLogger", "filename", "backup.csv"),
+        ("ModelCheckpoint", "filepath", "backup.keras"),
+    ],
+)
+def test_what_is_there_already_is_neither_read_nor_written_over(gate, name, argument, there):
+    path = gate.run_dir / there.split("/")[0]
+    node = {"_target_": f"keras.callbacks.{name}", argument: str(path)}
+    assert trust.check_config({"it": node}, gate)
+    (gate.run_dir / there).parent.mkdir(exist_ok=True)
+    if path.is_dir():
+        assert trust.check_config({"it": node}, gate)  # an empty folder is nobody's
+    (gate.run_dir / there).write_text("somebody's")
+    with pytest.raises(ConfigError, match=rf"it\.{argument} of keras\.callbacks\.{name} must not be there yet"):
+        trust.check_config({"it": node}, gate)
+
+
+def test_nothing_is_downloaded_unless_the_user_says_so(gate, monkeypatch, tmp_path):
+    """TFDS' own code of some datasets unpickles or evaluates what it downloads."""
+    from pipeline import dataset
+
+    def prepared(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(dataset, "_prepare", prepared)
+    name = "mnist:3.0.1"
+    with trust.strict(gate), pytest.raises(ConfigError, match=r"prepared; dataset\.download=true allows"):
+        dataset.from_tfds(name, data_dir=str(tmp_path))
+    with trust.strict(replace(gate, downloads=True)), pytest.raises(InterruptedError):
+        dataset.from_tfds(name, data_dir=str(tmp_path))
+    with pytest.raises(InterruptedError):
+        dataset.from_tfds(name, data_dir=str(tmp_path))
 
 
 def test_a_claimed_run_directory_leads_nowhere_else(gate):
