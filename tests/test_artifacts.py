@@ -195,7 +195,7 @@ def test_a_run_that_cannot_be_linked_to_its_rerun_undoes_nothing(hostile):
     _, answers, _, client = hostile
     lines = answers["experiment"]["err"].splitlines()
     verdict = next(number for number, line in enumerate(lines) if ": different from update 1 on" in line)
-    assert "has no link to its rerun: " in lines[verdict + 1]
+    assert any("has no link to its rerun: " in line for line in lines[verdict + 1 :])
     assert "Traceback" not in answers["experiment"]["err"]
     (new,) = client.search_runs([client.get_experiment_by_name("pipeline").experiment_id])
     assert new.data.tags["rerun.verdict"] == "different"
