@@ -69,6 +69,21 @@ class Request:
         known = refusal.groups(self.folders)
         return {key: value for key, value in self.values().items() if key in known and isinstance(value, str)}
 
+    def for_hydra(self, run_dir: Path) -> list[str]:
+        """The overrides, as they apply to a record: it has no groups, and lacks what is overridden."""
+        values, groups, found = self.values(), self.groups(), []
+        for override in self.overrides:
+            key = override.lstrip("+~").split("=", 1)[0]
+            if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # each is in its place already
+                continue
+            if key in groups:
+                override = f"+{override.lstrip('+')}"
+            elif override.startswith(f"{key}=") and not (key.startswith("hydra") or isinstance(values[key], dict)):
+                override = f"++{override}"
+            found.append(override)
+        quoted = str(run_dir).replace("'", "\\'")
+        return [*found, f"hydra.run.dir='{quoted}'"]
+
 
 def parsed(arguments: Sequence[str], description: str | None) -> Request:
     """What `arguments` ask for.

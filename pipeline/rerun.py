@@ -190,22 +190,6 @@ def _drop(node: Any, path: list[str]) -> None:
         node.pop(last, None)
 
 
-def _for_hydra(request: Request, run_dir: Path) -> list[str]:
-    """The overrides, as they apply to a record: it has no groups, and lacks what is overridden."""
-    values, groups, found = request.values(), request.groups(), []
-    for override in request.overrides:
-        key = override.lstrip("+~").split("=", 1)[0]
-        if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # each is in its place already
-            continue
-        if key in groups:
-            override = f"+{override.lstrip('+')}"
-        elif override.startswith(f"{key}=") and not key.startswith("hydra") and not isinstance(values.get(key), dict):
-            override = f"++{override}"
-        found.append(override)
-    quoted = str(run_dir).replace("'", "\\'")
-    return [*found, f"hydra.run.dir='{quoted}'"]
-
-
 def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Gate, request: Request) -> int:
     from pipeline import composing, job
 
@@ -236,7 +220,7 @@ def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: trust.Ga
         outcomes.append(done.run_id)
         return done.loss
 
-    composing.run_recorded(config, _for_hydra(request, gate.run_dir), task, request.folders[1:])
+    composing.run_recorded(config, request.for_hydra(gate.run_dir), task, request.folders[1:])
     return 0 if request.dry else _compare(client, recorded, request, outcomes[0])
 
 

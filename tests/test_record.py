@@ -461,10 +461,12 @@ def refused(tmp_path_factory):
         "newer, hostile": run({**base(), "schema": 99}, **{"environment.json": json.dumps(shell)}),
         "terminal": run(**{"environment.json": json.dumps({"platform": "\x1b]0;owned\x07\nfake"})}),
         "changed since": run(put(base(), seed=5)),
+        "cuda": run(**{"environment.json": json.dumps({"cuda": "1.0"})}),
     }
     without = client.create_run(experiment).info.run_id
     lines = {name: f"rerun {run_id} --dry" for name, run_id in records.items()}
     lines = {name: line.removesuffix(" --dry") if name in HOSTILE else line for name, line in lines.items()}
+    lines = {"cuda": lines.pop("cuda"), **lines}  # first: nothing has loaded TensorFlow yet
     deleted = run()
     client.delete_run(deleted)
     lines |= {
@@ -500,7 +502,7 @@ def test_a_hostile_record_is_refused_and_nothing_runs(refused, name):
 def test_nothing_was_created_for_what_was_refused(refused):
     folder, answers, _, runs = refused
     assert len(HOSTILE) >= 20
-    assert len(runs) == len(HOSTILE) + len(UNREADABLE) + 6
+    assert len(runs) == len(HOSTILE) + len(UNREADABLE) + 7
     # The negative control: once the user allows it, the same record leaves the file that none of the others left.
     assert "ran" in answers["allowed"]["changed"]
     assert (folder / "ran").exists()
@@ -547,6 +549,13 @@ def test_what_a_store_says_does_not_speak_to_the_terminal(refused):
     assert "platform: ?]0;owned??fake then" in answer["err"]
     for text in (each["err"] for each in refused[1].values()):
         assert "\x1b" not in text
+
+
+def test_what_only_tensorflow_knows_is_compared_as_well(refused):
+    lines = refused[1]["cuda"]["err"].splitlines()
+    (said,) = (line for line in lines if line.startswith("  differs: cuda: 1.0 then, "))
+    assert lines.index(said) > 1
+    assert len(lines) == len(set(lines))  # and nothing twice
 
 
 def test_no_error_speaks_to_the_terminal():
