@@ -101,7 +101,8 @@ CONFIG = {
         "training.metrics.gradient_square must have a name … other than …gradient_square… Received: 'gradient_square'."
     ),
     "train '+training.metrics={a//b: {_target_: keras.metrics.MeanSquaredError}}'": (
-        "training.metrics.a//b must have a name that MLflow takes (…without empty or dotted parts) other than … Received: 'a//b'."
+        "training.metrics.a//b must have a name that MLflow takes (…without empty or dotted parts) other than … "
+        "Received: 'a//b'."
     ),
     "train '+training.metrics={..: {_target_: keras.metrics.MeanSquaredError}}'": (
         "training.metrics... must have a name that MLflow takes (…) other than … Received: '..'."
