@@ -14,7 +14,7 @@ from pipeline.target import Target
 from pipeline.trajectories import Parting, partings
 from pipeline.wording import Finding, count, listed, number
 
-EQUAL = 1e-9  # relative; what ends this close is the same
+EQUAL = 1e-6  # relative; what ends this close is the same in float32
 
 
 def find(sweep: Comparison) -> list[Finding]:

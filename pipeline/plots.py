@@ -149,10 +149,14 @@ def _mean(curves: list[tuple[Job, Curve]], axis: str, group: str, colour: int) -
 def _difference(sweep: Comparison) -> Plot:
     series = []
     for colour, pair in enumerate(partings(sweep)):
-        shown = np.maximum(pair.curve.values, 1e-17)  # a logarithmic axis has no zero
+        values = pair.curve.values
+        shown = np.where(values > 0, values, np.nan if values.any() else 1e-17)  # a logarithmic axis has no zero
         series.append(_series(pair.curve.steps.astype(float), shown, f"{pair.other} / {pair.one}", colour))
     caption = "How far the training losses of two jobs with equal effective batch, seed and config are apart, "
-    caption += "relative to their value. Rounding starts it and training amplifies it; 1e-17 stands for none."
+    caption += (
+        "relative to their value. Rounding starts it and training amplifies it. Updates at which they are equal to "
+    )
+    caption += "the bit are left out; 1e-17 stands for jobs that are equal at all of them."
     y = Axis("relative difference of train/loss", log=True)
     return Plot("difference", RESULT, "How far trajectories part", caption, Axis("updates"), y, series)
 
