@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from pipeline import config as configuration
-from pipeline import record
+from pipeline import record, trust
 from pipeline.errors import ConfigError, first_line
 
 _PLACE = {"tracking", "trust", "hydra"}  # a store's address, with its password, is of no other key
@@ -48,6 +48,8 @@ class Recorded:
         """Whether the config is still the one that its hash was taken of. Older schemas took it otherwise."""
         if self.config.get("schema") != configuration.SCHEMA:
             return True
+        if not trust.is_small(self.config):
+            return False
         return bool(record.config_hash(self.config, self.run_dir) == self.run.data.tags.get("config.hash"))
 
 

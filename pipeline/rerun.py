@@ -80,7 +80,7 @@ def _say_plan(recorded: Recorded, gate: trust.Gate, request: Request) -> list[st
         _say(f"  changed: {override}")
     dataset = recorded.config.get("dataset")
     then = dataset.get("data_dir") if isinstance(dataset, dict) else None
-    if then is not None and gate.data_dir is None:
+    if isinstance(then, str) and gate.data_dir is None:
         _say(f"  differs: dataset.data_dir: {then} then, its default now: an override dataset.data_dir=… changes it")
     return _say_differences(recorded, [])
 

@@ -116,17 +116,26 @@ def check_config(
         ConfigError: something in it is not trusted. Nothing that is refused by its name was imported, nor anything
             else before every name was accepted.
     """
+    walk = _Walk(gate, gate.run_dir, None if recorded_run_dir is None else str(recorded_run_dir))
+    checked = walk.read(dict(config), "")  # first, since it finds what is too large to be said
     for key in ("hydra", "defaults"):
         if key in config:
             raise ConfigError(key, "must be of your own config, not of one from a tracking store", str(config[key]))
     tracking = config.get("tracking")
     if isinstance(tracking, Mapping) and tracking.get("uri") not in (None, gate.tracking_uri):
         raise ConfigError("tracking.uri", "must be your own, not that of a fetched config", tracking["uri"])
-    walk = _Walk(gate, gate.run_dir, None if recorded_run_dir is None else str(recorded_run_dir))
-    checked = walk.read(dict(config), "")
     if imports:
         _identify(walk)
     return dict(checked)
+
+
+def is_small(config: Any) -> bool:
+    """Whether it has an end, and is of no more values than a config may have: else writing it down has none."""
+    rest, values = [config], 0
+    while rest and values + len(rest) <= _MOST_VALUES:
+        node, values = rest.pop(), values + 1
+        rest += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return not rest
 
 
 def confine(

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from pipeline import config as configuration
 from pipeline import targets, trust, trusted
 from pipeline.errors import ConfigError
+from pipeline.recorded import Recorded
 from tests.running import ROOT, environment
 
 CALLBACK = "training.callbacks.it"
@@ -326,6 +327,11 @@ def test_a_small_file_of_a_huge_config_is_refused(gate):
     for value in (bomb, endless):
         with pytest.raises(ConfigError, match="model must be of at most"):
             trust.check_config({"model": value}, gate)
+        for key in ("hydra", "defaults"):
+            with pytest.raises(ConfigError, match=f"{key} must be of at most"):
+                trust.check_config({key: value}, gate)
+        assert not Recorded(None, {"schema": configuration.SCHEMA, "model": value}, {}, {}, {}).is_whole()
+    assert trust.is_small(recorded())
 
 
 @pytest.mark.parametrize("prefix", ["", "my pkg", "mypkg.", "*", ".mypkg"])
