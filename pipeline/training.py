@@ -43,11 +43,12 @@ class Recorder:
     Attributes:
         log: where the rows go.
         plan: of the run.
-        log_every: updates from one logged row to the next; the last update is always logged.
+        log_every: updates from one logged row to the next; `finish` logs the last one.
         peak_memory: bytes at the peak so far.
         progress: what a person sees.
         noise: the gradient noise scale so far; each row has its latest value.
         last: the latest row that was fetched.
+        unlogged: what `log.update` takes of the latest update, where `log_every` left it out.
         skips: whether the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does.
     """
 
@@ -60,6 +61,7 @@ class Recorder:
     skipped: int = 0
     names: tuple[str, ...] = ()
     last: dict[str, float] = field(default_factory=dict)
+    unlogged: tuple[int, dict[str, float], dict[str, float], float] | None = None
     noise: NoiseScale = field(default_factory=NoiseScale)
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
@@ -82,18 +84,19 @@ class Recorder:
         """
         if not self._pending:
             return
-        pending, self._pending = self._pending, []
+        pending = list(self._pending)
         fetched = tf.stack([results for _, _, results in pending]).numpy().tolist()
         now = time.perf_counter()
         seconds, self._since = (now - self._since) / len(pending), now
         peak = self.peak_memory()
         examples = sum(self.plan.batch_size(update) for update, _, _ in pending)
-        performance = {
+        performance: dict[str, float] = {
             "update_seconds": seconds,
             "examples_per_second": examples / (seconds * len(pending)),
             "peak_memory_bytes": peak,
         }
         for (update, at, _), values in zip(pending, fetched, strict=True):
+            del self._pending[0]  # a row at a time: what an interrupt leaves here is fetched at the end of the run
             row = dict(zip(self.names, values, strict=True))
             if "gradient_variance" in row:
                 self.noise.add(row.pop("gradient_variance"), row.pop("gradient_square"))
@@ -104,7 +107,8 @@ class Recorder:
                 self.skipped += bad == ["gradient_norm"]
                 row["skipped_updates"] = self.skipped
                 bad = [] if bad == ["gradient_norm"] else bad
-            if update % self.log_every == 0 or update == self.plan.updates or bad:
+            self.unlogged = None if update % self.log_every == 0 or bad else (update, row, performance, at)
+            if self.unlogged is None:
                 self.log.update(update, row, performance, at)
             self._epoch_examples += self.plan.batch_size(update)
             for name, value in row.items():
@@ -117,6 +121,13 @@ class Recorder:
         self.log.flush()
         self.last = row
         self.progress.show(pending[-1][0], row, performance["examples_per_second"])
+
+    def finish(self) -> None:
+        """Fetches what is left, and logs the last update whatever `log_every` says."""
+        self.fetch()
+        if self.unlogged is not None:
+            self.log.update(*self.unlogged)
+            self.log.flush()
 
     def restart_clock(self) -> None:
         """Leaves what happened since the last fetch out of the updates' seconds."""
@@ -160,7 +171,9 @@ def train(
     Raises:
         NonFiniteError: as `Recorder.fetch`.
     """
-    hooks = keras.callbacks.CallbackList(list(callbacks), model=model, epochs=plan.epochs, steps=plan.updates_per_epoch)
+    counts = {"epochs": plan.epochs, "steps": plan.updates_per_epoch}
+    hooks = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, **counts)
+    watched = any(map(_watches_updates, callbacks))
     names: list[str] = []
 
     @tf.function
@@ -169,21 +182,28 @@ def train(
         names[:] = results
         return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
 
+    def validate() -> dict[str, float]:
+        assert evaluate is not None
+        hooks.on_test_begin()
+        results = evaluate()
+        hooks.on_test_end(results)
+        return results
+
     iterator = iter(batches)
     model.stop_training = False
     hooks.on_train_begin()
     for done in range(1, plan.updates + 1):
         epoch, index = divmod(done - 1, plan.updates_per_epoch)
-        if callbacks:
-            if index == 0:
-                hooks.on_epoch_begin(epoch)
+        if index == 0:
+            hooks.on_epoch_begin(epoch)
+        if watched:
             hooks.on_train_batch_begin(index)
 
         results = next_update(iterator)
 
         recorder.names = tuple(names)
         recorder.add(done, results)
-        if callbacks:
+        if watched:
             hooks.on_train_batch_end(index, dict(zip(names, tf.unstack(results), strict=True)))
 
         last = done == plan.updates or model.stop_training
@@ -192,22 +212,27 @@ def train(
             recorder.fetch()
             if last:
                 _finalize(update, model)
-            hooks.on_test_begin()
-            validation = evaluate()
-            hooks.on_test_end(validation)
-            recorder.log.validation(done, validation)
-            recorder.progress.validated(done, validation)
-            recorder.restart_clock()
+            validation = validate()
 
-        if callbacks and (last or plan.ends_epoch(done)):
-            recorder.fetch()
-            hooks.on_epoch_end(epoch, recorder.epoch_means() | {f"val_{k}": v for k, v in validation.items()})
+        try:
+            if callbacks and (last or plan.ends_epoch(done)):
+                recorder.fetch()
+                hooks.on_epoch_end(epoch, recorder.epoch_means() | {f"val_{k}": v for k, v in validation.items()})
+            if model.stop_training and not last:  # a callback has seen enough in what was evaluated
+                last = True
+                if evaluate is not None and (_finalize(update, model) or not validation):
+                    validation = validate()  # in place of that of other weights: a step has one
+        finally:  # a callback that raises takes no row with it
+            if validation:
+                recorder.log.validation(done, validation)
+                recorder.progress.validated(done, validation)
+                recorder.restart_clock()
 
         if checkpoint is not None:
             checkpoint(done)
-        if last or model.stop_training:
+        if last:
             break
-    recorder.fetch()
+    recorder.finish()
     if evaluate is None:
         _finalize(update, model)
     hooks.on_train_end()
@@ -240,6 +265,19 @@ def _due(update: int, every: int | str, plan: Plan) -> bool:
     return plan.ends_epoch(update) if isinstance(every, str) else update % every == 0
 
 
-def _finalize(update: Update, model: keras.Model) -> None:
-    # With `use_ema` the averaged weights are the result: they are evaluated and saved, as Keras' fit does.
-    update.optimizer.finalize_variable_values(model.trainable_variables)
+def _watches_updates(callback: keras.callbacks.Callback) -> bool:
+    """Whether the callback has a hook of batches: handing it an update's logs waits for the device."""
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    hooks = {name: getattr(callback, name) for name in names}  # LambdaCallback's are of the instance
+    return any(getattr(hook, "__func__", None) is not getattr(keras.callbacks.Callback, n) for n, hook in hooks.items())
+
+
+def _finalize(update: Update, model: keras.Model) -> bool:
+    """With `use_ema` the averaged weights are the result: they are evaluated and saved, as in `fit`.
+
+    Returns:
+        Whether the weights are others than before.
+    """
+    optimizer = update.optimizer
+    optimizer.finalize_variable_values(model.trainable_variables)
+    return bool(getattr(optimizer, "inner_optimizer", optimizer).use_ema)
