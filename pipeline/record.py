@@ -157,7 +157,7 @@ def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: s
 def origin() -> dict[str, str]:
     """Tags: who ran which command on which commit."""
     tags = {
-        "mlflow.user": getpass.getuser(),
+        "mlflow.user": _user(),
         "mlflow.source.type": "LOCAL",
         "mlflow.source.name": " ".join(["pipeline", *map(mask, sys.argv[1:])]),
     }
@@ -166,6 +166,13 @@ def origin() -> dict[str, str]:
         commit, clean = tree["commit"], str(tree["clean"]).lower()
         tags |= {"git.commit": commit, "git.clean": clean, "mlflow.source.git.commit": commit}
     return tags
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in a container
+        return "unknown"
 
 
 def _tree() -> Path | None:

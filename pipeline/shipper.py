@@ -6,6 +6,7 @@ standard input ends, ships what is left and answers once more.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import select
@@ -54,7 +55,6 @@ class Shipper:
         start = json.loads(self._file.readline())
         self.client: MlflowClient = store.client()
         self._create(store, start["start"], start["time"])
-        self._rows: Rows = rows(self.client, store.database, self.run_id)
 
     def _create(self, store: Store, run: dict[str, Any], started: int) -> None:
         self.experiment_id = store.experiment(run["experiment"])
@@ -62,9 +62,13 @@ class Shipper:
         self.run_id = created.info.run_id
         try:
             artifacts.accept(created.info.artifact_uri)
-        except ConfigError:
-            self.client.set_terminated(self.run_id, "FAILED")
+            self._describe(store, run)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first failure is what the trainer is told
+                self.client.set_terminated(self.run_id, "FAILED")
             raise
+
+    def _describe(self, store: Store, run: dict[str, Any]) -> None:
         params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
         for first in range(0, len(params), 100):
             self.client.log_batch(self.run_id, params=params[first : first + 100])
@@ -72,6 +76,7 @@ class Shipper:
         # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
         self._system = SystemMetricsMonitor(self.run_id, tracking_uri=store.uri) if run["system_metrics"] else None
         self._samples = 0
+        self._rows: Rows = rows(self.client, store.database, self.run_id)
 
     def _log_inputs(self, inputs: list[DatasetInput]) -> None:
         # Two runs that start at once both find a dataset missing and both insert it: the slower one tries again.
@@ -81,7 +86,6 @@ class Shipper:
                 return
             except Exception:
                 if attempt == TRIES - 1:
-                    self.client.set_terminated(self.run_id, "FAILED")
                     raise
                 time.sleep(0.2 * (attempt + 1))
 
