@@ -113,7 +113,12 @@ def effective_batches(
         return _batch(examples.map(_numbered(augment, key), tf.data.AUTOTUNE), effective_batch_size)
 
     epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)
-    return epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    (given, *_), (made, *_) = in_order(data.train, 1).element_spec, batches.element_spec
+    if augment is not None and not _alike(given, made):
+        rule = f"must keep the shape and dtype of an input, {given}"
+        raise ConfigError("dataset.augment", rule, str(made))
+    return batches
 
 
 def in_order(examples: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
@@ -261,6 +266,13 @@ def _numbered(augment: Callable | None, key: tf.Tensor) -> Callable:
         return (augment(example[0], seed), *example[1:])
 
     return example_of
+
+
+def _alike(given: Any, made: Any) -> bool:
+    try:
+        return all(tf.nest.flatten(tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), given, made)))
+    except (TypeError, ValueError):  # nests of other forms
+        return False
 
 
 def _take(nest: Any, numbers: tf.Tensor) -> Any:

@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -116,10 +116,13 @@ def _prepare(
 
         machine = hardware.setup(config.hardware, config.seed)
     data = dataset.load(config.dataset)
-    recorded = record.dataset(data)
+    with _reading(config, "dataset"):
+        recorded = record.dataset(data)
     check_dataset(recorded)
     plan = batching.plan(settings.batching, data.examples, settings.horizon, settings.length)
-    batches = _batches(config, data, plan)
+    with _reading(config, "dataset" if config.dataset.get("augment") is None else "dataset.augment"):
+        size, node = plan.batching.effective_batch_size, config.dataset
+        batches = dataset.effective_batches(node, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs)
     optimizer.check(optimizer.build(config, plan.updates, plan.batching.effective_batch_size))
     # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
     keras.utils.set_random_seed(config.seed)
@@ -127,22 +130,20 @@ def _prepare(
         network = model.build(config.model, data)
         goal = objective.build(config.training)
         optimizing = optimizer.build(config, plan.updates, plan.batching.effective_batch_size)
+        network.compile(optimizing, goal.loss, metrics=goal.metrics)  # callbacks and the saved model look for it there
         objective.check(goal, network, data, settings.batching.micro_batch_size)
         optimizing.build(network.trainable_variables)
-        network.compile(optimizing, goal.loss)  # callbacks and the saved model look for it there
     return _Prepared(machine, data, recorded, plan, batches, network, goal)
 
 
-def _batches(config: DictConfig, data: Data, plan: Plan) -> tf.data.Dataset:
-    from pipeline import dataset
-
-    size, node = plan.batching.effective_batch_size, config.dataset
+@contextmanager
+def _reading(config: DictConfig, key: str) -> Iterator[None]:
+    """Refuses what the config has at `key` where it raises: TensorFlow traces it, and runs it to read the data."""
     try:
-        return dataset.effective_batches(node, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs)
+        yield
     except ConfigError:
         raise
-    except Exception as error:  # TensorFlow has traced what the config put into it
-        key = "dataset" if node.get("augment") is None else "dataset.augment"
+    except Exception as error:
         rule = f"must give examples ({type(error).__name__}: {first_line(error)})"
         raise ConfigError(key, rule, OmegaConf.select(config, f"{key}._target_")) from error
 
@@ -177,12 +178,8 @@ def _train(
         evaluation = Evaluation(network, goal.loss, micro, metrics=goal.validation_metrics, strategy=strategy)
         evaluate = training.evaluator(evaluation, dataset.in_order(run.data.validation, size))
 
-    tracker = Tracker(journal, run_dir, plan)
-    dependent = {"model.batch_dependent_layers": ", ".join(model.batch_dependent_layers(network)) or "none"}
-    tracker.start(config, overrides, run.data, run.dataset, network, {**dependent, **tags})
-    say(f"{run.machine.description}; {plan}")
-    say(f"run directory {run_dir}\nMLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
     progress = Progress(plan.updates)
+    tracker = Tracker(journal, run_dir, plan)
     recorder = training.Recorder(
         tracker,
         plan,
@@ -191,7 +188,12 @@ def _train(
         progress,
         skips=config.hardware.precision.name == "mixed_float16",
     )
+    dependent = {"model.batch_dependent_layers": ", ".join(model.batch_dependent_layers(network)) or "none"}
     with _closing(tracker, recorder, progress):
+        tracker.start(config, overrides, run.data, run.dataset, network, {**dependent, **tags})
+        say(f"{run.machine.description}; {plan}")
+        say(f"run directory {run_dir}\nMLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
+        recorder.restart_clock()
         loss = training.train(
             network,
             run.batches,
@@ -211,7 +213,9 @@ def _train(
 
 @contextmanager
 def _closing(tracker: Tracker, recorder: Any, progress: Any) -> Iterator[None]:
-    """Closes the run as FINISHED, FAILED or KILLED, with all that it had logged."""
+    """Closes the run as FINISHED, FAILED or KILLED, with all that it had logged; one that never began needs none."""
+    from pipeline.training import NonFiniteError
+
     status, failure = "FINISHED", None
     try:
         yield
@@ -219,25 +223,29 @@ def _closing(tracker: Tracker, recorder: Any, progress: Any) -> Iterator[None]:
         killed = isinstance(error, KeyboardInterrupt | Terminated)
         status = "KILLED" if killed else "FAILED"
         failure = "".join(traceback.format_exception_only(error)).strip()
-        if killed:
-            recorder.fetch()
+        if not isinstance(error, NonFiniteError):  # with which the rows end
+            with suppress(Exception):  # no second failure, such as of a device that is gone, hides the first
+                recorder.fetch()
         raise
     finally:
         progress.close()
-        unshipped = tracker.end(status, failure)
+        unshipped = tracker.end(status, failure) if tracker.run_id else None
         if unshipped:
             say(f"MLflow did not take everything ({unshipped}); the rest is in {tracker.run_dir / 'journal.jsonl'}")
 
 
 def _log_model(uri: str, tracker: Tracker, network: Any, data: Any) -> None:
+    import tensorflow as tf
+
     from pipeline import dataset, tracking
 
     split = data.train if data.validation is None else data.validation
     example = next(iter(dataset.in_order(split, 4)))[0]
     try:
-        if not hasattr(example, "numpy"):
-            raise TypeError("an input that is not one dense tensor has no signature")
-        tracking.log_model(uri, tracker.experiment_id, tracker.run_id, network, example.numpy())
+        if not all(map(tf.is_tensor, tf.nest.flatten(example))) or not isinstance(example, tf.Tensor | dict):
+            raise TypeError("an input that is neither a dense tensor nor a dict of them has no signature")
+        arrays = tf.nest.map_structure(lambda leaf: leaf.numpy(), example)
+        tracking.log_model(uri, tracker.experiment_id, tracker.run_id, network, arrays)
     except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
         first = (str(error).splitlines() or [type(error).__name__])[0]
         tracker.journal.write({"tags": {"model.not_logged": mask(first)}})

@@ -153,6 +153,7 @@ CONFIG = {
 
 NOT_PREPARED = "dataset=tfds dataset.name=mnist dataset.data_dir={elsewhere}"
 NO_LOGITS = "~training.loss.from_logits"
+ONE_HOT = "dataset._target_=mine.one_hot +model.classes=3 training.loss._target_=keras.losses.CategoricalCrossentropy"
 MLP = "model=mlp"  # builds in no time
 
 # Refused by what TensorFlow, TFDS, Keras or MLflow say of it: no run has been created by then.
@@ -169,6 +170,12 @@ PREPARED = {
     "tf.data.Datasets, or a pipeline.dataset.Data. Received: 'int'.",
     "train 'dataset.augment={_target_: mine.one_argument, _partial_: true}'": "dataset.augment must give examples "
     "(TypeError: … one_argument() takes 1 positional argument but 2 were given). Received: 'mine.one_argument'.",
+    "train 'dataset.augment={_target_: mine.cropped, _partial_: true}'": "dataset.augment must keep the shape and "
+    "dtype of an input, … Received: '…(None, 4, 8, 1)…'.",
+    "train 'dataset.augment={_target_: mine.counted, _partial_: true}'": "dataset.augment must keep the shape and "
+    "dtype of an input, … Received: '…tf.int32…'.",
+    "train dataset._target_=mine.unreadable": "dataset must give examples (InvalidArgumentError: …). "
+    "Received: 'mine.unreadable'.",
     # targets
     "train model._target_=mine.not_a_modle": "model._target_ must name something that exists (…). "
     "Received: 'mine.not_a_modle'. Did you mean 'mine.not_a_model'?",
@@ -213,6 +220,11 @@ PREPARED = {
     ),
     f"train {MLP} training.metrics.accuracy._target_=keras.metrics.CategoricalAccuracy": "training.metrics.accuracy "
     "must fit labels (32,) int64 and outputs (32, 10) float32 (the shapes differ). Received: 'CategoricalAccuracy'.",
+    f"train {MLP} +training.loss.ignore_class=3 +model.classes=9": "training.loss must fit … (label 9 is outside of "
+    "the 9 outputs). Received: …",
+    f"train {MLP} training.metrics.accuracy._target_=mine.Vector {ONE_HOT}": (
+        "training.metrics.accuracy must fit … (its result is not one number). Received: 'F1Score'."
+    ),
     f"train {MLP} training.metrics.accuracy._target_=keras.losses.Huber": "training.metrics.accuracy._target_ must "
     "give a keras.metrics.Metric. Received: 'Huber'.",
     f"train {MLP} '+training.callbacks.stop={{_target_: keras.callbacks.EarlyStopping, patienc: 3}}'": (
@@ -249,6 +261,28 @@ def not_a_model(**anything):
 
 def one_argument(x):
     return x
+
+def cropped(x, seed):
+    return x[:4]
+
+def counted(x, seed):
+    import tensorflow as tf
+    return tf.cast(x, tf.int32)
+
+def unreadable(data_dir):
+    import tensorflow as tf
+    examples = tf.data.Dataset.range(200).map(lambda n: (tf.cast(n, tf.float32), n))
+    return examples.map(lambda x, y: (tf.debugging.check_numerics(x / (x - 3), "a hole"), y)), None
+
+def one_hot(data_dir):
+    import tensorflow as tf
+    examples = tf.data.Dataset.range(200).map(lambda n: (tf.ones(4), tf.one_hot(n % 3, 3)))
+    return examples, None
+
+class Vector:
+    def __new__(cls, name):
+        import keras
+        return keras.metrics.F1Score(name=name)
 
 def scalar_loss(y, outputs):
     import keras
