@@ -117,7 +117,7 @@ def accumulate_gradients(
             # A mean-sized loss is what a loss scale is made for: the sum over a micro-batch overflows float16.
             scaled = total if scale_loss is None else scale_loss(total / micro_batch_size)
             added_scaled = added_total if scale_loss is None else scale_loss(added_total / micro_batch_size)
-        _update(metrics, y, outputs)
+        update_metrics(metrics, y, outputs)
         times = 1 if scale_loss is None else micro_batch_size
         sums = _gradient_sums(tape, scaled, variables, times)
         added_sums = _gradient_sums(tape, added_scaled, variables, times)
@@ -242,7 +242,7 @@ class Evaluation:
             examples = tf.cast(examples_in(x), total.dtype)
             added = self.model.losses
             added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
-            _update(self.metrics, y, outputs)
+            update_metrics(self.metrics, y, outputs)
             zero = tf.zeros((), total.dtype)
             return GradientSums(total, weight, (), added_total, (), examples, zero, zero)
 
@@ -291,10 +291,12 @@ def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
     return value / tf.cast(tf.where(total == 0, tf.ones_like(total), total), value.dtype)
 
 
-def _update(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> None:
+def update_metrics(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> None:
+    """Takes in one micro-batch; the mask of the outputs weighs it, where there is one."""
     mask = mask_of(outputs)
+    weighing = {} if mask is None else {"sample_weight": mask}  # as in `fit`, a metric may have no such argument
     for metric in metrics:
-        metric.update_state(y, outputs, sample_weight=mask)
+        metric.update_state(y, outputs, **weighing)
 
 
 def _tensor_variable(variable: Any) -> tf.Variable:

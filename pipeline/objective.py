@@ -12,6 +12,7 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import dataset, targets
+from pipeline.accumulation import update_metrics
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError, first_line
 from pipeline.weighting import weighted_sum
@@ -66,16 +67,18 @@ def build(config: DictConfig) -> Objective:
 def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size: int) -> None:
     """Computes the loss of one micro-batch, so that labels and outputs that do not fit are refused at once.
 
+    Builds what is not built yet of the model, and of the metrics that it was compiled with.
+
     Raises:
         ConfigError: the loss does not fit the labels or the model's outputs, or the model trains nothing.
     """
     batch = next(iter(dataset.in_order(data.train, min(micro_batch_size, 32))))
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if not model.trainable_variables:
-        raise ConfigError("model", "must have weights to train", model.name)
     loss = objective.loss
     with _refused("model", f"must take inputs of {_shape(x)}", model.name):
         outputs = model(x, training=False)
+    if not model.trainable_variables:
+        raise ConfigError("model", "must have weights to train", model.name)
     # By the outputs and not by the weights, which under a strategy have gradients inside of a replica only.
     with tf.GradientTape() as tape:
         tape.watch(tf.nest.flatten(outputs))
@@ -88,11 +91,15 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", loss.name)
     for metric in objective.metrics:
         with _refused(f"training.metrics.{metric.name}", fit, type(metric).__name__):
-            if isinstance(metric, keras.metrics.MeanMetricWrapper):
-                _check_shapes(metric, y, outputs)
-            metric.update_state(y, outputs)
-            metric.result()
+            _check_shapes(metric, y, outputs)
+            update_metrics([metric], y, outputs)
+            if tf.nest.is_nested(result := metric.result()) or tf.convert_to_tensor(result).shape.rank != 0:
+                raise ValueError("its result is not one number")
         metric.reset_state()
+    if tf.is_tensor(y) and tf.is_tensor(outputs):  # for a nest, `fit` wants metrics of each of its parts
+        for compiled in model.metrics:
+            if not getattr(compiled, "built", True):  # Keras' callbacks look in it for the metric that they monitor
+                compiled.build(y, outputs)
 
 
 @contextmanager
@@ -104,12 +111,15 @@ def _refused(key: str, rule: str, received: str) -> Iterator[None]:
 
 
 def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
-    """Keras' own losses and metrics broadcast (batch,) labels against (batch, n) outputs, which is never meant."""
-    if not type(measure).__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
+    """Many of Keras' own broadcast (batch,) labels against (batch, n) outputs, which is never meant."""
+    kind = type(measure)
+    if not kind.__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
     labels, predicted = list(y.shape[1:]), list(outputs.shape[1:])
-    if type(measure).__name__.startswith("Sparse"):
+    if kind.__name__ in _SPARSE:
         predicted = predicted[:-1]
+    elif kind.__name__ not in _ELEMENTWISE:
+        return
     if [size for size in labels if size != 1] != [size for size in predicted if size != 1]:
         raise ValueError("the shapes differ")
 
@@ -119,7 +129,9 @@ def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int |
     if not isinstance(loss, _CROSS_ENTROPIES) or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
-        largest = int(tf.reduce_max(tf.cast(y, tf.int64))) if classes is None else classes - 1
+        labels, ignored = tf.cast(y, tf.int64), loss.ignore_class
+        counting = labels if ignored is None else labels[labels != ignored]
+        largest = classes - 1 if ignored is None and classes is not None else int(tf.reduce_max(counting))
         if largest >= outputs.shape[-1]:
             raise ValueError(f"label {largest} is outside of the {outputs.shape[-1]} outputs")
     outside = float(tf.reduce_min(outputs)) < 0 or float(tf.reduce_max(outputs)) > 1 + 1e-3
@@ -127,6 +139,15 @@ def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int |
         raise ValueError("the outputs are no probabilities; for logits, set from_logits=true")
 
 
+# Losses and metrics whose labels have the shape of the outputs, and those whose labels lack its last axis.
+_ELEMENTWISE = {
+    *("MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredLogarithmicError"),
+    *("Huber", "LogCosh", "LogCoshError", "CosineSimilarity", "Hinge", "SquaredHinge", "CategoricalHinge"),
+    *("KLDivergence", "Poisson", "BinaryCrossentropy", "BinaryFocalCrossentropy", "Dice", "Tversky"),
+    *("CategoricalCrossentropy", "CategoricalFocalCrossentropy"),
+    *("Accuracy", "BinaryAccuracy", "CategoricalAccuracy", "TopKCategoricalAccuracy"),
+}
+_SPARSE = {"SparseCategoricalCrossentropy", "SparseCategoricalAccuracy", "SparseTopKCategoricalAccuracy"}
 _CROSS_ENTROPIES = (
     keras.losses.BinaryCrossentropy,
     keras.losses.CategoricalCrossentropy,
@@ -147,9 +168,10 @@ def _loss(node: DictConfig) -> keras.losses.Loss:
 
 def _metric(node: DictConfig, name: str) -> keras.metrics.Metric:
     key = f"training.metrics.{name}"
-    made = targets.build(node, key, name=name)
+    made = targets.build(node, key, **targets.accepted(targets.locate(node, key), node, name=name))
     if not isinstance(made, keras.metrics.Metric):
         raise ConfigError(f"{key}._target_", "must give a keras.metrics.Metric", type(made).__name__)
+    made.name = name  # also that of a class which takes none
     return made
 
 

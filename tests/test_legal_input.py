@@ -1,0 +1,165 @@
+"""What `fit` takes, a run takes: callbacks, models, losses and metrics of other kinds than the ready configs have.
+
+All command lines run in one process (see refused.py), each into an experiment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.running import Store, environment
+
+MODULE = '''
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from pipeline.dataset import Data
+
+rng = np.random.default_rng(0)
+
+def examples(*arrays):
+    return Data(tf.data.Dataset.from_tensor_slices(arrays), tf.data.Dataset.from_tensor_slices(arrays))
+
+def classes():
+    return examples(rng.normal(size=(200, 4)).astype("float32"), rng.integers(0, 3, 200))
+
+def speech():
+    return examples(rng.normal(size=(200, 6, 4)).astype("float32"), rng.integers(1, 3, (200, 2)))
+
+def segmented():  # 255: nobody knows what it is
+    return examples(rng.normal(size=(200, 6, 4)).astype("float32"), rng.choice([0, 1, 2, 255], (200, 6)))
+
+def sides():
+    x = {side: rng.normal(size=(200, 3)).astype("float32") for side in ("left", "right")}
+    return examples(x, rng.integers(0, 3, 200))
+
+def unbuilt():
+    return keras.Sequential([layers.Dense(8, "tanh"), layers.Dropout(0.1), layers.Dense(3)])
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(8, "tanh"), layers.Dense(3)
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+def probable():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3, "softmax")])
+
+def embedding():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.UnitNormalization()])
+
+def two_sided():
+    inputs = {side: keras.Input((3,), name=side) for side in ("left", "right")}
+    return keras.Model(inputs, layers.Dense(3)(layers.Concatenate()([inputs["left"], inputs["right"]])))
+
+class Confidence(keras.metrics.Metric):
+    """Neither a name nor a sample weight: both are Keras' to leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.count = self.add_weight(initializer="zeros"), self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true, y_pred):
+        self.total.assign_add(tf.reduce_sum(tf.reduce_max(tf.nn.softmax(y_pred), -1)))
+        self.count.assign_add(tf.cast(tf.size(y_true), "float32"))
+
+    def result(self):
+        return self.total / self.count
+'''
+
+MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided")
+DATASETS = ("classes", "speech", "segmented", "sides")
+MONITORS = {
+    "stop": "keras.callbacks.EarlyStopping, monitor: val_accuracy, patience: 0, min_delta: 2",
+    "save": "keras.callbacks.ModelCheckpoint, monitor: val_accuracy, save_best_only: true, filepath: best.keras",
+    "slow": "keras.callbacks.ReduceLROnPlateau, monitor: accuracy",
+    "bar": "keras.callbacks.ProgbarLogger",
+}
+CALLBACKS = " ".join(f"'+training.callbacks.{name}={{_target_: {value}}}'" for name, value in MONITORS.items())
+LOSS = "~training.metrics.accuracy ~training.loss.from_logits training.loss._target_=keras.losses"
+CONFIDENCE = "+training.metrics.sure._target_=mine.Confidence"
+LEGAL = {
+    # Two logical devices first: TensorFlow takes them once a process.
+    "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
+    "unbuilt": "model=unbuilt dataset=classes",
+    "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS}",
+    "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
+    "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
+    "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
+    "circle": f"model=embedding dataset=classes {LOSS}.Circle",
+    "bare_metric": f"model=unbuilt dataset=classes {CONFIDENCE}",
+    "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
+}
+SHORT = "accumulation.effective_batch_size=50 tracking.system_metrics=false"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder, its store, and what each command line answered."""
+    folder = tmp_path_factory.mktemp("legal")
+    (folder / "mine.py").write_text(MODULE)
+    for group, names in {"model": MODELS, "dataset": DATASETS}.items():
+        (folder / "conf" / group).mkdir(parents=True)
+        for name in names:
+            (folder / "conf" / group / f"{name}.yaml").write_text(f"_target_: mine.{name}\n")
+    more = {"tracking.log_model": "false", "training.epochs": "1"}
+    lines = []
+    for name, line in LEGAL.items():
+        given = [f"{key}={value}" for key, value in more.items() if f"{key}=" not in line]
+        lines.append(f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment={name}")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.refused"],
+        input=json.dumps(lines),
+        cwd=folder,
+        env=environment(CUDA_VISIBLE_DEVICES="-1"),
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, Store(folder), dict(zip(LEGAL, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_it_runs_to_its_end(ran, name):
+    _, store, answers = ran
+    assert answers[name]["status"] == 0, answers[name]["err"]
+    assert store.run(name).info.status == "FINISHED"
+
+
+def test_a_monitored_metric_has_its_direction(ran):
+    folder, store, _ = ran
+    run = store.run("monitored")
+    assert list(store.history(run, "val/accuracy")) == [4, 8]  # the second epoch is no better by 2, so it ends
+    assert keras.saving.load_model(folder / "best.keras", compile=False).count_params() == 4 * 8 + 8 + 8 * 3 + 3
+
+
+def test_a_metric_without_a_name_is_logged_by_its_key(ran):
+    _, store, _ = ran
+    run = store.run("bare_metric")
+    assert 1 / 3 < store.history(run, "train/sure")[4] < 1
+    assert 1 / 3 < store.history(run, "val/sure")[4] < 1
+
+
+def test_a_logged_model_of_named_inputs_predicts_the_same(ran, monkeypatch):
+    import mlflow
+
+    folder, store, _ = ran
+    run = store.run("two_sided")
+    assert run.data.tags.get("model.not_logged") is None
+    monkeypatch.chdir(folder)
+    mlflow.set_tracking_uri(store.client.tracking_uri)
+    model = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
+    x = {side: np.random.default_rng(1).normal(size=(5, 3)).astype("float32") for side in ("left", "right")}
+    outputs = model.predict(x)
+    np.testing.assert_allclose(outputs, model.get_raw_model()(x), rtol=1e-6)
+    assert set(model.metadata.signature.inputs.input_names()) == {"left", "right"}
