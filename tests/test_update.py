@@ -16,7 +16,8 @@ from keras import layers, losses
 
 from pipeline import config as configuration
 from pipeline import optimizer as optimizers
-from pipeline.accumulation import Evaluation, Update, accumulate_gradients
+from pipeline.accumulation import Update, accumulate_gradients
+from pipeline.evaluation import Evaluation
 from pipeline.training import evaluator
 
 # One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
@@ -126,6 +127,43 @@ def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro
     for got, expected in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=EXACT * np.abs(expected).max())
     assert np.mean(expected_values[-8::4]) < 0.75 * expected_values[0]  # it did train
+
+
+def after_one_update(name, gradients_of):
+    """The weights after one update from the same weights, by what `gradients_of(model, x, y)` gives."""
+    model, optimizer = network(), TRAINED[name][0]()
+    optimizer.build(model.trainable_variables)
+    ((x, y),) = batches(1)
+    optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+    return model.get_weights()
+
+
+def large_batch_gradients(model, x, y):
+    with tf.GradientTape() as tape:
+        value = cross_entropy()(y, model(x, training=True))
+    return tape.gradient(value, [variable.value for variable in model.trainable_variables])
+
+
+def mean_of_means(model, x, y):
+    cuts = [slice(start, start + 24) for start in range(0, len(y), 24)]  # the last one has 8 of the 128
+    means = [large_batch_gradients(model, x[cut], y[cut]) for cut in cuts]
+    return [tf.add_n(parts) / len(cuts) for parts in zip(*means, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_one_update_in_float32_is_that_of_the_large_batch(precision, name):
+    precision("float32")
+    expected = after_one_update(name, large_batch_gradients)
+
+    def deviation(weights):
+        return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(weights, expected, strict=True))
+
+    for size in (128, 64, 32, 16, 24):
+        accumulated = after_one_update(
+            name, lambda model, x, y, n=size: accumulate_gradients(model, cross_entropy(), (x, y), n).gradients()
+        )
+        assert deviation(accumulated) < 1e-6, size  # some roundings of 2⁻²⁴ = 6e-8
+    assert deviation(after_one_update(name, mean_of_means)) > 1000 * 1e-6
 
 
 def by_hand(model, x, y):
