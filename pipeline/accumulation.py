@@ -37,10 +37,11 @@ class GradientSums(NamedTuple):
         loss: Σ wᵢ·lossᵢ, scalar.
         weight: Σ wᵢ, scalar: elements, unmasked elements or summed sample weights, as the loss' reduction says.
         sums: ∇ Σ wᵢ·lossᵢ for each trainable variable; `()` for one that the loss does not depend on.
-        added_loss: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples.
+        added_loss: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples; of those that have
+            one value per example, N·Σᵢ aᵢ, because Keras sums them over the batch.
         added_sums: its gradient, as in `sums`.
         examples: Σₖ nₖ, scalar.
-        squares, parts: Σₖ |∇Lₖ|²/Wₖ and the number of micro-batches, for `pipeline.noise`; zero where not measured.
+        squares, parts: Σₖ Wₖ|gₖ|² and the number of micro-batches, for `pipeline.noise`; zero where not measured.
     """
 
     loss: tf.Tensor
@@ -62,12 +63,7 @@ class GradientSums(NamedTuple):
         Returns:
             One gradient of its variable's shape for each; None where the loss does not depend on it.
         """
-        means = []
-        for of_loss, of_added in zip(self.sums, self.added_sums, strict=True):
-            sums = ((of_loss, self.weight), (of_added, self.examples))
-            parts = [_divide(value, total) for value, total in sums if not isinstance(value, tuple)]
-            means.append(tf.add_n(parts) if parts else None)
-        return means
+        return _means(self.sums, self.weight, self.added_sums, self.examples)
 
 
 def accumulate_gradients(
@@ -78,6 +74,7 @@ def accumulate_gradients(
     *,
     metrics: Sequence[keras.metrics.Metric] = (),
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    examples: tf.Tensor | None = None,
     measure_noise: tf.Tensor | bool = False,
     jit_compile: bool = False,
 ) -> GradientSums:
@@ -96,6 +93,7 @@ def accumulate_gradients(
         metrics: updated with every micro-batch's outputs; the mask of the outputs weighs them.
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
             wants it; the sums then hold scaled gradients and `loss` is unscaled.
+        examples: of the whole effective batch, where `batch` is one replica's share of it.
         measure_noise: whether `squares` and `parts` are wanted: a pass over the gradient for each micro-batch.
         jit_compile: compile each forward+backward with XLA.
 
@@ -106,14 +104,14 @@ def accumulate_gradients(
         ValueError: the loss reduces nothing, the batch has no labels, or the micro-batch size is not positive.
     """
     variables = [_tensor_variable(variable) for variable in model.trainable_variables]
+    whole = examples_in(batch) if examples is None else examples
 
     def micro_step(x: Nest, y: Nest, sample_weight: Nest) -> GradientSums:
         with tf.GradientTape(persistent=True) as tape:
             outputs = model(x, training=True)
             total, weight = weighted_sum(loss, y, outputs, sample_weight)
-            examples = tf.cast(examples_in(x), total.dtype)
-            added = model.losses
-            added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
+            count = tf.cast(examples_in(x), total.dtype)
+            added_total = added_loss(model.losses, count, tf.cast(whole, total.dtype))
             # A mean-sized loss is what a loss scale is made for: the sum over a micro-batch overflows float16.
             scaled = total if scale_loss is None else scale_loss(total / micro_batch_size)
             added_scaled = added_total if scale_loss is None else scale_loss(added_total / micro_batch_size)
@@ -121,8 +119,10 @@ def accumulate_gradients(
         times = 1 if scale_loss is None else micro_batch_size
         sums = _gradient_sums(tape, scaled, variables, times)
         added_sums = _gradient_sums(tape, added_scaled, variables, times)
-        squares, parts = _noise_parts(measure_noise, sums, _noise_weight(loss, weight, examples))
-        return GradientSums(total, weight, sums, added_total, added_sums, examples, squares, parts)
+        zero = tf.zeros((), total.dtype)
+        made = GradientSums(total, weight, sums, added_total, added_sums, count, zero, zero)
+        squares, parts = _noise_parts(measure_noise, loss, made, tf.cast(whole, total.dtype))
+        return made._replace(squares=squares, parts=parts)
 
     return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
 
@@ -171,7 +171,7 @@ class Update:
         """
         for metric in self.metrics:
             metric.reset_state()
-        sums = _reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, self._measures())))
+        sums = reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, self._measures())))
         variables = self.model.trainable_variables
         gradients = sums.gradients()
         learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
@@ -183,7 +183,7 @@ class Update:
         with tf.control_dependencies([learning_rate]):
             self.optimizer.apply(gradients, variables)
         results = {metric.name: metric.result() for metric in self.metrics}
-        results |= self._noise(sums, scale)
+        results |= self._noise(sums, tf.square(norm), tf.square(scale))
         return {"loss": sums.mean_loss(), **results, "learning_rate": learning_rate, "gradient_norm": norm}
 
     def _measures(self) -> tf.Tensor | bool:
@@ -191,13 +191,16 @@ class Update:
             return False
         return tf.convert_to_tensor(self.optimizer.iterations) % self.noise_every == 0
 
-    def _noise(self, sums: GradientSums, scale: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _noise(self, sums: GradientSums, square: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
         if not self.noise_every:
             return {}
         weight = _noise_weight(self.loss, sums.weight, sums.examples)
-        variance, square = noise.estimate(sums.squares, sums.parts, noise.square(sums.sums), weight, sums.examples)
-        by = tf.cast(tf.square(scale), variance.dtype)
-        return {"gradient_variance": variance / by, "gradient_square": square / by}
+        square = tf.cast(square, sums.squares.dtype)
+        if self.loss.reduction == "sum":  # the gradient of the mean, as of any other loss
+            square /= tf.square(sums.examples)
+        squares = sums.squares / tf.cast(scale, sums.squares.dtype)
+        variance, square = noise.estimate(squares, sums.parts, square, weight, sums.examples)
+        return {"gradient_variance": variance, "gradient_square": square}
 
     def _accumulate(self, batch: Nest, measure_noise: tf.Tensor | bool) -> GradientSums:
         share = share_of(batch, self.strategy.num_replicas_in_sync)
@@ -208,45 +211,10 @@ class Update:
             self.micro_batch_size,
             metrics=self.metrics,
             scale_loss=self._scale_loss,
+            examples=examples_in(batch),
             measure_noise=measure_noise,
             jit_compile=self.jit_compile,
         )
-
-
-class Evaluation:
-    """The loss and the metrics over a whole split, each example weighted exactly. Arguments as for `Update`."""
-
-    def __init__(
-        self,
-        model: keras.Model,
-        loss: keras.losses.Loss,
-        micro_batch_size: int,
-        *,
-        metrics: Sequence[keras.metrics.Metric] = (),
-        strategy: tf.distribute.Strategy | None = None,
-    ):
-        self.model, self.loss, self.metrics = model, loss, list(metrics)
-        self.micro_batch_size = micro_batch_size
-        self.strategy = strategy or tf.distribute.get_strategy()
-
-    def __call__(self, batch: Nest) -> GradientSums:
-        """Adds `batch` to the metrics; returns its loss and weights, with no gradients in them."""
-        return _reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))
-
-    def _evaluate(self, batch: Nest) -> GradientSums:
-        share = share_of(batch, self.strategy.num_replicas_in_sync)
-
-        def micro_step(x: Nest, y: Nest, sample_weight: Nest) -> GradientSums:
-            outputs = self.model(x, training=False)
-            total, weight = weighted_sum(self.loss, y, outputs, sample_weight)
-            examples = tf.cast(examples_in(x), total.dtype)
-            added = self.model.losses
-            added_total = tf.cast(tf.add_n(added), total.dtype) * examples if added else tf.zeros((), total.dtype)
-            update_metrics(self.metrics, y, outputs)
-            zero = tf.zeros((), total.dtype)
-            return GradientSums(total, weight, (), added_total, (), examples, zero, zero)
-
-        return sum_over_micro_batches(micro_step, share, self.micro_batch_size)
 
 
 def _gradient_sums(
@@ -269,21 +237,52 @@ def _noise_weight(loss: keras.losses.Loss, weight: tf.Tensor, examples: tf.Tenso
 
 
 def _noise_parts(
-    measure: tf.Tensor | bool, sums: Sequence[tf.Tensor | tuple[()]], weight: tf.Tensor
+    measure: tf.Tensor | bool, loss: keras.losses.Loss, sums: GradientSums, whole: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """|∇L|²/W and 1 for one micro-batch, both 0 where they are not wanted or nothing in it counts."""
-    zero = tf.zeros((), weight.dtype)
+    """W|g|² and 1 for one micro-batch, both 0 where they are not wanted or nothing in it counts.
+
+    g is its own mean gradient, with what the model adds: the mean of all gₖ is then the gradient that is applied.
+    """
     if measure is False:
-        return zero, zero
+        return sums.squares, sums.parts
+    weight = _noise_weight(loss, sums.weight, sums.examples)
+    per = sums.examples * whole if loss.reduction == "sum" else sums.examples  # Σ∇L + ∇A, divided by N as a whole
 
     def parts() -> tuple[tf.Tensor, tf.Tensor]:
-        square = tf.cast(noise.square(sums), weight.dtype)
-        return tf.math.divide_no_nan(square, weight), tf.cast(weight > 0, weight.dtype)
+        if all(isinstance(value, tuple) for value in sums.added_sums):  # a pass over the gradient less
+            square = tf.math.divide_no_nan(tf.cast(noise.square(sums.sums), weight.dtype), weight)
+        else:
+            square = tf.cast(noise.square(_means(sums.sums, weight, sums.added_sums, per)), weight.dtype) * weight
+        return square, tf.cast(weight > 0, weight.dtype)
 
-    return tf.cond(measure, parts, lambda: (zero, zero))
+    return tf.cond(measure, parts, lambda: (sums.squares, sums.parts))
 
 
-def _reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
+def added_loss(losses: Sequence[tf.Tensor], examples: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
+    """What `add_loss` and regularisation add on `examples`, each summed as in Keras, to be divided by `whole`."""
+    total = tf.zeros((), examples.dtype)
+    for value in losses:
+        per_example = value.shape.rank and value.shape[0] is None  # else it is the same of every micro-batch
+        total += tf.reduce_sum(tf.cast(value, total.dtype)) * (whole if per_example else examples)
+    return total
+
+
+def _means(
+    sums: Sequence[tf.Tensor | tuple[()]],
+    weight: tf.Tensor,
+    added_sums: Sequence[tf.Tensor | tuple[()]],
+    examples: tf.Tensor,
+) -> list[tf.Tensor | None]:
+    means = []
+    for of_loss, of_added in zip(sums, added_sums, strict=True):
+        both = ((of_loss, weight), (of_added, examples))
+        parts = [_divide(value, total) for value, total in both if not isinstance(value, tuple)]
+        means.append(tf.add_n(parts) if parts else None)
+    return means
+
+
+def reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
+    """Of all replicas, on each."""
     return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)
 
 

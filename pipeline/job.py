@@ -157,7 +157,8 @@ def _train(
     tags: Mapping[str, str],
 ) -> Outcome:
     from pipeline import dataset, hardware, model, training
-    from pipeline.accumulation import Evaluation, Update
+    from pipeline.accumulation import Update
+    from pipeline.evaluation import Evaluation
     from pipeline.progress import Progress
     from pipeline.tracking import Tracker
 

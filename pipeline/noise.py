@@ -10,7 +10,8 @@ Weighing the first by bₖ/B and solving gives estimates that are unbiased for u
 
     tr(Σ) ≈ (Σₖ bₖ|gₖ|² − B|g|²) / (K − 1)        |G|² ≈ |g|² − tr(Σ)/B
 
-whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last.
+whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last. The gradients are those
+that are applied: what the model adds to the loss (regularisation, `add_loss`) is in all of them, so it moves |G|².
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ import tensorflow as tf
 DECAY = 0.9  # of the moving averages, for each update that is measured
 
 
-def square(gradients: Sequence[tf.Tensor | tuple[()]]) -> tf.Tensor:
-    """Σ of the squares of all entries, scalar; `()` stands for a gradient that is not there."""
+def square(gradients: Sequence[tf.Tensor | tuple[()] | None]) -> tf.Tensor:
+    """Σ of the squares of all entries, scalar; `()` or None stands for a gradient that is not there."""
     # In one pass over each: squares that are written down first cost three times as much.
-    return 2 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients if not isinstance(gradient, tuple)])
+    return 2 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients if tf.is_tensor(gradient)])
 
 
 def estimate(
-    squares: tf.Tensor, parts: tf.Tensor, square_of_sum: tf.Tensor, weight: tf.Tensor, examples: tf.Tensor
+    squares: tf.Tensor, parts: tf.Tensor, of_mean: tf.Tensor, weight: tf.Tensor, examples: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """One update's estimates of tr(Σ), per example, and |G|².
 
     Args:
-        squares: Σₖ |∇Lₖ|²/Wₖ, where Lₖ is the weighted sum of losses of micro-batch k and Wₖ its weight: Wₖ|gₖ|².
+        squares: Σₖ Wₖ|gₖ|², where Wₖ is the weight of micro-batch k, by which its sum of losses is divided.
         parts: K, the number of micro-batches.
-        square_of_sum: |Σₖ ∇Lₖ|².
+        of_mean: |g|².
         weight: Σₖ Wₖ.
         examples: Σₖ nₖ, which turns the unit of weight into examples.
 
@@ -45,7 +46,6 @@ def estimate(
         Two scalars; not a number where there are fewer than two micro-batches, or none was measured.
     """
     weight = tf.cast(weight, squares.dtype)
-    of_mean = square_of_sum / tf.square(weight)
     nan = tf.constant(math.nan, squares.dtype)
     per_weight = tf.where(parts > 1, (squares - weight * of_mean) / (parts - 1), nan)
     return per_weight * tf.cast(examples, squares.dtype) / weight, of_mean - per_weight / weight

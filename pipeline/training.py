@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation import Update
 from pipeline.batching import Plan
+from pipeline.evaluation import Evaluation
 from pipeline.noise import NoiseScale
 from pipeline.progress import Progress
 

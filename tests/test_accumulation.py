@@ -196,6 +196,35 @@ def test_what_the_model_adds_counts_once(float64, reduction):
     assert_equals_large_batch(model, loss, (random(EXAMPLES, FEATURES), labels(EXAMPLES), WEIGHTS), 4)
 
 
+class PerExample(layers.Layer):
+    """Adds a loss for each example, which Keras sums over the batch."""
+
+    def call(self, x):
+        self.add_loss(0.3 * tf.reduce_sum(tf.square(x), -1))
+        return x
+
+
+@pytest.mark.parametrize(("policy", "tolerance"), [("float64", EXACT), ("mixed_bfloat16", 2e-2)])
+def test_what_the_model_adds_is_what_keras_adds(precision, policy, tolerance):
+    precision(policy)
+    penalties = {"kernel_regularizer": keras.regularizers.L2(0.1), "activity_regularizer": "l2"}  # of two dtypes
+    hidden = layers.Dense(7, "tanh", **penalties)
+    model = keras.Sequential([keras.Input((FEATURES,)), hidden, PerExample(), layers.Dense(CLASSES, dtype="float64")])
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    x, y = random(EXAMPLES, FEATURES), labels(EXAMPLES)
+    with tf.GradientTape() as tape:
+        outputs = model(x, training=True)
+        added = sum(tf.reduce_sum(tf.cast(value, tf.float64)) for value in model.losses)
+        value = tf.cast(loss(y, outputs), tf.float64) + added
+    if policy == "float64":  # Keras adds up no two dtypes outside of `fit`
+        model.compile(loss=loss)
+        assert float(value) == pytest.approx(float(model.compute_loss(x, y, outputs)), rel=tolerance)
+    expected = tape.gradient(value, [variable.value for variable in model.trainable_variables])
+    sums = accumulate_gradients(model, loss, (x, y), 4)
+    assert float(sums.mean_loss()) == pytest.approx(float(value), rel=tolerance)
+    assert deviation([tf.cast(gradient, tf.float64) for gradient in sums.gradients()], expected) < tolerance
+
+
 class TwoHeads(losses.Loss):
     def call(self, y_true, y_pred):
         return tf.square(y_true["a"] - y_pred["a"])[:, 0] + tf.abs(y_true["b"] - y_pred["b"])[:, 0]

@@ -67,6 +67,36 @@ def test_replicas_add_up_to_one_device(linear):
     np.testing.assert_allclose(two, _estimates(linear, 8), rtol=1e-9)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_the_gradients_are_those_that_are_applied(float64, linear, reduction, devices):
+    x, y = linear[0][0, :13], linear[1][0, :13, None]
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else tf.distribute.get_strategy()
+    penalty = keras.regularizers.L2(0.7)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((DIMENSIONS,)), keras.layers.Dense(1, kernel_regularizer=penalty)])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build(model.trainable_variables)
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    whole = 13 if reduction == "sum" else 1  # as for a mean, the unit is the gradient of one example
+
+    def gradient(start, stop):
+        """Of the mean over these examples, and its share of what the model adds."""
+        with tf.GradientTape() as tape:
+            square = tf.reduce_mean(tf.square(model(x[start:stop]) - y[start:stop]))
+            value = square + sum(model.losses) / whole
+        return np.concatenate([np.ravel(g) for g in tape.gradient(value, [v.value for v in model.trainable_variables])])
+
+    cuts = [(0, 5), (5, 10), (10, 13)] if devices == 1 else [(0, 5), (5, 7), (7, 12), (12, 13)]  # 7 + 6, in fives
+    of_parts = sum((stop - start) * gradient(start, stop) @ gradient(start, stop) for start, stop in cuts)
+    of_mean = gradient(0, 13) @ gradient(0, 13)
+    variance = (of_parts - 13 * of_mean) / (len(cuts) - 1)
+    update = Update(model, loss, optimizer, 5, strategy=strategy, noise_every=1)
+    results = tf.function(lambda: update((x, y)))()
+    assert float(results["gradient_variance"]) == pytest.approx(variance, rel=1e-12)
+    assert float(results["gradient_square"]) == pytest.approx(of_mean - variance / 13, rel=1e-12)
+
+
 def test_smoothing_divides_last():
     scale = NoiseScale()
     assert scale.value is None

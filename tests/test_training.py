@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation import Update
 from pipeline.batching import Batching, Plan
+from pipeline.evaluation import Evaluation
 from pipeline.progress import Progress
 from pipeline.training import NonFiniteError, Recorder, evaluator, train
 
