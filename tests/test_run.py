@@ -186,6 +186,15 @@ def test_deterministic_runs_are_equal_to_the_bit(tmp_path):
     assert {"train/loss", "train/accuracy", "train/gradient_norm", "val/loss", "val/accuracy"} <= set(one)
 
 
+def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)  # where the record is to be written
+    done = pipeline("train", "experiment=quick", *QUIET, "hydra.run.dir=run", cwd=tmp_path, status=1)
+    run = Store(tmp_path).run()
+    assert run.info.status == "FAILED"
+    assert run.data.tags["failure"].startswith("IsADirectoryError")
+    assert "IsADirectoryError" in done.stderr
+
+
 def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     done = pipeline(
         *("train", "experiment=quick", "optimizer=sgd", "optimizer.learning_rate=1e30", *QUIET), cwd=tmp_path, status=1
