@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import artifacts, imports
-from pipeline.errors import ConfigError
 
 # MLflow imports them for data frames, which nobody logs here: a third of its start.
 with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
