@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import sqlite3
 import tempfile
@@ -21,6 +22,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
+from filelock import FileLock  # noqa: E402
 from mlflow.entities import ExperimentTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine  # noqa: E402
@@ -147,8 +149,12 @@ class Store:
         assert self._new is not None
         assert self.database is not None
         self.database.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # another run was faster, and its schema is the same
+        try:
             os.link(self._new, self.database)
+        except FileExistsError:  # another run was faster, and its schema is the same
+            pass
+        except OSError:  # a file system without hard links, or the folder is by now a link to another one
+            _copy_in_place(self._new, self.database)
         self._new.unlink()
         self._new = None
 
@@ -169,6 +175,15 @@ class Store:
             MlflowClient(self.uri).search_experiments(max_results=1)
         except Exception as error:
             raise StoreError(str(error).splitlines()[0]) from error
+
+
+def _copy_in_place(new: Path, database: Path) -> None:
+    """Whole or not at all, and over nobody's database: who else does it waits for the lock."""
+    with FileLock(f"{database}.lock"):
+        if not database.exists():
+            copied = database.with_name(new.name)
+            shutil.copyfile(new, copied)
+            copied.replace(database)
 
 
 def _check_database(database: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,20 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     with pytest.raises(RuntimeError, match="MLflow refused the run"):
         journal.start(tmp_path / "journal.jsonl", RUN | {"params": {"a//b": "1"}})
     assert Store(tmp_path).run().info.status == "FAILED"
+
+
+def test_a_store_is_put_in_place_without_hard_links(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("needs two file systems: there are no hard links between them")
+        journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
+        journal.ready()
+        (tmp_path / "mlruns").symlink_to(elsewhere)
+        journal.start(tmp_path / "journal.jsonl", RUN)
+        assert journal.close("FINISHED") is None
+        assert Store(tmp_path).run().info.status == "FINISHED"
+        assert {path.name for path in Path(elsewhere).iterdir()} >= {"mlflow.db"}
+        assert not list(Path(elsewhere).glob(".mlflow-*"))
 
 
 def test_a_journal_is_of_one_run(tmp_path):
