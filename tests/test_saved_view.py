@@ -212,6 +212,23 @@ def test_parent_and_children_fold_and_unfold(shown: Shown) -> None:
     shown.wait(lambda: _names(shown) == folded, "the children still show")
 
 
+def test_the_jobs_of_a_sweep_are_selected_and_compared(shown: Shown) -> None:
+    shown.open(f"#/experiments/{shown.factors.experiment_id}/runs?workflowType=machine_learning")
+    shown.wait(lambda: "sweep factor_at_fixed_micro_batch" in shown.rows(), "no list of runs")
+    _expander(shown, "sweep factor_at_fixed_micro_batch").click()
+    shown.wait(lambda: set(shown.factors.names) <= set(shown.rows()), "the children do not show")
+    for name in shown.factors.names:
+        box = shown.chrome.find_element(By.XPATH, f"{_row(name)}//input[@type='checkbox']")
+        shown.chrome.execute_script("arguments[0].click()", box)
+    find = shown.chrome.find_elements
+    (button,) = shown.wait(lambda: find(By.CSS_SELECTOR, "[data-testid=runs-compare-button]"), "nothing is selected")
+    button.click()
+    title = f"Comparing {len(shown.factors.names)} Runs from 1 Experiment"
+    shown.wait(lambda: title in find(By.TAG_NAME, "body")[0].text, "no comparison")
+    shown.wait(lambda: find(By.CSS_SELECTOR, ".js-plotly-plot"), "no plot")
+    picture(shown.chrome, ARTIFACTS / "selected.png")
+
+
 @pytest.mark.parametrize("state", ["not a view", json.dumps({"name": "x", "createdAt": 1, "state": "deflate;AAAA"})])
 def test_where_the_view_is_not_understood_the_plain_page_opens(shown: Shown, state: str) -> None:
     fragment = shown.fragment(shown.factors)
@@ -305,8 +322,11 @@ def _names(shown: Shown) -> list[str]:
 
 
 def _expander(shown: Shown, name: str) -> Any:
-    row = f"//div[@role='row'][.//span[text()='{name}']]"
-    return shown.chrome.find_element(By.XPATH, f"{row}//button[contains(@data-component-id, 'runnamecell')]")
+    return shown.chrome.find_element(By.XPATH, f"{_row(name)}//button[contains(@data-component-id, 'runnamecell')]")
+
+
+def _row(name: str) -> str:
+    return f"//div[@role='row'][.//span[text()='{name}']]"
 
 
 def _pages(shown: Shown) -> set[str]:
