@@ -22,8 +22,8 @@ setup: $(STAMP) ## .venv from the lock, and this project in it
 train: $(STAMP) ## train: digits, a small CNN, effective batch 128, factor 4; ARGS="overrides"
 	$(RUN) pipeline train $(ARGS)
 
-test: $(STAMP) ## the whole test suite
-	$(RUN) pytest $(ARGS)
+test: $(STAMP) ## the whole test suite, a file of tests on each processor
+	$(RUN) pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 check: $(STAMP) ## formatter, linter and type checker, changing nothing
 	$(RUN) ruff format --check .
