@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,12 @@ def opened(sweep: Sweep) -> None:
     link = saved_view.link(sweep.uri, fragment)
     served = " (once `pipeline ui` runs)" if link.startswith(saved_view.LOCAL) else ""
     print(f"compare its runs: {link}{served}", file=sys.stderr)
+
+
+def prepare() -> None:
+    """Imports in a thread what the report is made with, while the jobs run."""
+    names = ("pipeline.report", "matplotlib.backends.backend_agg", "matplotlib.figure")
+    threading.Thread(target=lambda: list(map(importlib.import_module, names)), daemon=True).start()
 
 
 def concluded(sweep: Sweep) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import again, alive, showing
+from pipeline import again, alive, imports, showing
 from pipeline.errors import ConfigError
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
@@ -244,6 +244,7 @@ def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first:
 
 
 def _create(config: DictConfig, name: str, jobs: Sequence[Job], varied: Sequence[str]) -> Sweep:
+    _load_mlflow()
     from pipeline.store import Store, StoreError
 
     try:
@@ -289,8 +290,13 @@ def _param(key: str, value: Any) -> Any:
 
 
 def client_of(uri: str) -> Any:
-    from pipeline import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
-
-    from mlflow.tracking import MlflowClient  # isort: skip
+    _load_mlflow()
+    from mlflow.tracking import MlflowClient
 
     return MlflowClient(uri)
+
+
+def _load_mlflow() -> None:
+    if "mlflow" not in sys.modules:  # once, before there are threads: they may import what is left out here
+        with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):  # a third of its start
+            import pipeline.store  # noqa: F401

@@ -36,7 +36,7 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQue
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline import config as configuration
-from pipeline import sweep
+from pipeline import showing, sweep
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
 
@@ -81,6 +81,7 @@ class _Sweeping(Launcher):
         pool = ThreadPoolExecutor(at_once, "job", signal.pthread_sigmask, (signal.SIG_BLOCK, {signal.SIGINT}))
         try:
             futures = [pool.submit(one, number, job) for number, job in enumerate(jobs)]
+            showing.prepare()
             return [future.result() for future in futures]
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -191,7 +192,7 @@ class _Submitting(_Sweeping):
             **{key if key in shared else f"{self._EXECUTOR}_{key}": value for key, value in params.items()}
         )
         job = executor.submit(launcher, overrides, "hydra.sweep.dir", number, str(number), Singleton.get_state())
-        how = self._wait(job, time.monotonic(), current)
+        how = launcher._wait(job, time.monotonic(), current)
         if not job.paths.result_pickle.exists():
             lines = [line.strip() for line in (job.stderr() or "").splitlines() if line.strip()]
             raise RuntimeError(": ".join([how, *lines[-1:]]))
@@ -229,8 +230,9 @@ class LocalLauncher(_Submitting, submitit_launcher.LocalLauncher):
         return places[:at_once]
 
     def _wait(self, job: Any, submitted: float, current: sweep.Sweep) -> str:
-        while not job.done():
-            time.sleep(0.1)
+        # A job that has its result is over once its process has let go of its GPUs; without any, at once.
+        while not job.done() and (self.place or not job.paths.result_pickle.exists()):
+            time.sleep(0.05)
         return "the process died"
 
     def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
