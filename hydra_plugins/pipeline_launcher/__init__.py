@@ -196,11 +196,12 @@ class _Submitting(_Sweeping):
         if not job.paths.result_pickle.exists():
             lines = [line.strip() for line in (job.stderr() or "").splitlines() if line.strip()]
             raise RuntimeError(": ".join([how, *lines[-1:]]))
-        try:
-            returned: JobReturn = job.result()
-        except submitit.core.utils.FailedJobError as error:  # with a whole traceback for its message
-            said = [line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)]
-            raise RuntimeError(said[-1] if said else "the process failed") from None
+        # `job.result` waits for the process a second at a time.
+        outcome, returned = submitit.core.utils.pickle_load(job.paths.result_pickle)
+        if outcome == "error":  # with a whole traceback
+            said = [line for line in returned.splitlines() if re.match(r"[\w.]+: ", line)]
+            raise RuntimeError(said[-1] if said else "the process failed")
+        assert isinstance(returned, JobReturn)
         return returned
 
     def _given(self, place: list[str]) -> list[str] | None:
