@@ -38,21 +38,13 @@ def sum_over_micro_batches(
     # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
     step = tf.function(on_parts, input_signature=_slice_specs(parts), jit_compile=jit_compile or None)
     outputs = step.get_concrete_function().structured_outputs
-
-    def of_slice(start: Any) -> tuple[tf.Tensor, Nest]:
-        stop = tf.minimum(start + micro_batch_size, count)
-        return stop, step(*_slice(parts, start, stop))
-
-    def none() -> tuple[tf.Tensor, Nest]:
-        return tf.constant(0), tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
+    zeros = tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
 
     def body(start: tf.Tensor, sums: Nest) -> tuple[tf.Tensor, Nest]:
-        stop, more = of_slice(start)
-        return stop, tf.nest.map_structure(tf.add, sums, more)
+        stop = tf.minimum(start + micro_batch_size, count)
+        return stop, tf.nest.map_structure(tf.add, sums, step(*_slice(parts, start, stop)))
 
-    # The sums begin with the first micro-batch: zeros that it is added to would be written and read for nothing.
-    first = tf.cond(count > 0, lambda: of_slice(0), none)
-    _, sums = tf.while_loop(lambda start, _: start < count, body, first, parallel_iterations=1)
+    _, sums = tf.while_loop(lambda start, _: start < count, body, (0, zeros), parallel_iterations=1)
     return sums
 
 
