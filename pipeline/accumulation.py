@@ -66,6 +66,7 @@ class GradientSums(NamedTuple):
         return _means(self.sums, self.weight, self.added_sums, self.examples)
 
 
+@tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
 def accumulate_gradients(
     model: keras.Model,
     loss: keras.losses.Loss,
@@ -158,6 +159,7 @@ class Update:
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._scale_loss = optimizer.scale_loss if scales else None
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest) -> dict[str, tf.Tensor]:
         """Applies the gradient of `batch` once. Call it inside a `tf.function`.
 

@@ -112,6 +112,8 @@ def effective_batches(
         examples = numbers.map(lambda number: (number, _take(whole, number)))
         return _batch(examples.map(_numbered(augment, key), tf.data.AUTOTUNE), effective_batch_size)
 
+    if augment is None:  # else it may branch by its tensors, as any function that is mapped over a dataset
+        epoch_of = tf.autograph.experimental.do_not_convert(epoch_of)
     epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)
     batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
     (given, *_), (made, *_) = in_order(data.train, 1).element_spec, batches.element_spec
@@ -247,6 +249,7 @@ def _from_builder(
 
 
 def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None) -> Callable:
+    @tf.autograph.experimental.do_not_convert
     def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
         x = tf.cast(features[input_key], tf.float32) * scale
         if resize is not None:
@@ -285,6 +288,7 @@ def _batch(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
     return examples.ragged_batch(size) if uneven else examples.batch(size)
 
 
+@tf.autograph.experimental.do_not_convert
 def _in_precision(*batch: Any) -> tuple:
     floatx = keras.config.floatx()
     return tf.nest.map_structure(lambda leaf: tf.cast(leaf, floatx) if leaf.dtype.is_floating else leaf, batch)

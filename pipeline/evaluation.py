@@ -28,6 +28,7 @@ class Evaluation:
         self.micro_batch_size = micro_batch_size
         self.strategy = strategy or tf.distribute.get_strategy()
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest) -> GradientSums:
         """Adds `batch` to the metrics; returns its loss and weights, with no gradients in them."""
         return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))

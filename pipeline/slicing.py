@@ -36,7 +36,7 @@ def sum_over_micro_batches(
         return micro_step(x, y, sample_weight)
 
     # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
-    step = tf.function(on_parts, input_signature=_slice_specs(parts), jit_compile=jit_compile or None)
+    step = tf.function(on_parts, input_signature=_slice_specs(parts), autograph=False, jit_compile=jit_compile or None)
     outputs = step.get_concrete_function().structured_outputs
     zeros = tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
 

@@ -177,7 +177,7 @@ def train(
     watched = any(map(_watches_updates, callbacks))
     names: list[str] = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def next_update(iterator: Any) -> tf.Tensor:
         results = update(next(iterator))
         names[:] = results
@@ -243,7 +243,7 @@ def train(
 def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], dict[str, float]]:
     """A function that gives the loss and the metrics over all of `batches`, each example weighted exactly."""
 
-    @tf.function
+    @tf.function(autograph=False)
     def next_batch(iterator: Any) -> Any:
         return evaluation(next(iterator))
 
