@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline import artifacts
+from pipeline import artifacts, forkserver
 from pipeline.errors import ConfigError
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one a line
@@ -43,12 +43,13 @@ class Journal:
         self._file: IO[str] | None = None
         # It finds this package where this process did, wherever the command was started.
         paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
-        self._shipper = subprocess.Popen(
+        self._shipper = forkserver.forked(environment) or subprocess.Popen(
             [sys.executable, "-m", "pipeline.shipper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=environment,
             text=True,
             start_new_session=True,
         )
@@ -134,7 +135,7 @@ class Journal:
     def _answer(self) -> dict[str, str]:
         assert self._shipper.stdout is not None
         line = self._shipper.stdout.readline()
-        return json.loads(line) if line else {"error": f"the shipper ended with status {self._shipper.wait()}"}
+        return json.loads(line) if line else {"error": "the shipper ended without an answer"}
 
     def _end(self) -> None:
         assert self._shipper.stdin is not None

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher as HydrasBasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -36,7 +37,7 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQue
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline import config as configuration
-from pipeline import showing, sweep
+from pipeline import forkserver, showing, sweep
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
 
@@ -81,7 +82,7 @@ class _Sweeping(Launcher):
         pool = ThreadPoolExecutor(at_once, "job", signal.pthread_sigmask, (signal.SIG_BLOCK, {signal.SIGINT}))
         try:
             futures = [pool.submit(one, number, job) for number, job in enumerate(jobs)]
-            showing.prepare()
+            futures[0].add_done_callback(lambda _: showing.prepare())  # the first has the machine for itself
             return [future.result() for future in futures]
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -219,6 +220,10 @@ class _Submitting(_Sweeping):
 class LocalLauncher(_Submitting, submitit_launcher.LocalLauncher):
     """Each job a process of its own on this machine: as many at once as `hardware.parallel_jobs` says."""
 
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        with forkserver.serving():
+            return super().launch(job_overrides, initial_job_idx)
+
     def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
         at_once = self.config.hardware.parallel_jobs
         gpus = visible_gpus()
@@ -233,7 +238,7 @@ class LocalLauncher(_Submitting, submitit_launcher.LocalLauncher):
     def _wait(self, job: Any, submitted: float, current: sweep.Sweep) -> str:
         # A job that has its result is over once its process has let go of its GPUs; without any, at once.
         while not job.done() and (self.place or not job.paths.result_pickle.exists()):
-            time.sleep(0.05)
+            time.sleep(0.01)
         return "the process died"
 
     def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
@@ -308,6 +313,13 @@ class BasicLauncher(_Sweeping, HydrasBasicLauncher):
         return returned
 
 
+class PlainSweeper(BasicSweeper):
+    """Hydra's own, which composes every job once more before the launcher does; there each is checked as well."""
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Left to the launcher, which refuses a wrong job before the first one starts."""
+
+
 class _SlurmStates:
     """What Slurm says of the jobs of one name, asked once for all of them.
 
@@ -355,6 +367,8 @@ def register() -> None:
     store(group="hydra/launcher", name="submitit_local", node=local, provider="pipeline")
     store(group="hydra/launcher", name="submitit_slurm", node=slurm, provider="pipeline")
     store(group="hydra/launcher", name="basic", node={"_target_": here + "BasicLauncher"}, provider="pipeline")
+    plain = BasicSweeperConf(_target_=here + "PlainSweeper")
+    store(group="hydra/sweeper", name="basic", node=plain, provider="pipeline")
 
 
 def visible_gpus() -> list[str]:

@@ -1,0 +1,129 @@
+"""The shippers of a sweep's jobs are forked from one process, and carry their journals as any other shipper does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import forkserver
+from pipeline.journal import Journal
+from tests.running import Store, environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each shipper is a new process")
+
+RUN = {"experiment": "pipeline", "name": "one", "params": {}, "tags": {}, "inputs": [], "system_metrics": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    with forkserver.serving():
+        (process,) = [child for child in psutil.Process().children() if "pipeline.forkserver" in child.cmdline()]
+        yield process
+
+
+def start(folder: Path, name: str = "journal.jsonl", uri: str = "sqlite:///mlruns/mlflow.db") -> Journal:
+    journal = Journal(uri, "pipeline")
+    journal.ready()
+    journal.start(folder / name, RUN)
+    return journal
+
+
+def test_a_shipper_is_forked_where_and_as_its_trainer_was(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the store is relative to it
+    monkeypatch.setenv("MLFLOW_RUN_CONTEXT", "of the trainer")
+    journal = start(tmp_path)
+    shipper = psutil.Process(journal.pid)
+    assert shipper.parent() == server
+    assert os.getsid(shipper.pid) == shipper.pid  # Ctrl-C in the terminal is the trainer's
+    journal.metrics(1, {"train/loss": 0.5})
+    assert journal.close("FINISHED") is None
+    wait(lambda: not shipper.is_running())
+    store = Store(tmp_path)
+    assert store.run().info.status == "FINISHED"
+    assert store.histories(store.run()) == {"train/loss": {1: 0.5}}
+
+
+def test_several_at_once_share_nothing(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
+    journals = [start(tmp_path, f"{number}.jsonl", uri) for number in range(3)]
+    assert len({journal.pid for journal in journals}) == 3
+    for number, journal in enumerate(journals):
+        journal.metrics(1, {"train/loss": float(number)})
+    assert [journal.close("FINISHED") for journal in journals] == [None] * 3
+    store = Store(tmp_path)
+    assert [store.history(run, "train/loss") for run in store.runs()] == [{1: 0.0}, {1: 1.0}, {1: 2.0}]
+
+
+def test_one_that_is_let_go_leaves_nothing(tmp_path):
+    journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
+    shipper = psutil.Process(journal.pid)
+    journal.abandon()
+    wait(lambda: not shipper.is_running())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trainer_that_is_killed_leaves_a_closed_run(tmp_path):
+    trainer = (
+        "import os, signal; from pathlib import Path; from tests.test_forkserver import start;"
+        "journal = start(Path.cwd()); journal.metrics(7, {'train/loss': 0.5}); journal.flush();"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", trainer], cwd=tmp_path, env=environment(), timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    store = Store(tmp_path)
+    wait(lambda: store.run().info.status == "KILLED")
+    assert store.history(store.run(), "train/loss") == {7: 0.5}
+    assert "after update 7" in store.run().data.tags["failure"]
+
+
+def test_what_is_forked_outlives_the_server_and_what_comes_later_needs_none(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
+    with forkserver.serving():
+        (one,) = [child for child in psutil.Process().children() if child.create_time() > time.time() - 1]
+        before = start(tmp_path, "before.jsonl", uri)
+        one.kill()
+        one.wait()
+        after = start(tmp_path, "after.jsonl", uri)
+        assert psutil.Process(after.pid).parent() == psutil.Process()
+        for journal in (before, after):
+            journal.metrics(1, {"train/loss": 0.5})
+            assert journal.close("FINISHED") is None
+    assert [run.info.status for run in Store(tmp_path).runs()] == ["FINISHED"] * 2
+
+
+def test_the_server_ends_with_the_process_that_has_it():
+    script = (
+        "import time, psutil; from pipeline import forkserver\n"
+        "with forkserver.serving():\n"
+        "    print(psutil.Process().children()[0].pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        server = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    wait(lambda: not server.is_running())
+
+
+def test_a_path_that_no_socket_can_have_is_no_error(monkeypatch, tmp_path):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.delenv(forkserver.ADDRESS)
+    with forkserver.serving():
+        assert forkserver.forked({}) is None
+
+
+def wait(condition, seconds=30):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
