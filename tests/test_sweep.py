@@ -302,7 +302,8 @@ def test_a_sweep_file_is_a_plain_hydra_multirun_and_runs_in_one_process_for_a_de
 
 PLANNED = """
 import json
-from hydra_plugins.pipeline_launcher import LocalLauncher, _gave
+from hydra_plugins.pipeline_launcher import LocalLauncher
+from hydra_plugins.pipeline_launcher.sweeping import gave
 
 class Planned(LocalLauncher):
     # Plans as ever, and starts nothing.
@@ -310,7 +311,7 @@ class Planned(LocalLauncher):
         settings = [self._composed(overrides)[1] for overrides in job_overrides]
         jobs, _ = self._jobs(job_overrides, settings, initial_job_idx)
         print(json.dumps([job.name for job in jobs]))
-        return [_gave(1.0) for _ in jobs]
+        return [gave(1.0) for _ in jobs]
 """
 NAMES = {
     "factor_at_fixed_effective_batch": ["factor=1", "factor=16"],

@@ -1,0 +1,132 @@
+"""Each job in a process of its own, through submitit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import glob
+import itertools
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn
+from hydra_plugins.hydra_submitit_launcher import submitit_launcher
+from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+from omegaconf import DictConfig, OmegaConf
+
+from hydra_plugins.pipeline_launcher.sweeping import Sweeping
+from pipeline import forkserver, sweep
+from pipeline.errors import ConfigError
+
+
+class Submitting(Sweeping):
+    """Each job in a process of its own, through submitit."""
+
+    _EXECUTOR: str
+    place: list[str] | None = None  # the GPUs of this job; None: they are not ours to choose
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        # In the job's process, before TensorFlow looks for GPUs. Submitit's own way knows no GPU by its UUID.
+        if self.place is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.place)
+        return super().__call__(*arguments, **named)  # type: ignore[misc]  # the published launcher's
+
+    def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
+        # What the published launcher does, but for its waiting: a second at a time, and fifteen for what a job that
+        # died has not left.
+        import submitit
+
+        launcher = copy.copy(self)
+        launcher.place = self._given(place)
+        params = {**self.params, **self._more(current)}
+        folder = params.pop("submitit_folder").replace("%j", f"{number}/%j")  # process numbers come again
+        timeouts = {f"{self._EXECUTOR}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
+        executor = submitit.AutoExecutor(folder, cluster=self._EXECUTOR, **timeouts)
+        shared = set(OmegaConf.structured(BaseQueueConf).keys())
+        executor.update_parameters(
+            **{key if key in shared else f"{self._EXECUTOR}_{key}": value for key, value in params.items()}
+        )
+        job = executor.submit(launcher, overrides, "hydra.sweep.dir", number, str(number), Singleton.get_state())
+        how = launcher._wait(job, time.monotonic(), current)
+        if not job.paths.result_pickle.exists():
+            lines = [line.strip() for line in (job.stderr() or "").splitlines() if line.strip()]
+            raise RuntimeError(": ".join([how, *lines[-1:]]))
+        # `job.result` waits for the process a second at a time.
+        outcome, returned = submitit.core.utils.pickle_load(job.paths.result_pickle)
+        if outcome == "error":  # with a whole traceback
+            said = [line for line in returned.splitlines() if re.match(r"[\w.]+: ", line)]
+            raise RuntimeError(said[-1] if said else "the process failed")
+        assert isinstance(returned, JobReturn)
+        return returned
+
+    def _given(self, place: list[str]) -> list[str] | None:
+        return place
+
+    def _more(self, current: sweep.Sweep) -> dict[str, Any]:
+        """Parameters of submitit beside those of the config."""
+        return {}
+
+    def _wait(self, job: Any, submitted: float, current: sweep.Sweep) -> str:
+        """Waits until the job is over; returns how it ended where it left no result."""
+        raise NotImplementedError
+
+
+class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
+    """Each job a process of its own on this machine: as many at once as `hardware.parallel_jobs` says."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        with forkserver.serving():
+            return super().launch(job_overrides, initial_job_idx)
+
+    def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        at_once = self.config.hardware.parallel_jobs
+        gpus = visible_gpus()
+        size = max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
+        if not gpus or not size:
+            return [[] for _ in range(at_once or 1)]
+        if size > len(gpus):
+            raise ConfigError("hardware.gpus_per_job", f"must be at most the {len(gpus)} GPUs of this machine", size)
+        places = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
+        return places[:at_once]
+
+    def _wait(self, job: Any, submitted: float, current: sweep.Sweep) -> str:
+        # A job that has its result is over once its process has let go of its GPUs; without any, at once.
+        while not job.done() and (self.place or not job.paths.result_pickle.exists()):
+            time.sleep(0.01)
+        return "the process died"
+
+    def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            # Again and again: until TensorFlow is about to be imported, submitit lets SIGTERM pass by.
+            if _runs(process, "submitit.core._submit"):
+                with contextlib.suppress(psutil.Error):  # it has ended by itself
+                    process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+
+
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by number or UUID."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        names = (gpu.strip() for gpu in listed.split(","))
+        return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names))  # as CUDA reads it
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
+        count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        count = len(glob.glob("/dev/nvidia[0-9]*"))
+    return [str(number) for number in range(count)]
+
+
+def _runs(process: Any, module: str) -> bool:
+    try:
+        return any(argument.startswith(module) for argument in process.cmdline())
+    except Exception:  # it has ended
+        return False
