@@ -112,6 +112,7 @@ def _final(sweep: Comparison) -> Finding:
         groups = {group: spreads[group].mean for group in order}
         return Finding("final", text, {"metric": metric, "equal": True, "groups": groups}, "final_by_factor")
     text = f"Final {metric}, where {'lower' if sign > 0 else 'higher'} is better: {order[0]} ends best, at "
+    text = text if len(order) > 1 else f"Final {metric} of {order[0]}: "
     text += f"{wording.spread(best)} ({count(best.count, 'seed')})"
     figures: dict[str, Any] = {"metric": metric, "best": order[0], "value": best.mean, "deviation": best.deviation}
     figures |= {"seeds": best.count, "groups": {group: spreads[group].mean for group in order}}
@@ -173,7 +174,8 @@ def _time(sweep: Comparison, aim: Target | None) -> Finding:
         return Finding("time_to_target", f"{text}; no group reached it with all of its seeds.", figures)
     order = sorted(times, key=lambda group: times[group].mean)
     best = times[order[0]]
-    text += f". {order[0]} gets there first, after {wording.spread(best, wording.seconds)} of training"
+    first = f"{order[0]} gets there first," if len(order) > 1 else "It is reached"
+    text += f". {first} after {wording.spread(best, wording.seconds)} of training"
     text += f" ({count(best.count, 'seed')})"
     figures |= {"best": order[0], "seconds": best.mean, "deviation": best.deviation, "seeds": best.count}
     figures["groups"] = {group: times[group].mean for group in order}

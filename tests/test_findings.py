@@ -177,6 +177,17 @@ def test_a_lower_error_is_better_and_one_seed_is_said_to_be_one(store):
     assert every["final"].figures["difference"] is None
 
 
+def test_seeds_alone_are_compared_with_nothing(store):
+    made = Made(store, ["seed=0", "seed=1"])
+    for seed, accuracy in ((0, 0.8), (1, 0.9)):
+        curves = {"train/loss": [2, 1], "val/accuracy": {2: accuracy}}
+        made.job(f"seed={seed}", curves, factor=1, params={"seed": seed})
+    every = found(made)
+    assert every["final"].text == "Final val/accuracy of all jobs: 0.850 ± 0.071 (2 seeds)."
+    assert every["final"].figures["value"] == pytest.approx(0.85)
+    assert "It is reached after" in every["time_to_target"].text
+
+
 def test_time_to_the_target(by_batch):
     figures = by_batch["time_to_target"].figures
     worst = synthetic.cost_of(512, 2)
