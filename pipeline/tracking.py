@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
-from pipeline import record
+from pipeline import imports, record
 from pipeline.batching import Plan
 from pipeline.journal import Journal
 from pipeline.masking import mask, masked
@@ -132,7 +132,8 @@ def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, exa
         model: saved in Keras' own format.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
     """
-    from pipeline import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
+    with imports.without("matplotlib", "pyarrow", "scipy", "sklearn"):
+        from pipeline import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
 
     import keras  # isort: skip
     import mlflow  # isort: skip
