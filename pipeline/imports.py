@@ -19,16 +19,17 @@ def without(*names: str) -> Iterator[None]:
     everything can be imported again. What is loaded meanwhile is left out of garbage collection, which would look
     through it again and again: a seventh of the import of TensorFlow, and of MLflow.
     """
+    collects, loaded = gc.isenabled(), len(sys.modules)
     absent = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None is how Python marks such a name
-    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         for name in absent:
             del sys.modules[name]
-        gc.freeze()
+        if len(sys.modules) > loaded:  # else what is there is of earlier jobs in this process, and may be garbage
+            gc.freeze()
         if collects:
             gc.enable()
 
