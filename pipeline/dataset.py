@@ -99,6 +99,7 @@ def effective_batches(
     count = data.examples
     buffer = node.get("shuffle_buffer") or count
 
+    @tf.autograph.experimental.do_not_convert
     def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
         key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
         if whole is None:
@@ -112,8 +113,6 @@ def effective_batches(
         examples = numbers.map(lambda number: (number, _take(whole, number)))
         return _batch(examples.map(_numbered(augment, key), tf.data.AUTOTUNE), effective_batch_size)
 
-    if augment is None:  # else it may branch by its tensors, as any function that is mapped over a dataset
-        epoch_of = tf.autograph.experimental.do_not_convert(epoch_of)
     epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)
     batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
     (given, *_), (made, *_) = in_order(data.train, 1).element_spec, batches.element_spec

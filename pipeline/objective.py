@@ -87,12 +87,14 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
             _check_shapes(loss, y, outputs)
             _check_classes(loss, y, outputs, data.classes)
             total, _ = weighted_sum(loss, y, outputs, sample_weight)
+            _trace(weighted_sum, loss, y, outputs, sample_weight)
     if all(gradient is None for gradient in tape.gradient(total, tf.nest.flatten(outputs))):
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", loss.name)
     for metric in objective.metrics:
         with _refused(f"training.metrics.{metric.name}", fit, type(metric).__name__):
             _check_shapes(metric, y, outputs)
             update_metrics([metric], y, outputs)
+            _trace(update_metrics, [metric], y, outputs)
             if tf.nest.is_nested(result := metric.result()) or tf.convert_to_tensor(result).shape.rank != 0:
                 raise ValueError("its result is not one number")
         metric.reset_state()
@@ -100,6 +102,17 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
         for compiled in model.metrics:
             if not getattr(compiled, "built", True):  # Keras' callbacks look in it for the metric that they monitor
                 compiled.build(y, outputs)
+
+
+def _trace(function: Callable[..., Any], *arguments: Any) -> None:
+    """Raises where `function` cannot be traced, which `arguments` alone do not show; computes nothing."""
+    try:
+        tf.function(lambda: function(*arguments), autograph=False).get_concrete_function()
+    except tf.errors.OperatorNotAllowedInGraphError as error:
+        rule = (
+            "it branches in Python by the value of a tensor: use tf.where or tf.cond, or decorate it with @tf.function"
+        )
+        raise ValueError(rule) from error
 
 
 @contextmanager

@@ -169,7 +169,7 @@ PREPARED = {
     "train dataset._target_=mine.not_a_dataset": "dataset._target_ must give (train, validation) as "
     "tf.data.Datasets, or a pipeline.dataset.Data. Received: 'int'.",
     "train 'dataset.augment={_target_: mine.one_argument, _partial_: true}'": "dataset.augment must give examples "
-    "(TypeError: … one_argument() takes 1 positional argument but 2 were given). Received: 'mine.one_argument'.",
+    "(TypeError: one_argument() takes 1 positional argument but 2 were given). Received: 'mine.one_argument'.",
     "train 'dataset.augment={_target_: mine.cropped, _partial_: true}'": "dataset.augment must keep the shape and "
     "dtype of an input, … Received: '…(None, 4, 8, 1)…'.",
     "train 'dataset.augment={_target_: mine.counted, _partial_: true}'": "dataset.augment must keep the shape and "
@@ -215,6 +215,11 @@ PREPARED = {
     f"train {MLP} training.loss._target_=mine.scalar_loss {NO_LOGITS} +training.loss._partial_=true": (
         "training.loss must fit … (The loss must give one value per example, not a scalar…). Received: …"
     ),
+    f"train {MLP} training.loss._target_=mine.branching_loss {NO_LOGITS} +training.loss._partial_=true": (
+        "training.loss must fit … (it branches in Python by the value of a tensor: use tf.where …). Received: …"
+    ),
+    f"train {MLP} +training.metrics.m._target_=mine.Branching": "training.metrics.m must fit … (it branches in Python "
+    "by the value of a tensor: use tf.where …). Received: 'Branching'.",
     f"train {MLP} training.loss._target_=mine.flat_loss {NO_LOGITS} +training.loss._partial_=true": (
         "training.loss must depend on the model's outputs: no gradient reaches any. Received: …"
     ),
@@ -287,6 +292,22 @@ class Vector:
 def scalar_loss(y, outputs):
     import keras
     return keras.ops.mean(outputs)
+
+def branching_loss(y, outputs):
+    import keras
+    values = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    return values if keras.ops.mean(values) > 0 else 2 * values
+
+class Branching:
+    def __new__(cls, name):
+        import keras
+        class Metric(keras.metrics.Mean):
+            def update_state(self, y, outputs, sample_weight=None):
+                if keras.ops.mean(outputs) > 0:
+                    super().update_state(outputs)
+        made = Metric(name=name)
+        type(made).__name__ = "Branching"
+        return made
 
 def flat_loss(y, outputs):
     import keras

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,9 +25,22 @@ RUN = {"experiment": "pipeline", "name": "one", "params": {}, "tags": {}, "input
 
 @pytest.fixture(scope="module", autouse=True)
 def server():
-    with forkserver.serving():
-        (process,) = [child for child in psutil.Process().children() if "pipeline.forkserver" in child.cmdline()]
+    with one_more() as process:
+        wait(is_ready)
         yield process
+
+
+@contextlib.contextmanager
+def one_more():
+    before = psutil.Process().children()
+    with forkserver.serving():
+        (process,) = [child for child in psutil.Process().children() if child not in before]
+        yield process
+
+
+def is_ready() -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        return asking.connect_ex(os.environ[forkserver.ADDRESS]) == 0
 
 
 def start(folder: Path, name: str = "journal.jsonl", uri: str = "sqlite:///mlruns/mlflow.db") -> Journal:
@@ -85,32 +100,62 @@ def test_a_trainer_that_is_killed_leaves_a_closed_run(tmp_path):
 
 def test_what_is_forked_outlives_the_server_and_what_comes_later_needs_none(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
-    with forkserver.serving():
-        (one,) = [child for child in psutil.Process().children() if child.create_time() > time.time() - 1]
+    with one_more() as server:
+        early = start(tmp_path, "early.jsonl", uri)  # while it imports
+        assert psutil.Process(early.pid).parent() == psutil.Process()
+        assert early.close("FINISHED") is None
+        wait(is_ready)
         before = start(tmp_path, "before.jsonl", uri)
-        one.kill()
-        one.wait()
+        assert psutil.Process(before.pid).parent() == server
+        server.kill()
+        server.wait()
         after = start(tmp_path, "after.jsonl", uri)
         assert psutil.Process(after.pid).parent() == psutil.Process()
         for journal in (before, after):
             journal.metrics(1, {"train/loss": 0.5})
             assert journal.close("FINISHED") is None
-    assert [run.info.status for run in Store(tmp_path).runs()] == ["FINISHED"] * 2
+    assert [run.info.status for run in Store(tmp_path).runs()] == ["FINISHED"] * 3
+
+
+def test_a_server_that_hangs_is_not_waited_for_and_forks_nothing_late(tmp_path):
+    with one_more() as server:
+        wait(is_ready)
+        server.suspend()
+        journal = start(tmp_path, uri=f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+        assert psutil.Process(journal.pid).parent() == psutil.Process()
+        server.resume()
+        time.sleep(0.5)
+        wait(lambda: not server.children())
+        assert journal.close("FINISHED") is None
+    assert Store(tmp_path).run().info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("said", [b"", b" {", b" []"])
+def test_one_who_asks_for_nothing_delays_the_others_at_most(said, server, tmp_path):
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(os.environ[forkserver.ADDRESS])
+        asking.send(said)
+        for number in range(2):  # the first may find the server waiting
+            journal = start(tmp_path, f"{number}.jsonl", uri=f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+            assert journal.close("FINISHED") is None
+    wait(lambda: not server.children())
 
 
 def test_the_server_ends_with_the_process_that_has_it():
     script = (
-        "import time, psutil; from pipeline import forkserver\n"
+        "import os, time, psutil; from pipeline import forkserver\n"
         "with forkserver.serving():\n"
-        "    print(psutil.Process().children()[0].pid, flush=True)\n"
+        "    print(psutil.Process().children()[0].pid, os.environ[forkserver.ADDRESS], flush=True)\n"
         "    time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        server = psutil.Process(int(process.stdout.readline()))
+        pid, address = process.stdout.readline().split()
+        wait(Path(address).exists)
         process.kill()
-    wait(lambda: not server.is_running())
+    wait(lambda: not psutil.pid_exists(int(pid)))
+    assert not Path(address).parent.exists()
 
 
 def test_a_path_that_no_socket_can_have_is_no_error(monkeypatch, tmp_path):
