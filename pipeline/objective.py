@@ -109,9 +109,7 @@ def _trace(function: Callable[..., Any], *arguments: Any) -> None:
     try:
         tf.function(lambda: function(*arguments), autograph=False).get_concrete_function()
     except tf.errors.OperatorNotAllowedInGraphError as error:
-        rule = (
-            "it branches in Python by the value of a tensor: use tf.where or tf.cond, or decorate it with @tf.function"
-        )
+        rule = "it branches in Python by the value of a tensor: use keras.ops.where or keras.ops.cond"
         raise ValueError(rule) from error
 
 

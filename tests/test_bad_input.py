@@ -216,10 +216,10 @@ PREPARED = {
         "training.loss must fit … (The loss must give one value per example, not a scalar…). Received: …"
     ),
     f"train {MLP} training.loss._target_=mine.branching_loss {NO_LOGITS} +training.loss._partial_=true": (
-        "training.loss must fit … (it branches in Python by the value of a tensor: use tf.where …). Received: …"
+        "training.loss must fit … (it branches in Python by the value of a tensor: use keras.ops.where …). Received: …"
     ),
     f"train {MLP} +training.metrics.m._target_=mine.Branching": "training.metrics.m must fit … (it branches in Python "
-    "by the value of a tensor: use tf.where …). Received: 'Branching'.",
+    "by the value of a tensor: use keras.ops.where …). Received: 'Branching'.",
     f"train {MLP} training.loss._target_=mine.flat_loss {NO_LOGITS} +training.loss._partial_=true": (
         "training.loss must depend on the model's outputs: no gradient reaches any. Received: …"
     ),
