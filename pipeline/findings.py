@@ -111,8 +111,10 @@ def _final(sweep: Comparison) -> Finding:
         text = f"Final {metric}: all {len(order)} groups end at {wording.spread(best)}."
         groups = {group: spreads[group].mean for group in order}
         return Finding("final", text, {"metric": metric, "equal": True, "groups": groups}, "final_by_factor")
-    text = f"Final {metric}, where {'lower' if sign > 0 else 'higher'} is better: {order[0]} ends best, at "
-    text = text if len(order) > 1 else f"Final {metric} of {order[0]}: "
+    if len(order) > 1:
+        text = f"Final {metric}, where {'lower' if sign > 0 else 'higher'} is better: {order[0]} ends best, at "
+    else:
+        text = f"Final {metric} of {order[0]}: "
     text += f"{wording.spread(best)} ({count(best.count, 'seed')})"
     figures: dict[str, Any] = {"metric": metric, "best": order[0], "value": best.mean, "deviation": best.deviation}
     figures |= {"seeds": best.count, "groups": {group: spreads[group].mean for group in order}}

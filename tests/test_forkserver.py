@@ -50,9 +50,8 @@ def start(folder: Path, name: str = "journal.jsonl", uri: str = "sqlite:///mlrun
     return journal
 
 
-def test_a_shipper_is_forked_where_and_as_its_trainer_was(server, tmp_path, monkeypatch):
+def test_a_shipper_is_forked_where_its_trainer_was(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the store is relative to it
-    monkeypatch.setenv("MLFLOW_RUN_CONTEXT", "of the trainer")
     journal = start(tmp_path)
     shipper = psutil.Process(journal.pid)
     assert shipper.parent() == server
