@@ -1,10 +1,11 @@
-"""One import of MLflow for all jobs of a sweep: a process that has it forks from itself the shipper of each job.
+"""One import for all jobs of a sweep: a process that has made it forks from itself what each job needs.
 
-    pipeline sweep ─► `python -m pipeline.forkserver` ─► a shipper for each job's `pipeline.journal.Journal`
+    pipeline sweep ─► `python -m pipeline.forkserver ADDRESS pipeline.forked_job` ─► each job
+                   ─► `python -m pipeline.forkserver ADDRESS pipeline.shipper` ─► the shipper of each job's `Journal`
 
-Importing MLflow is the larger part of what a small job costs beside TensorFlow. The server opens no store and starts
-no thread, so that a fork of it is as good as a new process. Without a server, as in a single run or in a Slurm job on
-another machine, a shipper is a new process.
+Importing TensorFlow, and MLflow beside it, is the larger part of what a small job costs. A server opens no store and
+no device, so that a fork of it is as good as a new process. Where there is none, as in a single run or in a Slurm job
+on another machine, or where it does not answer, a new process is started in its place.
 """
 
 from __future__ import annotations
@@ -19,32 +20,34 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ADDRESS = "PIPELINE_FORKSERVER"  # environment variable of the jobs: path of the server's socket
-PATIENCE = 2.0  # seconds for the server to fork, which takes it a hundredth of one
+ADDRESS = "PIPELINE_FORKSERVER"  # environment variable of the jobs: path of the socket that forks shippers
+PATIENCE = 2.0  # seconds for a server to fork, which takes it a hundredth of one
+IMPORT = 60.0  # seconds for it to import, which a job without it would do as well
 
 
 class Forked:
-    """A shipper that the server has forked; used as a `subprocess.Popen` with its ends of the pipes.
+    """A process that a server has forked; used as a `subprocess.Popen` with its ends of the pipes.
 
     Args:
         address: of the server.
-        environment: of the shipper.
+        environment: of the process.
 
     Attributes:
-        pid: of the shipper's process.
+        pid: of the process.
 
     Raises:
         OSError: no server answers there, or not in time.
     """
 
     def __init__(self, address: str, environment: dict[str, str]):
-        commands, to_shipper = os.pipe()
-        from_shipper, answers = os.pipe()
-        self.stdin, self.stdout = os.fdopen(to_shipper, "w"), os.fdopen(from_shipper)
+        commands, to_process = os.pipe()
+        from_process, answers = os.pipe()
+        self.stdin, self.stdout = os.fdopen(to_process, "w"), os.fdopen(from_process)
         try:
             request = json.dumps({"environment": environment, "folder": os.getcwd()}).encode()
             with socket.socket(socket.AF_UNIX) as connection:
@@ -57,7 +60,7 @@ class Forked:
             if not answer:
                 raise ConnectionError(f"{address} has forked nothing")
         except BaseException:
-            self.stdin.close()  # a shipper that is forked too late finds that nobody wants it
+            self.stdin.close()  # a process that is forked too late finds that nobody wants it
             self.stdout.close()
             raise
         finally:
@@ -65,35 +68,81 @@ class Forked:
             os.close(answers)
         self.pid = int(answer)
 
+    def __del__(self) -> None:
+        for pipe in (self.stdin, self.stdout):
+            with contextlib.suppress(OSError):  # nobody reads what it still holds
+                pipe.close()
+
+    def poll(self) -> int | None:
+        """None until the process has ended, and with it its end of the pipe."""
+        waiting = select.poll()
+        waiting.register(self.stdout, 0)  # that the other end is closed is always told
+        return 0 if waiting.poll(0) else None
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing where the process has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, number)
+
     def terminate(self) -> None:
         """Sends SIGTERM."""
-        with contextlib.suppress(OSError):  # it has ended
-            os.kill(self.pid, signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def wait(self) -> None:
-        """Returns when the shipper has ended, and with it its end of the pipe."""
+        """Returns when the process has ended."""
         self.stdout.read()
 
 
+class Server:
+    """A process that imports a module, and then forks what runs the module's `main`.
+
+    Attributes:
+        address: of its socket, which is there once it can fork.
+        forked: of what it has forked for this process, what has not ended.
+    """
+
+    def __init__(self, address: str, process: subprocess.Popen[bytes]):
+        self.address, self.process = address, process
+        self.forked: list[Forked] = []
+
+    def fork(self, environment: dict[str, str]) -> Forked | None:
+        """Waits until the server has imported; None where it has ended, or hangs."""
+        until = time.monotonic() + IMPORT
+        while not os.path.exists(self.address):
+            if self.process.poll() is not None:
+                return None
+            if time.monotonic() > until:
+                self.process.kill()  # nobody else is to wait
+                return None
+            time.sleep(0.01)
+        try:
+            forked = Forked(self.address, environment)
+        except OSError:
+            return None
+        for other in tuple(self.forked):
+            if other.poll() is not None:
+                self.forked.remove(other)
+        self.forked.append(forked)
+        return forked
+
+
 def forked(environment: dict[str, str]) -> Forked | None:
-    """A shipper of the server that this process was told of; None where there is none."""
+    """A shipper, of the server that this process was told of; None where there is none, or it still imports."""
     address = os.environ.get(ADDRESS)
     try:
         return Forked(address, environment) if address else None
-    except OSError:  # it still imports, the sweep is over, or it is on another machine
+    except OSError:  # the sweep is over as well, or on another machine
         return None
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[None]:
-    """Has a server for the processes that are started meanwhile."""
-    if sys.platform != "linux":  # elsewhere a process that was forked may not use what its libraries rely on
-        yield
-        return
+def serving_shippers() -> Iterator[None]:
+    """Has a server of shippers for the processes that are started meanwhile."""
     outer = os.environ.get(ADDRESS)  # of a sweep whose job this is
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # without it the jobs take longer, and that is all
-            os.environ[ADDRESS] = stack.enter_context(_server())
+    with serving("pipeline.shipper") as server:
+        if server is not None:
+            os.environ[ADDRESS] = server.address
         try:
             yield
         finally:
@@ -103,37 +152,52 @@ def serving() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _server() -> Iterator[str]:
+def serving(module: str) -> Iterator[Server | None]:
+    """A server that forks what runs `main` of `module`; None where there can be none.
+
+    Args:
+        module: has `prepare`, which imports what `main` needs, and raises where that cannot be forked.
+    """
+    with contextlib.ExitStack() as stack:
+        server = None
+        # Elsewhere a process that was forked may not use what its libraries rely on.
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # without it the jobs take longer, and that is all
+                server = stack.enter_context(_server(module))
+        yield server
+
+
+@contextlib.contextmanager
+def _server(module: str) -> Iterator[Server]:
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
     with tempfile.TemporaryDirectory(prefix="pipeline-", ignore_cleanup_errors=True) as folder:
         address = str(Path(folder) / "socket")
         with subprocess.Popen(
-            [sys.executable, "-m", "pipeline.forkserver", address],
+            [sys.executable, "-u", "-m", "pipeline.forkserver", address, module],
             stdin=subprocess.PIPE,  # which ends with this process, however it does
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             start_new_session=True,
         ) as server:
             try:
-                yield address
+                yield Server(address, server)
             finally:
                 server.kill()
 
 
 def main() -> None:
-    """Forks a shipper for each connection until standard input ends, and nobody waits any more."""
+    """Forks for each connection until standard input ends, and nobody waits any more."""
     inherited = set(os.environ)
-    from pipeline import shipper
-
-    importlib.import_module("mlflow.store.tracking.sqlalchemy_store")  # which MLflow imports for a database
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a shipper ended but its trainer, by the pipe
-    address = Path(sys.argv[1])
+    address, module = Path(sys.argv[1]), importlib.import_module(sys.argv[2])
+    module.prepare()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a process ended but who has it, by the pipe
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(str(address))
+            listener.bind(f"{address}.new")
         except OSError:  # no socket can be there: the jobs do without
             return
         listener.listen(128)
+        os.rename(f"{address}.new", address)
         asked = _serve(listener)
     if asked is None:
         with contextlib.suppress(OSError):  # where the process that made them could not
@@ -145,7 +209,7 @@ def main() -> None:
     for name in inherited - set(request["environment"]):
         os.environ.pop(name, None)
     _take_over(request, descriptors)
-    shipper.main()
+    module.main()
 
 
 def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -171,7 +235,7 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Makes this process one that was started where and as the trainer was."""
+    """Makes this process one that was started where and as the process that asked was."""
     os.setsid()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)

@@ -97,6 +97,15 @@ def run(
     return _train(config, overrides, prepared, journal, run_dir, tags)
 
 
+def import_libraries() -> None:
+    """Imports TensorFlow and what else a run needs, which leaves TensorFlow itself untouched."""
+    # Keras imports them for its galleries, data frames and estimators: a third of what importing it takes.
+    with imports.without("matplotlib", "pandas", "sklearn"):
+        import keras  # noqa: F401
+
+        from pipeline import dataset, evaluation, model, objective, tracking, training  # noqa: F401
+
+
 def _check_fresh(run_dir: Path, config: DictConfig) -> None:
     """A journal is of one run: a second one in it would never be shipped."""
     if (run_dir / "journal.jsonl").exists():
@@ -108,8 +117,8 @@ def _prepare(
     config: DictConfig, settings: configuration.Settings, check_dataset: Callable[[dict[str, Any]], None]
 ) -> _Prepared:
     """Everything that can still refuse the config; creates nothing."""
-    # Keras imports them for its galleries, data frames and estimators: a third of what importing it takes.
-    with imports.without_chatter(), imports.without("matplotlib", "pandas", "sklearn"):
+    with imports.without_chatter():
+        import_libraries()
         import keras
 
         from pipeline import batching, dataset, hardware, model, objective, optimizer

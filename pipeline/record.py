@@ -72,7 +72,8 @@ def environment(run_dir: Path) -> dict[str, Any]:
     Args:
         run_dir: of the run, which its config's paths may lie in.
     """
-    packages = {dist.name: dist.version for dist in sorted(metadata.distributions(), key=lambda d: d.name or "")}
+    described = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
+    packages = {of["Name"]: of["Version"] for of in sorted(described, key=lambda of: of["Name"] or "")}
     return {
         "run_dir": str(run_dir.absolute()),
         "python": platform.python_version(),

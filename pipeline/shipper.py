@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import select
 import signal
@@ -140,6 +141,11 @@ class Shipper:
         why = f"The process ended without a word after update {self.last_step}."
         self.client.log_batch(self.run_id, tags=[RunTag("failure", why)])
         self.end("KILLED", int(time.time() * 1000))
+
+
+def prepare() -> None:
+    """Imports what MLflow itself imports only for a database, for the processes that are forked from this one."""
+    importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def main() -> None:

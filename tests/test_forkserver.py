@@ -33,7 +33,7 @@ def server():
 @contextlib.contextmanager
 def one_more():
     before = psutil.Process().children()
-    with forkserver.serving():
+    with forkserver.serving_shippers():
         (process,) = [child for child in psutil.Process().children() if child not in before]
         yield process
 
@@ -143,7 +143,7 @@ def test_one_who_asks_for_nothing_delays_the_others_at_most(said, server, tmp_pa
 def test_the_server_ends_with_the_process_that_has_it():
     script = (
         "import os, time, psutil; from pipeline import forkserver\n"
-        "with forkserver.serving():\n"
+        "with forkserver.serving_shippers():\n"
         "    print(psutil.Process().children()[0].pid, os.environ[forkserver.ADDRESS], flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -162,7 +162,7 @@ def test_a_path_that_no_socket_can_have_is_no_error(monkeypatch, tmp_path):
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     monkeypatch.delenv(forkserver.ADDRESS)
-    with forkserver.serving():
+    with forkserver.serving_shippers():
         assert forkserver.forked({}) is None
 
 

@@ -193,19 +193,21 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, numb
     assert processes_in(tmp_path) == []
 
 
-def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path):
-    process = start("train", "-m", *TINY, "seed=0,1", cwd=tmp_path)
+@pytest.mark.parametrize(("fork", "seconds"), [(True, 0), (True, 0.5), (True, 1), (False, 1)])
+def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, fork, seconds):
+    process = start("train", "-m", *TINY, "seed=0,1", f"hydra.launcher.fork={fork}", cwd=tmp_path)
     assert process.stderr is not None
     while "started" not in process.stderr.readline():
         pass
-    time.sleep(1)  # the job's interpreter, or its imports
+    time.sleep(seconds)  # the imports, of the job or of what it is forked from, or what follows
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=90)[1]
     assert process.returncode == 130, printed
     parent, children = parent_and_children(Store(tmp_path))
     assert parent.info.status == "KILLED"
-    assert children == {}
+    assert all(run.info.status == "KILLED" for runs in children.values() for run in runs)
     assert processes_in(tmp_path) == []
+    assert "Traceback" not in printed
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ with it, a machine is never given more jobs than it has places for, and no two j
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher as HydrasBasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
@@ -35,6 +36,14 @@ class BasicLauncher(Sweeping, HydrasBasicLauncher):
         return returned
 
 
+@dataclass
+class LocalConf(LocalQueueConf):
+    """Published parameters, and ours."""
+
+    _target_: str = f"{__name__}.submitting.LocalLauncher"
+    fork: bool = True  # fork the jobs from a process that has imported TensorFlow
+
+
 class PlainSweeper(BasicSweeper):
     """Hydra's own, which composes every job once more before the launcher does; there each is checked as well."""
 
@@ -47,7 +56,7 @@ def register() -> None:
     here = f"{__name__}."
     store = ConfigStore.instance().store
     year, day = 525600, 1440  # minutes after which submitit ends a job
-    local = LocalQueueConf(_target_=here + "submitting.LocalLauncher", timeout_min=year)
+    local = LocalConf(timeout_min=year)
     slurm = SlurmQueueConf(_target_=here + "slurm.SlurmLauncher", timeout_min=day)
     store(group="hydra/launcher", name="submitit_local", node=local, provider="pipeline")
     store(group="hydra/launcher", name="submitit_slurm", node=slurm, provider="pipeline")

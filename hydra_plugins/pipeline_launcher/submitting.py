@@ -10,8 +10,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra.core.singleton import Singleton
@@ -31,27 +32,23 @@ class Submitting(Sweeping):
     _EXECUTOR: str
     place: list[str] | None = None  # the GPUs of this job; None: they are not ours to choose
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, overrides: list[str], *more: Any) -> Any:
+        sys.argv = ["pipeline", *overrides]  # for the run, which says how it was started
         # In the job's process, before TensorFlow looks for GPUs. Submitit's own way knows no GPU by its UUID.
         if self.place is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.place)
-        return super().__call__(*arguments, **named)  # type: ignore[misc]  # the published launcher's
+        return super().__call__(overrides, *more)  # type: ignore[misc]  # the published launcher's
 
     def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
         # What the published launcher does, but for its waiting: a second at a time, and fifteen for what a job that
         # died has not left.
         import submitit
 
-        launcher = copy.copy(self)
+        launcher = copy.copy(self)  # which goes to the job's process
         launcher.place = self._given(place)
         params = {**self.params, **self._more(current)}
         folder = params.pop("submitit_folder").replace("%j", f"{number}/%j")  # process numbers come again
-        timeouts = {f"{self._EXECUTOR}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
-        executor = submitit.AutoExecutor(folder, cluster=self._EXECUTOR, **timeouts)
-        shared = set(OmegaConf.structured(BaseQueueConf).keys())
-        executor.update_parameters(
-            **{key if key in shared else f"{self._EXECUTOR}_{key}": value for key, value in params.items()}
-        )
+        executor = self._executor(folder, params, overrides)
         job = executor.submit(launcher, overrides, "hydra.sweep.dir", number, str(number), Singleton.get_state())
         how = launcher._wait(job, time.monotonic(), current)
         if not job.paths.result_pickle.exists():
@@ -64,6 +61,17 @@ class Submitting(Sweeping):
             raise RuntimeError(said[-1] if said else "the process failed")
         assert isinstance(returned, JobReturn)
         return returned
+
+    def _executor(self, folder: str, params: dict[str, Any], overrides: Sequence[str]) -> Any:
+        import submitit
+
+        timeouts = {f"{self._EXECUTOR}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
+        executor = submitit.AutoExecutor(folder, cluster=self._EXECUTOR, **timeouts)
+        shared = set(OmegaConf.structured(BaseQueueConf).keys())
+        executor.update_parameters(
+            **{key if key in shared else f"{self._EXECUTOR}_{key}": value for key, value in params.items()}
+        )
+        return executor
 
     def _given(self, place: list[str]) -> list[str] | None:
         return place
@@ -80,9 +88,45 @@ class Submitting(Sweeping):
 class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
     """Each job a process of its own on this machine: as many at once as `hardware.parallel_jobs` says."""
 
+    _server: forkserver.Server | None = None  # that forks the jobs
+
+    def __init__(self, fork: bool = True, **params: Any):
+        super().__init__(**params)
+        self._fork = fork
+        self._serves = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_server"}  # a job asks it for nothing
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        if self._serves:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            if self._fork:
+                self._server = stack.enter_context(forkserver.serving("pipeline.forked_job"))
+            stack.enter_context(forkserver.serving_shippers())
+            self._serves = True
+            try:
+                yield
+            finally:
+                self._serves, self._server = False, None
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        with forkserver.serving():
+        with self.serving():
             return super().launch(job_overrides, initial_job_idx)
+
+    def _executor(self, folder: str, params: dict[str, Any], overrides: Sequence[str]) -> Any:
+        # TensorFlow reads some variables when it is imported, which a fork does not do again.
+        sets = self.config.hydra.job.env_set or any("hydra.job.env_set" in override for override in overrides)
+        if self._server is None or sets or params["tasks_per_node"] > 1:
+            return super()._executor(folder, params, overrides)
+        from pipeline import forked_job
+
+        executor = forked_job.Executor(folder, self._server)
+        executor.update_parameters(**{key: value for key, value in params.items() if value is not None})
+        return executor
 
     def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
         at_once = self.config.hardware.parallel_jobs
@@ -104,11 +148,18 @@ class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
     def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
         import psutil
 
-        for process in psutil.Process().children(recursive=True):
+        jobs = [
+            process for process in psutil.Process().children(recursive=True) if _runs(process, "submitit.core._submit")
+        ]
+        for controller in self._server.forked if self._server is not None else []:
+            with contextlib.suppress(psutil.Error):  # it has ended by itself
+                jobs += psutil.Process(controller.pid).children() if controller.poll() is None else []
+        for process in jobs:
             # Again and again: until TensorFlow is about to be imported, submitit lets SIGTERM pass by.
-            if _runs(process, "submitit.core._submit"):
-                with contextlib.suppress(psutil.Error):  # it has ended by itself
-                    process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+        if late and self._server is not None:
+            self._server.process.kill()  # nobody is to wait for it
 
 
 def visible_gpus() -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ class Sweeping(Launcher):
     config: Any  # set by Hydra
     hydra_context: Any
     params: dict[str, Any]
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Keeps what makes jobs cheaper, for who calls `launch` more than once."""
+        return contextlib.nullcontext()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         # In the order of their numbers; the name of a job is known before any of them starts.

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -25,6 +26,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from hydra_plugins.pipeline_launcher.sweeping import Sweeping
 from pipeline import sweep
 from pipeline.errors import ConfigError
 
@@ -66,17 +68,25 @@ class SearchSweeper(Sweeper):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
         tried: list[tuple[float, list[str]]] = []
-        while len(tried) < self.trials:
-            trials = [study.ask() for _ in range(min(self.at_once, self.trials - len(tried)))]
-            jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
-            losses = [float(returned.return_value) for returned in self.launcher.launch(jobs, len(tried))]
-            for trial, loss in zip(trials, losses, strict=True):
-                if math.isfinite(loss):
-                    study.tell(trial, loss)
-                else:
-                    study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            tried += [(loss if math.isfinite(loss) else math.inf, job) for loss, job in zip(losses, jobs, strict=True)]
+        keeping = self.launcher.serving() if isinstance(self.launcher, Sweeping) else nullcontext()
+        with keeping:
+            while len(tried) < self.trials:
+                tried += self._batch(study, space, len(tried))
         self._report(*min(tried), {key for key in space if space[key].is_sweep_override()})
+
+    def _batch(self, study: Any, space: Mapping[str, Override], first: int) -> list[tuple[float, list[str]]]:
+        """The next jobs, from number `first` on, each with its loss, which is inf where it gave none."""
+        from optuna.trial import TrialState
+
+        trials = [study.ask() for _ in range(min(self.at_once, self.trials - first))]
+        jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
+        losses = [float(returned.return_value) for returned in self.launcher.launch(jobs, first)]
+        for trial, loss in zip(trials, losses, strict=True):
+            if math.isfinite(loss):
+                study.tell(trial, loss)
+            else:
+                study.tell(trial, state=TrialState.FAIL)
+        return [(loss if math.isfinite(loss) else math.inf, job) for loss, job in zip(losses, jobs, strict=True)]
 
     def _report(self, loss: float, job: Sequence[str], swept: set[str]) -> None:
         best = [override for override in job if override.split("=")[0] in swept]
