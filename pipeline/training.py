@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -190,54 +192,69 @@ def train(
         hooks.on_test_end(results)
         return results
 
-    iterator = iter(batches)
     model.stop_training = False
     hooks.on_train_begin()
-    for done in range(1, plan.updates + 1):
-        epoch, index = divmod(done - 1, plan.updates_per_epoch)
-        if index == 0:
-            hooks.on_epoch_begin(epoch)
-        if watched:
-            hooks.on_train_batch_begin(index)
+    with _iterating(batches) as iterator:
+        for done in range(1, plan.updates + 1):
+            epoch, index = divmod(done - 1, plan.updates_per_epoch)
+            if index == 0:
+                hooks.on_epoch_begin(epoch)
+            if watched:
+                hooks.on_train_batch_begin(index)
 
-        results = next_update(iterator)
+            results = next_update(*iterator)
 
-        recorder.names = tuple(names)
-        recorder.add(done, results)
-        if watched:
-            hooks.on_train_batch_end(index, dict(zip(names, tf.unstack(results), strict=True)))
+            recorder.names = tuple(names)
+            recorder.add(done, results)
+            if watched:
+                hooks.on_train_batch_end(index, dict(zip(names, tf.unstack(results), strict=True)))
 
-        last = done == plan.updates or model.stop_training
-        validation: dict[str, float] = {}
-        if evaluate is not None and (last or _due(done, evaluate_every, plan)):
-            recorder.fetch()
-            if last:
-                _finalize(update, model)
-            validation = validate()
-
-        try:
-            if callbacks and (last or plan.ends_epoch(done)):
+            last = done == plan.updates or model.stop_training
+            validation: dict[str, float] = {}
+            if evaluate is not None and (last or _due(done, evaluate_every, plan)):
                 recorder.fetch()
-                hooks.on_epoch_end(epoch, recorder.epoch_means() | {f"val_{k}": v for k, v in validation.items()})
-            if model.stop_training and not last:  # a callback has seen enough in what was evaluated
-                last = True
-                if evaluate is not None and (_finalize(update, model) or not validation):
-                    validation = validate()  # in place of that of other weights: a step has one
-        finally:  # a callback that raises takes no row with it
-            if validation:
-                recorder.log.validation(done, validation)
-                recorder.progress.validated(done, validation)
-                recorder.restart_clock()
+                if last:
+                    _finalize(update, model)
+                validation = validate()
 
-        if checkpoint is not None:
-            checkpoint(done)
-        if last:
-            break
+            try:
+                if callbacks and (last or plan.ends_epoch(done)):
+                    recorder.fetch()
+                    hooks.on_epoch_end(epoch, recorder.epoch_means() | {f"val_{k}": v for k, v in validation.items()})
+                if model.stop_training and not last:  # a callback has seen enough in what was evaluated
+                    last = True
+                    if evaluate is not None and (_finalize(update, model) or not validation):
+                        validation = validate()  # in place of that of other weights: a step has one
+            finally:  # a callback that raises takes no row with it
+                if validation:
+                    recorder.log.validation(done, validation)
+                    recorder.progress.validated(done, validation)
+                    recorder.restart_clock()
+
+            if checkpoint is not None:
+                checkpoint(done)
+            if last:
+                break
     recorder.finish()
     if evaluate is None:
         _finalize(update, model)
     hooks.on_train_end()
     return validation["loss"] if validation else recorder.last["loss"]
+
+
+@contextmanager
+def _iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
+    """An iterator over `batches`, as all of a list, and in a thread its end.
+
+    TensorFlow wakes the thread that tunes an iterator before it notes that the iterator ends. Where that thread is
+    the faster one it sleeps on, for as long again as there has been an iterator, up to a minute; this was one time
+    in four to twenty. Whoever ends the iterator waits for it.
+    """
+    held = [iter(batches)]
+    try:
+        yield held
+    finally:
+        threading.Thread(target=held.clear, daemon=True).start()
 
 
 def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], dict[str, float]]:
@@ -252,10 +269,10 @@ def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], 
     def evaluate() -> dict[str, float]:
         for metric in evaluation.metrics:
             metric.reset_state()
-        iterator = iter(batches)
-        sums = next_batch(iterator)
-        for _ in range(count - 1):
-            sums = tf.nest.map_structure(tf.add, sums, next_batch(iterator))
+        with _iterating(batches) as iterator:
+            sums = next_batch(*iterator)
+            for _ in range(count - 1):
+                sums = tf.nest.map_structure(tf.add, sums, next_batch(*iterator))
         results = {metric.name: float(metric.result()) for metric in evaluation.metrics}
         return {"loss": float(sums.mean_loss()), **results}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -59,6 +62,7 @@ class Run:
         use_ema=False,
         validate=True,
         rows: Rows | None = None,
+        through=lambda batches: batches,
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -71,10 +75,10 @@ class Run:
         plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, epochs * PER_EPOCH)
         self.rows = rows or Rows()
         recorder = Recorder(self.rows, plan, log_every, lambda: 0, Progress(plan.updates))
-        self.evaluate = evaluator(Evaluation(self.model, loss, SIZE), examples.batch(SIZE))
+        self.evaluate = evaluator(Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE)))
         self.loss = train(
             self.model,
-            examples.batch(SIZE).repeat(),
+            through(examples.batch(SIZE)).repeat(),
             Update(self.model, loss, optimizer, SIZE),
             plan,
             recorder,
@@ -102,6 +106,32 @@ def test_the_last_update_is_logged_whatever_is_left_out(epochs, stop):
     rows = Run(stop, epochs=epochs, log_every=4, validate=False).rows
     assert [update for update, _ in rows.updates] == [4, 8, 10]
     assert Run(log_every=5, epochs=2).rows.updates[-1][0] == 10  # and once
+
+
+def test_nobody_waits_for_the_end_of_an_iterator():
+    """Of a file that is slow to close; and tf.data's own threads may take a minute."""
+    over, closed = threading.Event(), []
+
+    def through(batches):
+        def slow_to_close():
+            try:
+                yield from batches
+                yield from batches  # more than is asked for
+            finally:
+                closed.append(over.wait(60))
+
+        many = tf.data.Dataset.from_generator(slow_to_close, output_signature=batches.element_spec)
+        return many.take(PER_EPOCH).apply(tf.data.experimental.assert_cardinality(PER_EPOCH))
+
+    # One epoch: between two of them the generator of the first is closed, and waited for, on the way.
+    assert len(Run(epochs=1, through=through).rows.updates) == PER_EPOCH
+    assert not closed
+    over.set()
+    until = time.monotonic() + 60
+    while len(closed) < 2:  # that of the training and that of the evaluation
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert all(closed)
 
 
 def test_a_callback_that_raises_takes_no_row_with_it():
