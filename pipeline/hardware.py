@@ -77,7 +77,10 @@ def setup(config: DictConfig, seed: int) -> Hardware:
 
 
 def peak_memory(hardware: Hardware) -> int:
-    """Bytes at the peak: of the first GPU's memory, or of this process' resident memory on a CPU."""
+    """Bytes at the peak: of the first GPU's memory, or of this process' resident memory on a CPU.
+
+    Of a forked job the libraries that were loaded before the fork count as far as it has used them.
+    """
     if hardware.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     import resource
