@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -35,7 +36,7 @@ class Trouble(keras.callbacks.Callback):
         super().__init__()
         self.mode = "none" if Path("healed").exists() else mode
         place = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.place = open(f"place {place}", "w")
+        self.place = open(f"place {place}".replace("/", "-"), "w")
         if place:
             fcntl.flock(self.place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another job holds it
 
@@ -154,6 +155,22 @@ def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(troubles):
     assert most == 2
 
 
+def test_two_sweeps_at_once_share_no_gpu(tmp_path):
+    """The one whose callback finds the GPU's lock taken would raise."""
+    (tmp_path / "mine.py").write_text(MINE)
+    shown = {"CUDA_VISIBLE_DEVICES": "GPU-cafe/1", "TMPDIR": str(tmp_path)}
+    lasting = [*TINY, "training.epochs=10", "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}"]
+    sweeps = [
+        start("train", "-m", *lasting, "seed=0,1", f"hydra.sweep.dir={name}", cwd=tmp_path, **shown)
+        for name in ("one", "two")
+    ]
+    printed = [process.communicate(timeout=240)[1] for process in sweeps]
+    assert [process.returncode for process in sweeps] == [0, 0], printed
+    logs = [file.read_text() for file in tmp_path.glob("*/.submitit/*/*/*_log.err")]
+    assert len(logs) == 4
+    assert any("waits for GPU GPU-cafe/1, which a job of another sweep has" in log for log in logs)
+
+
 def test_the_parent_says_what_the_sweep_was(troubles):
     *_, (parent, _) = troubles
     assert parent.info.run_name == "sweep troubles"
@@ -208,6 +225,20 @@ def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, fo
     assert all(run.info.status == "KILLED" for runs in children.values() for run in runs)
     assert processes_in(tmp_path) == []
     assert "Traceback" not in printed
+
+
+def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
+    with (tmp_path / f"pipeline-{os.getuid()}-gpu-3.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shown = {"CUDA_VISIBLE_DEVICES": "3", "TMPDIR": str(tmp_path)}
+        process = start("train", "-m", *TINY, "seed=0,1", "hydra.sweep.dir=jobs", cwd=tmp_path, **shown)
+        logs = tmp_path / "jobs" / ".submitit"
+        wait(lambda: any("waits for GPU 3" in file.read_text() for file in logs.glob("0/*/*_log.err")))
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=30)[1]
+    assert process.returncode == 130, printed
+    assert parent_and_children(Store(tmp_path))[1] == {}
+    assert processes_in(tmp_path) == []
 
 
 def processes_in(folder: Path) -> list[str]:

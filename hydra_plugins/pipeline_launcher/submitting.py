@@ -11,9 +11,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn
@@ -24,6 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from hydra_plugins.pipeline_launcher.sweeping import Sweeping
 from pipeline import forkserver, sweep
 from pipeline.errors import ConfigError
+
+HELD = "PIPELINE_GPUS"  # environment variable of a job: those that it keeps for itself
 
 
 class Submitting(Sweeping):
@@ -37,6 +42,7 @@ class Submitting(Sweeping):
         # In the job's process, before TensorFlow looks for GPUs. Submitit's own way knows no GPU by its UUID.
         if self.place is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.place)
+            alone_on(self.place)
         return super().__call__(overrides, *more)  # type: ignore[misc]  # the published launcher's
 
     def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
@@ -148,18 +154,23 @@ class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
     def _end_jobs(self, current: sweep.Sweep, late: bool) -> None:
         import psutil
 
-        jobs = [
-            process for process in psutil.Process().children(recursive=True) if _runs(process, "submitit.core._submit")
-        ]
-        for controller in self._server.forked if self._server is not None else []:
+        for process in self._running():
+            # Again and again: until it calls the launcher, submitit lets SIGTERM pass by.
             with contextlib.suppress(psutil.Error):  # it has ended by itself
-                jobs += psutil.Process(controller.pid).children() if controller.poll() is None else []
-        for process in jobs:
-            # Again and again: until TensorFlow is about to be imported, submitit lets SIGTERM pass by.
-            with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
         if late and self._server is not None:
             self._server.process.kill()  # nobody is to wait for it
+
+    def _running(self) -> Iterator[Any]:
+        """The jobs' processes, of those that are forked and of those that are not."""
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            if _runs(process, "submitit.core._submit"):
+                yield process
+        for controller in tuple(self._server.forked) if self._server is not None else ():
+            with contextlib.suppress(psutil.Error):
+                yield from psutil.Process(controller.pid).children() if controller.poll() is None else ()
 
 
 def visible_gpus() -> list[str]:
@@ -174,6 +185,24 @@ def visible_gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         count = len(glob.glob("/dev/nvidia[0-9]*"))
     return [str(number) for number in range(count)]
+
+
+def alone_on(gpus: Sequence[str]) -> None:
+    """Waits until no job of another sweep of this user is on any of `gpus`; keeps them until this process ends."""
+    import fcntl
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which submitit ignores; nothing has begun
+    ours = os.environ.get(HELD, "").split(",")  # where this sweep was itself started by a job
+    for gpu in sorted(set(gpus) - set(ours)):  # in the same order everywhere, so that no two wait for each other
+        path = Path(tempfile.gettempdir()) / f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"
+        with contextlib.suppress(OSError):  # where no file can be written
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waits for GPU {gpu}, which a job of another sweep has", file=sys.stderr, flush=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.environ[HELD] = ",".join(gpus)
 
 
 def _runs(process: Any, module: str) -> bool:
