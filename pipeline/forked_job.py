@@ -19,7 +19,7 @@ from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 from pipeline.forkserver import Forked, Server
 
-FOLDER = "SUBMITIT_FOLDER"
+FOLDER = "SUBMITIT_FOLDER"  # submitit's own variable of a job
 DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 
 
@@ -33,7 +33,7 @@ class Executor(LocalExecutor):
 
     def __init__(self, folder: str, server: Server):
         super().__init__(folder)
-        self._server = server
+        self._server: Server | None = server
         self._forked: Forked | None = None
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
@@ -42,14 +42,14 @@ class Executor(LocalExecutor):
             "SUBMITIT_LOCAL_NTASKS": "1",
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_TIMEOUT_S": str(int(60 * self.parameters["timeout_min"])),
-            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(self.parameters.get("signal_delay_s", 30)),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
             "SUBMITIT_LOCAL_NODEID": "0",
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
             "SUBMITIT_STDERR_TO_STDOUT": "1" if self.parameters.get("stderr_to_stdout") else "",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             FOLDER: str(self.folder),
         }
-        self._forked = self._server.fork({**os.environ, **environment})
+        self._forked = self._server.fork({**os.environ, **environment}) if self._server is not None else None
         if self._forked is None:
             return super()._submit_command(command)
         return LocalJob(self.folder, str(self._forked.pid), process=self._forked)  # type: ignore[arg-type]
@@ -57,8 +57,12 @@ class Executor(LocalExecutor):
     def _internal_process_submissions(self, delayed_submissions: Any) -> Any:
         jobs = super()._internal_process_submissions(delayed_submissions)
         if self._forked is not None:  # by now its function is where it looks for it
-            self._forked.stdin.write("\n")
-            self._forked.stdin.flush()
+            try:
+                self._forked.stdin.write("\n")
+                self._forked.stdin.flush()
+            except BrokenPipeError:  # it was killed before it had begun
+                self._server = None
+                return self._internal_process_submissions(delayed_submissions)
         return jobs
 
 
@@ -100,7 +104,7 @@ class _Controller(Controller):
             os.close(nothing)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update(SUBMITIT_LOCAL_JOB_ID=self.pid, SUBMITIT_LOCAL_LOCALID="0", SUBMITIT_LOCAL_GLOBALID="0")
-        raise _Job
+        raise _Job  # through the controller's own end, which here has no task to end
 
 
 def prepare() -> None:

@@ -20,10 +20,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ADDRESS = "PIPELINE_FORKSERVER"  # environment variable of the jobs: path of the socket that forks shippers
 PATIENCE = 2.0  # seconds for a server to fork, which takes it a hundredth of one
@@ -45,33 +46,28 @@ class Forked:
     """
 
     def __init__(self, address: str, environment: dict[str, str]):
-        commands, to_process = os.pipe()
-        from_process, answers = os.pipe()
-        self.stdin, self.stdout = os.fdopen(to_process, "w"), os.fdopen(from_process)
-        try:
-            request = json.dumps({"environment": environment, "folder": os.getcwd()}).encode()
+        self._pipes = contextlib.ExitStack()
+        request = json.dumps({"environment": environment, "folder": os.getcwd()}).encode()
+        with contextlib.ExitStack() as opened:
+            commands, self.stdin = _pipe(opened)
+            self.stdout, answers = _pipe(opened)
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(PATIENCE)
                 connection.connect(address)
-                socket.send_fds(connection, [b" "], [commands, answers, 2])
+                socket.send_fds(connection, [b" "], [commands.fileno(), answers.fileno(), 2])
                 connection.sendall(request)
                 connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(32)
             if not answer:
                 raise ConnectionError(f"{address} has forked nothing")
-        except BaseException:
-            self.stdin.close()  # a process that is forked too late finds that nobody wants it
-            self.stdout.close()
-            raise
-        finally:
-            os.close(commands)
-            os.close(answers)
+            self._pipes = opened.pop_all()  # else all are closed: one that is forked too late finds nobody there
+        commands.close()
+        answers.close()
         self.pid = int(answer)
 
     def __del__(self) -> None:
-        for pipe in (self.stdin, self.stdout):
-            with contextlib.suppress(OSError):  # nobody reads what it still holds
-                pipe.close()
+        with contextlib.suppress(OSError):  # it has ended, and does not read what it was to be told
+            self._pipes.close()
 
     def poll(self) -> int | None:
         """None until the process has ended, and with it its end of the pipe."""
@@ -94,6 +90,11 @@ class Forked:
         self.stdout.read()
 
 
+def _pipe(opened: contextlib.ExitStack) -> tuple[TextIO, TextIO]:
+    reader, writer = os.pipe()
+    return opened.enter_context(os.fdopen(reader)), opened.enter_context(os.fdopen(writer, "w"))
+
+
 class Server:
     """A process that imports a module, and then forks what runs the module's `main`.
 
@@ -105,11 +106,17 @@ class Server:
     def __init__(self, address: str, process: subprocess.Popen[bytes]):
         self.address, self.process = address, process
         self.forked: list[Forked] = []
+        self._lock = threading.Lock()
+
+    @property
+    def imports(self) -> bool:
+        """Whether it cannot fork yet."""
+        return not os.path.exists(self.address)
 
     def fork(self, environment: dict[str, str]) -> Forked | None:
         """Waits until the server has imported; None where it has ended, or hangs."""
         until = time.monotonic() + IMPORT
-        while not os.path.exists(self.address):
+        while self.imports:
             if self.process.poll() is not None:
                 return None
             if time.monotonic() > until:
@@ -120,10 +127,8 @@ class Server:
             forked = Forked(self.address, environment)
         except OSError:
             return None
-        for other in tuple(self.forked):
-            if other.poll() is not None:
-                self.forked.remove(other)
-        self.forked.append(forked)
+        with self._lock:
+            self.forked = [*(other for other in self.forked if other.poll() is None), forked]
         return forked
 
 
@@ -140,7 +145,9 @@ def forked(environment: dict[str, str]) -> Forked | None:
 def serving_shippers() -> Iterator[None]:
     """Has a server of shippers for the processes that are started meanwhile."""
     outer = os.environ.get(ADDRESS)  # of a sweep whose job this is
-    with serving("pipeline.shipper") as server:
+    # It finds this package where this process did, wherever the command was started, and runs no other's code.
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
+    with serving("pipeline.shipper", PYTHONPATH=os.pathsep.join(filter(None, paths))) as server:
         if server is not None:
             os.environ[ADDRESS] = server.address
         try:
@@ -152,31 +159,31 @@ def serving_shippers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(module: str) -> Iterator[Server | None]:
+def serving(module: str, **environment: str) -> Iterator[Server | None]:
     """A server that forks what runs `main` of `module`; None where there can be none.
 
     Args:
         module: has `prepare`, which imports what `main` needs, and raises where that cannot be forked.
+        environment: of the server, beside that of this process.
     """
     with contextlib.ExitStack() as stack:
         server = None
         # Elsewhere a process that was forked may not use what its libraries rely on.
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # without it the jobs take longer, and that is all
-                server = stack.enter_context(_server(module))
+                server = stack.enter_context(_server(module, environment))
         yield server
 
 
 @contextlib.contextmanager
-def _server(module: str) -> Iterator[Server]:
-    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
+def _server(module: str, environment: dict[str, str]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="pipeline-", ignore_cleanup_errors=True) as folder:
         address = str(Path(folder) / "socket")
         with subprocess.Popen(
             [sys.executable, "-u", "-m", "pipeline.forkserver", address, module],
             stdin=subprocess.PIPE,  # which ends with this process, however it does
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={**os.environ, **environment},
             start_new_session=True,
         ) as server:
             try:
@@ -188,14 +195,15 @@ def _server(module: str) -> Iterator[Server]:
 def main() -> None:
     """Forks for each connection until standard input ends, and nobody waits any more."""
     inherited = set(os.environ)
-    address, module = Path(sys.argv[1]), importlib.import_module(sys.argv[2])
-    module.prepare()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a process ended but who has it, by the pipe
+    address = Path(sys.argv[1])
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             listener.bind(f"{address}.new")
         except OSError:  # no socket can be there: the jobs do without
             return
+        module = importlib.import_module(sys.argv[2])
+        module.prepare()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a process ended but who has it, by the pipe
         listener.listen(128)
         os.rename(f"{address}.new", address)
         asked = _serve(listener)

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -248,13 +248,15 @@ def _iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
 
     TensorFlow wakes the thread that tunes an iterator before it notes that the iterator ends. Where that thread is
     the faster one it sleeps on, for as long again as there has been an iterator, up to a minute; this was one time
-    in four to twenty. Whoever ends the iterator waits for it.
+    in four to twenty. Whoever ends the iterator waits for it. A process may end meanwhile: all that this thread then
+    still does is to wait, and not in Python.
     """
     held = [iter(batches)]
     try:
         yield held
     finally:
-        threading.Thread(target=held.clear, daemon=True).start()
+        with suppress(RuntimeError):  # no thread is to be had
+            threading.Thread(target=held.clear, daemon=True).start()
 
 
 def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,6 +108,40 @@ def test_a_server_that_hangs_runs_nothing_late(tmp_path):
     assert (tmp_path / "file").read_text() == "once\n"
 
 
+def test_a_job_whose_controller_dies_before_it_begins_is_started_by_submitit(server, tmp_path, monkeypatch):
+    forks = server.fork
+
+    def fork(environment):
+        forked = forks(environment)
+        os.kill(forked.pid, signal.SIGKILL)
+        wait(lambda: forked.poll() is not None)
+        return forked
+
+    monkeypatch.setattr(server, "fork", fork)
+    job = submitted(server, tmp_path, jobs.noted, tmp_path / "file")
+    assert result(job)[0] == "success"
+    assert (tmp_path / "file").read_text() == "once\n"
+
+
+def test_a_process_that_can_open_no_pipe_leaves_none_open(tmp_path):
+    script = (
+        "import os, resource\n"
+        "from pipeline import forkserver\n"
+        "before = os.listdir('/proc/self/fd')\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "for limit in range(3, 12):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))\n"
+        "    try:\n"
+        "        forkserver.Forked('/nowhere', {})\n"
+        "    except OSError:\n"
+        "        pass\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "assert os.listdir('/proc/self/fd') == before"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_server_that_opens_a_device_forks_nothing(tmp_path):
     """As a library would that starts CUDA when it is imported: no fork of such a process can use the GPU."""
     script = (
@@ -148,46 +183,55 @@ class Noting(keras.callbacks.Callback):
 
 
 @pytest.fixture(scope="module")
-def three_ways(tmp_path_factory):
-    """Both jobs of a sweep: by hand, forked two at once, and where a variable is set for them, which is no fork."""
+def ways(tmp_path_factory):
+    """Both jobs of a sweep: by hand, forked two at once, and three times not forked."""
     folder = tmp_path_factory.mktemp("ways")
-    (folder / "mine.py").write_text(MINE)
-    noting = "+training.callbacks.noting={_target_: mine.Noting}"
+    own = folder / "own"  # before this project on the path, and with a name that is also here
+    (own / "benchmarks").mkdir(parents=True)
+    (own / "benchmarks" / "__init__.py").write_text(MINE)
+    path = os.pathsep.join([str(own), environment()["PYTHONPATH"]])
+    noting = "+training.callbacks.noting={_target_: benchmarks.Noting}"
     printed = {}
     for seed in (1, 2):
-        done = pipeline("train", *TINY, noting, f"seed={seed}", "tracking.experiment=hand", cwd=folder)
+        done = pipeline("train", *TINY, noting, f"seed={seed}", "tracking.experiment=hand", cwd=folder, PYTHONPATH=path)
         printed["hand", seed] = done.stderr
-    ways = {"forked": [], "set": ["+hydra.job.env_set.COLOUR=green"], "off": ["hydra.launcher.fork=false"]}
-    for way, more in ways.items():
+    more_of = {
+        "forked": [],
+        "set": ["+hydra.job.env_set.COLOUR=green"],
+        "setup": ["+hydra.launcher.setup=['export COLOUR=red']"],
+        "off": ["hydra.launcher.fork=false"],
+    }
+    for way, more in more_of.items():
         more = [*more, f"tracking.experiment={way}", f"hydra.sweep.dir={way}", "hardware.parallel_jobs=2"]
-        pipeline("train", "-m", *TINY, noting, "seed=1,2", *more, cwd=folder)
+        pipeline("train", "-m", *TINY, noting, "seed=1,2", *more, cwd=folder, PYTHONPATH=path)
         for number, seed in enumerate((1, 2)):
             (log,) = (folder / way / ".submitit" / str(number)).glob("*/*_log.err")
             printed[way, seed] = log.read_text()
     return printed, Store(folder)
 
 
-def test_a_sweep_forks_its_jobs_unless_a_variable_is_set_for_them(three_ways):
-    printed, _ = three_ways
+def test_a_sweep_forks_its_jobs_unless_a_variable_is_set_for_them(ways):
+    printed, _ = ways
     for seed in (1, 2):
         assert "pipeline.forkserver" in printed["forked", seed]
         assert "submitit.core._submit" in printed["set", seed]
         assert "variable green" in printed["set", seed]
+        assert "variable red" in printed["setup", seed]
         assert "submitit.core._submit" in printed["off", seed]
 
 
-def test_a_forked_job_trains_to_the_same_bits(three_ways):
-    _, store = three_ways
+def test_a_forked_job_trains_to_the_same_bits(ways):
+    _, store = ways
     hand = {run.data.params["seed"]: store.histories(run, "train/", "val/") for run in store.trained("hand")}
     assert set(hand) == {"1", "2"}
     assert hand["1"] != hand["2"]
-    for way in ("forked", "set", "off"):
+    for way in ("forked", "set", "setup", "off"):
         runs = {run.data.params["seed"]: store.histories(run, "train/", "val/") for run in store.trained(way)}
         assert runs == hand, way
 
 
-def test_a_run_says_how_it_was_started(three_ways):
-    _, store = three_ways
+def test_a_run_says_how_it_was_started(ways):
+    _, store = ways
     for way in ("hand", "forked", "set"):
         for run in store.trained(way):
             name = run.data.tags["mlflow.source.name"]

@@ -227,6 +227,21 @@ def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, fo
     assert "Traceback" not in printed
 
 
+def test_an_interruption_does_not_wait_for_an_import_that_hangs(tmp_path):
+    process = start("train", "-m", *TINY, "seed=0,1", cwd=tmp_path)
+    of_jobs = lambda child: "pipeline.forked_job" in child.cmdline()  # noqa: E731
+    wait(lambda: any(map(of_jobs, psutil.Process(process.pid).children())))
+    (server,) = filter(of_jobs, psutil.Process(process.pid).children())
+    server.suspend()
+    assert process.stderr is not None
+    while "started" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=30)[1]
+    assert process.returncode == 130, printed
+    assert processes_in(tmp_path) == []
+
+
 def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
     with (tmp_path / f"pipeline-{os.getuid()}-gpu-3.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -290,6 +305,14 @@ def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interr
             ("sweep", "seeds", "optimizer=adamw,adamwww"),
             "optimizer must be an option of its group. Received: 'adamwww'",
         ),
+        (
+            ("sweep", "seeds", "+hydra.launcher.nonsense=1"),
+            "hydra.launcher.nonsense must be a parameter of this launcher",
+        ),
+        (("sweep", "seeds", "hydra.launcher.nodes=2"), "hydra.launcher.nodes must be 1 on this machine. Received: 2"),
+        (("sweep", "seeds", "hydra.launcher.tasks_per_node=0"), "hydra.launcher.tasks_per_node must be 1"),
+        (("sweep", "seeds", "hydra.launcher.timeout_min=0"), "hydra.launcher.timeout_min must be at least 1"),
+        (("sweep", "seeds", "hydra.launcher.fork=maybe"), "hydra.launcher.fork"),
         (("sweep", "search_learning_rate", "hydra.sweeper.at_once=0"), "hydra.sweeper.at_once must be at least 1"),
         (("sweep", "sedes"), "NAME must name a sweep. Received: 'sedes'"),
         (("sweep", "seeds", "--again", "never"), "SWEEP must name one sweep of the store"),

@@ -28,6 +28,7 @@ from hydra_plugins.pipeline_launcher.sweeping import Sweeping
 from pipeline import forkserver, sweep
 from pipeline.errors import ConfigError
 
+_MORE = {"max_num_timeout", "setup"}  # parameters that submitit has for this machine, beside those of its config
 HELD = "PIPELINE_GPUS"  # environment variable of a job: those that it keeps for itself
 
 
@@ -109,7 +110,7 @@ class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
         if self._serves:
             yield
             return
-        with contextlib.ExitStack() as stack:
+        with super().serving(), contextlib.ExitStack() as stack:
             if self._fork:
                 self._server = stack.enter_context(forkserver.serving("pipeline.forked_job"))
             stack.enter_context(forkserver.serving_shippers())
@@ -120,13 +121,24 @@ class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
                 self._serves, self._server = False, None
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        with self.serving():
-            return super().launch(job_overrides, initial_job_idx)
+        self._check_params()
+        return super().launch(job_overrides, initial_job_idx)
+
+    def _check_params(self) -> None:
+        known = {*OmegaConf.structured(BaseQueueConf), *_MORE}
+        for key, value in self.params.items():
+            if key not in known:
+                raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, sorted(known))
+        for key in ("nodes", "tasks_per_node"):
+            if self.params[key] != 1:
+                raise ConfigError(f"hydra.launcher.{key}", "must be 1 on this machine", self.params[key])
+        if self.params["timeout_min"] < 1:
+            raise ConfigError("hydra.launcher.timeout_min", "must be at least 1", self.params["timeout_min"])
 
     def _executor(self, folder: str, params: dict[str, Any], overrides: Sequence[str]) -> Any:
         # TensorFlow reads some variables when it is imported, which a fork does not do again.
-        sets = self.config.hydra.job.env_set or any("hydra.job.env_set" in override for override in overrides)
-        if self._server is None or sets or params["tasks_per_node"] > 1:
+        sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in overrides)
+        if self._server is None or sets or self.config.hydra.job.env_set or not _MORE.isdisjoint(params):
             return super()._executor(folder, params, overrides)
         from pipeline import forked_job
 
@@ -158,7 +170,7 @@ class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
             # Again and again: until it calls the launcher, submitit lets SIGTERM pass by.
             with contextlib.suppress(psutil.Error):  # it has ended by itself
                 process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
-        if late and self._server is not None:
+        if self._server is not None and (late or self._server.imports):
             self._server.process.kill()  # nobody is to wait for it
 
     def _running(self) -> Iterator[Any]:

@@ -6,10 +6,10 @@ import contextlib
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pipeline import showing, sweep
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
 
+THREAD = "pipeline-job"  # name of those that launch
 GRACE = 60.0  # seconds for a job to close its run before it is killed
 
 
@@ -34,13 +35,15 @@ class Sweeping(Launcher):
     hydra_context: Any
     params: dict[str, Any]
 
-    def serving(self) -> AbstractContextManager[None]:
-        """Keeps what makes jobs cheaper, for who calls `launch` more than once."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Keeps what all jobs share; who calls `launch` more than once does so within."""
+        with _signals_interrupt():
+            yield
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         # In the order of their numbers; the name of a job is known before any of them starts.
-        with _signals_interrupt():
+        with self.serving():
             composed = [self._composed(overrides) for overrides in job_overrides]
             jobs, varied = self._jobs(job_overrides, [settings for _, settings in composed], initial_job_idx)
             places: queue.Queue[list[str]] = queue.Queue()
@@ -65,7 +68,7 @@ class Sweeping(Launcher):
         self, one: Callable[[int, sweep.Job], JobReturn], jobs: list[sweep.Job], at_once: int, current: sweep.Sweep
     ) -> list[JobReturn]:
         # The threads' processes inherit that Ctrl-C is not theirs: this process hears it, and ends them in good order.
-        pool = ThreadPoolExecutor(at_once, "job", signal.pthread_sigmask, (signal.SIG_BLOCK, {signal.SIGINT}))
+        pool = ThreadPoolExecutor(at_once, THREAD, signal.pthread_sigmask, (signal.SIG_BLOCK, {signal.SIGINT}))
         try:
             futures = [pool.submit(one, number, job) for number, job in enumerate(jobs)]
             futures[0].add_done_callback(lambda _: showing.prepare())  # the first has the machine for itself
@@ -73,7 +76,8 @@ class Sweeping(Launcher):
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             until = time.monotonic() + GRACE
-            while not all(future.done() for future in futures):
+            # Not by the futures: the interruption may have come before they were at hand.
+            while any(thread.name.startswith(THREAD) for thread in threading.enumerate()):
                 try:
                     self._end_jobs(current, late=time.monotonic() > until)
                     time.sleep(0.5)
