@@ -1,8 +1,8 @@
 """What a sweep adds to its jobs: seconds of a sweep ÷ seconds of as many `pipeline train`, one after the other.
 
 Command:   python -m benchmarks.sweeps [--jobs N] [--rounds N]
-Run time:  about 80 seconds a round of 8 jobs on two CPU cores.
-Expect:    at most 1.10 for one job at a time, at most 0.75 for two at once.
+Run time:  about 65 seconds a round of 8 jobs on two CPU cores.
+Expect:    about 0.7 for one job at a time and 0.5 for two at once; at most 1.10 and 0.75.
 
 The contenders take turns, so that a machine that is busy for some minutes is busy for all three of them. All log to
 one store, which is there before the first of them starts.
