@@ -73,7 +73,7 @@ def test_one_that_raises_or_dies_says_so(server, tmp_path):
 
 
 def test_one_that_takes_too_long_is_ended(server, tmp_path):
-    job = submitted(server, tmp_path, jobs.lasting, tmp_path, minutes=2 / 60)
+    job = submitted(server, tmp_path, jobs.lasting, tmp_path, minutes=5 / 60)
     wait((tmp_path / "begun").exists)
     (process,) = psutil.Process(int(job.job_id)).children()
     wait(job.done)
