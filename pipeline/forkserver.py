@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,6 +40,7 @@ class Forked:
 
     Attributes:
         pid: of the process.
+        stdin, stdout: this process' ends of the pipes; text.
 
     Raises:
         OSError: no server answers there, or not in time.
@@ -132,6 +133,12 @@ class Server:
         return forked
 
 
+def shipper_environment() -> dict[str, str]:
+    """In which a shipper, that runs no other's code, finds this package where this process did."""
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def forked(environment: dict[str, str]) -> Forked | None:
     """A shipper, of the server that this process was told of; None where there is none, or it still imports."""
     address = os.environ.get(ADDRESS)
@@ -145,9 +152,7 @@ def forked(environment: dict[str, str]) -> Forked | None:
 def serving_shippers() -> Iterator[None]:
     """Has a server of shippers for the processes that are started meanwhile."""
     outer = os.environ.get(ADDRESS)  # of a sweep whose job this is
-    # It finds this package where this process did, wherever the command was started, and runs no other's code.
-    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
-    with serving("pipeline.shipper", PYTHONPATH=os.pathsep.join(filter(None, paths))) as server:
+    with serving("pipeline.shipper", shipper_environment()) as server:
         if server is not None:
             os.environ[ADDRESS] = server.address
         try:
@@ -159,12 +164,12 @@ def serving_shippers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(module: str, **environment: str) -> Iterator[Server | None]:
+def serving(module: str, environment: Mapping[str, str] = os.environ) -> Iterator[Server | None]:
     """A server that forks what runs `main` of `module`; None where there can be none.
 
     Args:
         module: has `prepare`, which imports what `main` needs, and raises where that cannot be forked.
-        environment: of the server, beside that of this process.
+        environment: of the server. What is forked from it searches the path that it says for code.
     """
     with contextlib.ExitStack() as stack:
         server = None
@@ -176,14 +181,14 @@ def serving(module: str, **environment: str) -> Iterator[Server | None]:
 
 
 @contextlib.contextmanager
-def _server(module: str, environment: dict[str, str]) -> Iterator[Server]:
+def _server(module: str, environment: Mapping[str, str]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="pipeline-", ignore_cleanup_errors=True) as folder:
         address = str(Path(folder) / "socket")
         with subprocess.Popen(
             [sys.executable, "-u", "-m", "pipeline.forkserver", address, module],
             stdin=subprocess.PIPE,  # which ends with this process, however it does
             stdout=subprocess.DEVNULL,
-            env={**os.environ, **environment},
+            env=environment,
             start_new_session=True,
         ) as server:
             try:

@@ -98,7 +98,7 @@ def run(
 
 
 def import_libraries() -> None:
-    """Imports TensorFlow and what else a run needs, which leaves TensorFlow itself untouched."""
+    """Imports TensorFlow and what else a run needs; its runtime is not started, so that the process can be forked."""
     # Keras imports them for its galleries, data frames and estimators: a third of what importing it takes.
     with imports.without("matplotlib", "pandas", "sklearn"):
         import keras  # noqa: F401

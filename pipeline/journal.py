@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -41,9 +40,7 @@ class Journal:
     def __init__(self, uri: str, experiment: str):
         self.uri, self.experiment = uri, experiment
         self._file: IO[str] | None = None
-        # It finds this package where this process did, wherever the command was started.
-        paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = forkserver.shipper_environment()
         # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
         self._shipper = forkserver.forked(environment) or subprocess.Popen(
             [sys.executable, "-m", "pipeline.shipper"],

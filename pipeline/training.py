@@ -244,12 +244,10 @@ def train(
 
 @contextmanager
 def _iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
-    """An iterator over `batches`, as all of a list, and in a thread its end.
+    """A list of one iterator over `batches`, whose end nobody waits for; keep no other reference to it.
 
-    TensorFlow wakes the thread that tunes an iterator before it notes that the iterator ends. Where that thread is
-    the faster one it sleeps on, for as long again as there has been an iterator, up to a minute; this was one time
-    in four to twenty. Whoever ends the iterator waits for it. A process may end meanwhile: all that this thread then
-    still does is to wait, and not in Python.
+    TensorFlow 2.21 wakes the thread that tunes an iterator before it notes that this is the end: one time in four to
+    twenty that thread slept on, for as long as it had lived, up to a minute. A process may end in the meantime.
     """
     held = [iter(batches)]
     try:

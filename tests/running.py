@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.system_metrics=false")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,6 +50,14 @@ def pipeline(
         raise
     assert process.returncode == status, f"{arguments}\n{out}\n{err}"
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def wait(condition: Callable[[], object], seconds: float = 240) -> None:
+    """Until `condition` holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
 
 
 class Store:

@@ -15,11 +15,10 @@ import submitit
 
 from pipeline import forkserver
 from tests import jobs
-from tests.running import Store, environment, pipeline
+from tests.running import TINY, Store, environment, pipeline, wait
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each job imports TensorFlow itself")
 
-TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.system_metrics=false")
 MODULE = "pipeline.forked_job"
 
 
@@ -237,10 +236,3 @@ def test_a_run_says_how_it_was_started(ways):
             name = run.data.tags["mlflow.source.name"]
             assert name.startswith("pipeline model=mlp training.epochs=1 ")
             assert f"seed={run.data.params['seed']}" in name
-
-
-def wait(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)

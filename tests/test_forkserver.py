@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import forkserver
 from pipeline.journal import Journal
-from tests.running import Store, environment
+from tests.running import Store, environment, wait
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each shipper is a new process")
 
@@ -164,10 +164,3 @@ def test_a_path_that_no_socket_can_have_is_no_error(monkeypatch, tmp_path):
     monkeypatch.delenv(forkserver.ADDRESS)
     with forkserver.serving_shippers():
         assert forkserver.forked({}) is None
-
-
-def wait(condition, seconds=30):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.1)

@@ -20,9 +20,8 @@ from hydra_plugins import pipeline_launcher
 from pipeline import sweep
 from pipeline.config import HardwareConfig
 from pipeline.errors import ConfigError
-from tests.running import ROOT, Store, pipeline, start
+from tests.running import ROOT, TINY, Store, pipeline, start, wait
 
-TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.system_metrics=false")
 MINE = """
 import fcntl, os, resource, signal
 from pathlib import Path
@@ -86,13 +85,6 @@ def table(printed: str) -> dict[str, str]:
     """Status by job, as the sweep printed it at its end."""
     lines = [line.split() for line in printed.splitlines() if line.startswith("  ") and " started" not in line]
     return {line[0]: line[1] for line in lines if line[1] not in ("ended", "started")}
-
-
-def wait(condition, seconds=240):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.2)
 
 
 # Jobs that fail

@@ -125,7 +125,7 @@ class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
         return super().launch(job_overrides, initial_job_idx)
 
     def _check_params(self) -> None:
-        known = {*OmegaConf.structured(BaseQueueConf), *_MORE}
+        known = {*OmegaConf.structured(BaseQueueConf), *_MORE, "fork"}
         for key, value in self.params.items():
             if key not in known:
                 raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, sorted(known))
