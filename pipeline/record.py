@@ -185,7 +185,8 @@ def _tree() -> Path | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
+    # It would refresh the index on the way, and a run that is killed meanwhile would leave the repository locked.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):

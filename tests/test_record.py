@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shlex
+import subprocess
 import zipfile
 from pathlib import Path
 from urllib.parse import quote
@@ -598,3 +599,19 @@ def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
         f"keras: {then['packages']['keras']} then, 0.1 now",
         "nvidia-cublas-cu12: absent then, 1 now",  # tqdm changes no number
     ]
+
+
+def test_the_repository_of_a_run_is_only_read(tmp_path, monkeypatch):
+    """`git status` alone writes the index again, under a lock that a process which is killed leaves behind."""
+    for command in ("init -q", "add mine.py", "-c user.name=a -c user.email=a@b commit -qm one"):
+        (tmp_path / "mine.py").write_text("first\n")
+        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True, timeout=60)
+    index = tmp_path / ".git" / "index"
+    os.utime(tmp_path / "mine.py", (1, 1))  # the same text at another time, which a refresh notes
+    before = index.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert record.git()["clean"] is True
+    (tmp_path / "mine.py").write_text("second\n")
+    assert record.git()["clean"] is False
+    assert "+second" in record.diff()
+    assert index.read_bytes() == before
