@@ -17,9 +17,9 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.models import EFFECTIVE, FACTOR, MICRO
 from benchmarks.turns import Coroutine, alternate, repeats
 from pipeline import training
-from pipeline.accumulation import Update
-from pipeline.batching import Batching, Plan
+from pipeline.accumulation.update import Update
 from pipeline.progress import Progress
+from pipeline.sizes import Batching, Plan
 
 EXECUTIONS = (1, 8)
 FOREVER = 10**9

@@ -26,8 +26,8 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.models import EFFECTIVE
 from benchmarks.turns import Coroutine, alternate, repeats
 from pipeline import training
-from pipeline.journal import Journal
-from pipeline.tracking import Tracker
+from pipeline.tracking.journal import Journal
+from pipeline.tracking.tracker import Tracker
 
 SLOW = 0.050  # seconds of an update from which on the ratio has a target
 

@@ -21,7 +21,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pipeline import saved_view
+from pipeline.sweep import mlflow_view
 from tests.browser import browser, picture, server
 
 HERE = Path(__file__).resolve().parent
@@ -68,7 +68,7 @@ def photograph_sweep(chrome: WebDriver, address: str, client: MlflowClient, expe
     """Writes the page on which the link of the only sweep opens."""
     (parent,) = client.search_runs([experiment_id], "tags.`sweep.name` != ''")
     name, varied = parent.data.tags["sweep.name"], json.loads(parent.data.tags["sweep.varied"])
-    fragment = saved_view.saved_view(client, experiment_id, parent.info.run_id, varied, ["accuracy"], name)
+    fragment = mlflow_view.saved_view(client, experiment_id, parent.info.run_id, varied, ["accuracy"], name)
     chrome.get(f"{address}/{fragment}")
     photograph_charts(chrome, range(5, 20), HERE / "sweep.png")
 

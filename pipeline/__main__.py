@@ -7,15 +7,25 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 from pipeline.errors import ConfigError, printable
 
-VERBS = {
-    "train": "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
-    "sweep": "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
-    "rerun": "the same run again from what MLflow recorded, then a comparison of the two",
-    "report": "the comparison of a sweep, as plots and a table",
-    "ui": "MLflow's UI on the configured store, on 127.0.0.1",
+VERBS = {  # name → where it is, and what it does
+    "train": (
+        "pipeline.train:train",
+        "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
+    ),
+    "sweep": (
+        "pipeline.train:sweep",
+        "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
+    ),
+    "rerun": (
+        "pipeline.rerun.command:rerun",
+        "the same run again from what MLflow recorded, then a comparison of the two",
+    ),
+    "report": ("pipeline.report.command:report", "the comparison of a sweep, as plots and a table"),
+    "ui": ("pipeline.ui:ui", "MLflow's UI on the configured store, on 127.0.0.1"),
 }
 
 
@@ -54,7 +64,7 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="pipeline",
         description="Gradient accumulation done right: Hydra configs, Keras training, every update in MLflow.",
-        epilog="\n".join(["verbs:", *(f"  {verb:8}{does}" for verb, does in VERBS.items())])
+        epilog="\n".join(["verbs:", *(f"  {verb:8}{does}" for verb, (_, does) in VERBS.items())])
         + "\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,17 +75,9 @@ def _run(arguments: list[str]) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
-    from pipeline import composing
-
-    if verb == "rerun":
-        from pipeline.rerun import rerun
-
-        return rerun(rest)
-    if verb == "report":
-        from pipeline.showing import report
-
-        return report(rest)
-    return {"train": composing.train, "sweep": composing.sweep, "ui": composing.ui}[verb](rest)
+    module, function = VERBS[verb][0].split(":")
+    status: int = getattr(import_module(module), function)(rest)
+    return status
 
 
 def _complete(arguments: list[str]) -> int:
@@ -85,15 +87,16 @@ def _complete(arguments: list[str]) -> int:
     if asked and len(words) <= 2:
         print(" ".join(VERBS))
         return 0
-    from pipeline import composing
+    from pipeline.sweep.files import sweep_files
+    from pipeline.train import train
 
     named = words[1:2] and words[1] in ("sweep", "rerun", "report")
     if asked and named and len(words) <= 3:
-        print(" ".join(composing.sweeps()) if words[1] == "sweep" else "")
+        print(" ".join(sweep_files()) if words[1] == "sweep" else "")
         return 0
     os.environ["COMP_LINE"] = " ".join([words[0], *words[3 if named else 2 :]])
 
-    return composing.train(arguments)
+    return train(arguments)
 
 
 if __name__ == "__main__":

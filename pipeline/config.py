@@ -17,10 +17,10 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from pipeline import batching, settling
+from pipeline import sizes
 from pipeline.errors import ConfigError
+from pipeline.hydra_errors import refusing
 from pipeline.masking import remember
-from pipeline.refusal import refusing
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
@@ -33,7 +33,7 @@ _OUR_METRICS = {
 }
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
-SCHEMA = 1  # of the config; pipeline.migration says what older records need
+SCHEMA = 1  # of the config; pipeline.rerun.migration says what older records need
 Rule = Enum("Rule", ["none", "linear", "sqrt"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 
@@ -131,7 +131,7 @@ class Settings:
         length: how many of them.
     """
 
-    batching: batching.Batching
+    batching: sizes.Batching
     horizon: str
     length: int
 
@@ -160,9 +160,9 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
         if not _is_name(leaf):
             raise ConfigError(leaf, f"must be a name that MLflow takes for a param: {_NAME_RULE}", leaf)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    horizon, length = settling.horizon(config, named)
+    horizon, length = sizes.settle_horizon(config, named)
     _check_hardware(config.hardware)
-    sizes = settling.sizes(config, named)
+    batching = sizes.settle_sizes(config, named)
     _check_tracking(config)
     buffer = config.dataset.get("shuffle_buffer")
     if buffer is not None and (not _is_integer(buffer) or buffer < 1):
@@ -174,7 +174,7 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
         raise ConfigError("training.evaluate_every", "must be a positive number of updates, or 'epoch'", every)
     if not 0 <= config.seed < 2**32:
         raise ConfigError("seed", "must be from 0 to 4294967295", config.seed)
-    return Settings(sizes, horizon, length)
+    return Settings(batching, horizon, length)
 
 
 def _check_keys(config: DictConfig) -> None:

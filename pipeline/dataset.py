@@ -20,9 +20,10 @@ import tensorflow as tf
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from pipeline import targets, trust
+from pipeline import instantiate
 from pipeline.config import without
 from pipeline.errors import ConfigError, first_line
+from pipeline.trust import gate
 
 _OURS = ("augment", "in_memory", "shuffle_buffer")  # read here; every other key of the group goes to the target
 
@@ -68,10 +69,10 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     Raises:
         ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
     """
-    target = targets.locate(node, "dataset")
-    offers = {} if prepare else targets.accepted(target, without(node, "download"), download=False)
+    target = instantiate.locate(node, "dataset")
+    offers = {} if prepare else instantiate.accepted(target, without(node, "download"), download=False)
     with _quietly():
-        made = targets.build(without(node, *_OURS), "dataset", **offers)
+        made = instantiate.build(without(node, *_OURS), "dataset", **offers)
     if isinstance(made, tuple) and len(made) == 2:
         made = Data(*made, name=str(node.get("_target_")))
     if not isinstance(made, Data):
@@ -94,7 +95,7 @@ def effective_batches(
         epochs: how many, from `first_epoch` on.
         first_epoch: counts from 0.
     """
-    augment = None if node.get("augment") is None else targets.build(node.augment, "dataset.augment")
+    augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
     count = data.examples
     buffer = node.get("shuffle_buffer") or count
@@ -166,7 +167,7 @@ def from_tfds(
         builder = tfds.builder(name, data_dir=data_dir)
     except Exception as error:
         raise ConfigError("dataset.name", f"must be a TFDS dataset ({first_line(error)})", name) from error
-    if download and not trust.downloads() and not builder.is_prepared():
+    if download and not gate.downloads() and not builder.is_prepared():
         rule = f"must hold {builder.info.full_name}, prepared; dataset.download=true allows to download and prepare it"
         raise ConfigError("dataset.data_dir", rule, builder.data_dir)
     _prepare(builder, download)

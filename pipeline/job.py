@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
-from pipeline import imports, record
+from pipeline import imports
 from pipeline.errors import ConfigError, first_line, printable
-from pipeline.journal import Journal
 from pipeline.masking import mask
+from pipeline.tracking import provenance
+from pipeline.tracking.journal import Journal
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from pipeline.batching import Plan
     from pipeline.dataset import Data
     from pipeline.hardware import Hardware
     from pipeline.objective import Objective
-    from pipeline.tracking import Tracker
+    from pipeline.sizes import Plan
+    from pipeline.tracking.tracker import Tracker
 
 
 class Terminated(BaseException):
@@ -103,7 +104,7 @@ def import_libraries() -> None:
     with imports.without("matplotlib", "pandas", "sklearn"):
         import keras  # noqa: F401
 
-        from pipeline import dataset, evaluation, model, objective, tracking, training  # noqa: F401
+        from pipeline.tracking import tracker  # noqa: F401
 
 
 def _check_fresh(run_dir: Path, config: DictConfig) -> None:
@@ -121,14 +122,14 @@ def _prepare(
         import_libraries()
         import keras
 
-        from pipeline import batching, dataset, hardware, model, objective, optimizer
+        from pipeline import dataset, hardware, model, objective, optimizer, sizes
 
         machine = hardware.setup(config.hardware, config.seed)
     data = dataset.load(config.dataset)
     with _reading(config, "dataset"):
-        recorded = record.dataset(data)
+        recorded = provenance.dataset(data)
     check_dataset(recorded)
-    plan = batching.plan(settings.batching, data.examples, settings.horizon, settings.length)
+    plan = sizes.plan(settings.batching, data.examples, settings.horizon, settings.length)
     with _reading(config, "dataset" if config.dataset.get("augment") is None else "dataset.augment"):
         size, node = plan.batching.effective_batch_size, config.dataset
         batches = dataset.effective_batches(node, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs)
@@ -166,10 +167,9 @@ def _train(
     tags: Mapping[str, str],
 ) -> Outcome:
     from pipeline import dataset, hardware, model, training
-    from pipeline.accumulation import Update
-    from pipeline.evaluation import Evaluation
+    from pipeline.accumulation import Evaluation, Update
     from pipeline.progress import Progress
-    from pipeline.tracking import Tracker
+    from pipeline.tracking.tracker import Tracker
 
     plan, network, goal, strategy = run.plan, run.model, run.objective, run.machine.strategy
     size, micro = plan.batching.effective_batch_size, plan.batching.micro_batch_size
@@ -247,7 +247,8 @@ def _closing(tracker: Tracker, recorder: Any, progress: Any) -> Iterator[None]:
 def _log_model(uri: str, tracker: Tracker, network: Any, data: Any) -> None:
     import tensorflow as tf
 
-    from pipeline import dataset, tracking
+    from pipeline import dataset
+    from pipeline.tracking.tracker import log_model
 
     split = data.train if data.validation is None else data.validation
     example = next(iter(dataset.in_order(split, 4)))[0]
@@ -255,7 +256,7 @@ def _log_model(uri: str, tracker: Tracker, network: Any, data: Any) -> None:
         if not all(map(tf.is_tensor, tf.nest.flatten(example))) or not isinstance(example, tf.Tensor | dict):
             raise TypeError("an input that is neither a dense tensor nor a dict of them has no signature")
         arrays = tf.nest.map_structure(lambda leaf: leaf.numpy(), example)
-        tracking.log_model(uri, tracker.experiment_id, tracker.run_id, network, arrays)
+        log_model(uri, tracker.experiment_id, tracker.run_id, network, arrays)
     except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
         first = (str(error).splitlines() or [type(error).__name__])[0]
         tracker.journal.write({"tags": {"model.not_logged": mask(first)}})

@@ -8,7 +8,7 @@ import keras
 from keras import layers
 from omegaconf import DictConfig
 
-from pipeline import targets
+from pipeline import instantiate
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 
@@ -22,9 +22,9 @@ def build(node: DictConfig, data: Data) -> keras.Model:
     Raises:
         ConfigError: the target or one of its arguments is wrong, or it has no weights to train.
     """
-    target = targets.locate(node, "model")
-    offers = targets.accepted(target, node, input_shape=data.input_shape, classes=data.classes)
-    model = targets.build(node, "model", **offers)
+    target = instantiate.locate(node, "model")
+    offers = instantiate.accepted(target, node, input_shape=data.input_shape, classes=data.classes)
+    model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):
         raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
     return model

@@ -11,11 +11,10 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import dataset, targets
-from pipeline.accumulation import update_metrics
+from pipeline import dataset, instantiate
+from pipeline.accumulation import update_metrics, weighted_sum
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError, first_line
-from pipeline.weighting import weighted_sum
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ _CROSS_ENTROPIES = (
 
 
 def _loss(node: DictConfig) -> keras.losses.Loss:
-    made = targets.build(node, "training.loss")
+    made = instantiate.build(node, "training.loss")
     if isinstance(made, keras.losses.Loss):
         if made.reduction in (None, "none"):
             raise ConfigError("training.loss.reduction", "must be a mean or a sum", made.reduction)
@@ -179,7 +178,7 @@ def _loss(node: DictConfig) -> keras.losses.Loss:
 
 def _metric(node: DictConfig, name: str) -> keras.metrics.Metric:
     key = f"training.metrics.{name}"
-    made = targets.build(node, key, **targets.accepted(targets.locate(node, key), node, name=name))
+    made = instantiate.build(node, key, **instantiate.accepted(instantiate.locate(node, key), node, name=name))
     if not isinstance(made, keras.metrics.Metric):
         raise ConfigError(f"{key}._target_", "must give a keras.metrics.Metric", type(made).__name__)
     made.name = name  # also that of a class which takes none
@@ -188,7 +187,7 @@ def _metric(node: DictConfig, name: str) -> keras.metrics.Metric:
 
 def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
     key = f"training.callbacks.{name}"
-    made = targets.build(node, key)
+    made = instantiate.build(node, key)
     if not isinstance(made, keras.callbacks.Callback):
         raise ConfigError(f"{key}._target_", "must give a keras.callbacks.Callback", type(made).__name__)
     return made

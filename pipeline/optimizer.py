@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import ops
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import targets
+from pipeline import instantiate
 from pipeline.config import Rule
 from pipeline.errors import ConfigError, first_line
 
@@ -28,7 +28,7 @@ def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.
     """
     schedule = scaled(build_schedule(config.schedule, updates), config, effective_batch_size, updates)
     schedule = Literal(schedule) if callable(schedule) else schedule
-    optimizer = targets.build(config.optimizer, "optimizer", learning_rate=schedule)
+    optimizer = instantiate.build(config.optimizer, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         rule = "must name a keras.optimizers.Optimizer"
         raise ConfigError("optimizer._target_", rule, config.optimizer.get("_target_"))
@@ -54,7 +54,7 @@ def build_schedule(node: DictConfig, updates: int) -> Any:
     """
     lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule"))
     assert isinstance(lengths, DictConfig)
-    schedule = targets.build(lengths, "schedule")
+    schedule = instantiate.build(lengths, "schedule")
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule | float | int):
         raise ConfigError("schedule._target_", "must name a Keras schedule or give a number", node.get("_target_"))
     return schedule

@@ -13,11 +13,9 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import Update
-from pipeline.batching import Plan
-from pipeline.evaluation import Evaluation
-from pipeline.noise import NoiseScale
+from pipeline.accumulation import Evaluation, NoiseScale, Update
 from pipeline.progress import Progress
+from pipeline.sizes import Plan
 
 FETCH_SECONDS = 1.0  # how long results may stay on the device
 FETCH_UPDATES = 200  # how many results may

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
-from pipeline.store import Store
-from pipeline.sweep import Job, Sweep
+from pipeline.sweep.parent_run import Job, Sweep
+from pipeline.tracking.store import Store
 
 STARTED = 1_700_000_000_000  # ms since the epoch
 MOST = 1000  # metrics that one call of `log_batch` takes

@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update
-from pipeline.batching import Batching, Plan
-from pipeline.evaluation import Evaluation
+from pipeline.accumulation.evaluation import Evaluation
+from pipeline.accumulation.update import Update
 from pipeline.progress import Progress
+from pipeline.sizes import Batching, Plan
 from pipeline.training import NonFiniteError, Recorder, evaluator, train
 
 EXAMPLES, SIZE = 40, 8

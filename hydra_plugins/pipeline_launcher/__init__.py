@@ -1,65 +1,46 @@
-"""Hydra's launchers for a sweep: the published ones, made to outlive a job that fails, dies or is killed.
+"""The launchers of `pipeline.launching`, under the names that configs choose them by.
 
-Each job is launched on its own, by one of as many threads as jobs may run at once. So a job that dies takes no other
-with it, a machine is never given more jobs than it has places for, and no two jobs are on one GPU.
+Hydra instantiates only classes that are defined in `hydra_plugins`, so each is derived here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher as HydrasBasicLauncher
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn
 from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 
-from hydra_plugins.pipeline_launcher.slurm import SlurmLauncher
-from hydra_plugins.pipeline_launcher.submitting import LocalLauncher
-from hydra_plugins.pipeline_launcher.sweeping import Sweeping
-from pipeline import sweep
-
-__all__ = ["BasicLauncher", "LocalLauncher", "PlainSweeper", "SlurmLauncher", "register"]
+from pipeline import compose
+from pipeline.launching import launcher, local, slurm
 
 
-class BasicLauncher(Sweeping, HydrasBasicLauncher):
-    """All jobs in this process, one after the other: for a debugger. TensorFlow's global state is shared."""
-
-    def _each(
-        self, one: Callable[[int, sweep.Job], JobReturn], jobs: list[sweep.Job], at_once: int, current: sweep.Sweep
-    ) -> list[JobReturn]:
-        return [one(number, job) for number, job in enumerate(jobs)]
-
-    def _run(self, overrides: list[str], number: int, place: list[str], current: sweep.Sweep) -> JobReturn:
-        (returned,) = HydrasBasicLauncher.launch(self, [overrides], number)
-        return returned
+class LocalLauncher(local.LocalLauncher):
+    """Each job a process of its own on this machine."""
 
 
-@dataclass
-class LocalConf(LocalQueueConf):
-    """Published parameters, and ours."""
-
-    _target_: str = f"{__name__}.submitting.LocalLauncher"
-    fork: bool = True  # fork the jobs from a process that has imported TensorFlow
+class SlurmLauncher(slurm.SlurmLauncher):
+    """Each job a Slurm job."""
 
 
-class PlainSweeper(BasicSweeper):
-    """Hydra's own, which composes every job once more before the launcher does; there each is checked as well."""
-
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Left to the launcher, which refuses a wrong job before the first one starts."""
+class BasicLauncher(launcher.BasicLauncher):
+    """All jobs in this process, one after the other: for a debugger."""
 
 
-def register() -> None:
-    """Puts these launchers under the published names; call it once Hydra has found its plugins."""
-    here = f"{__name__}."
+class PlainSweeper(launcher.PlainSweeper):
+    """Hydra's own sweeper, which leaves the check of the jobs to the launcher."""
+
+
+def _register() -> None:
     store = ConfigStore.instance().store
-    year, day = 525600, 1440  # minutes after which submitit ends a job
-    local = LocalConf(timeout_min=year)
-    slurm = SlurmQueueConf(_target_=here + "slurm.SlurmLauncher", timeout_min=day)
-    store(group="hydra/launcher", name="submitit_local", node=local, provider="pipeline")
-    store(group="hydra/launcher", name="submitit_slurm", node=slurm, provider="pipeline")
-    store(group="hydra/launcher", name="basic", node={"_target_": here + "BasicLauncher"}, provider="pipeline")
-    plain = BasicSweeperConf(_target_=here + "PlainSweeper")
+    year, day = 525600, 1440  # minutes after which a job is ended
+    local_node = LocalQueueConf(_target_=f"{__name__}.LocalLauncher", timeout_min=year)
+    slurm_node = SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=day)
+    for name in ("local", "submitit_local"):  # the second is that of recorded sweeps
+        store(group="hydra/launcher", name=name, node=local_node, provider="pipeline")
+    store(group="hydra/launcher", name="submitit_slurm", node=slurm_node, provider="pipeline")
+    basic = {"_target_": f"{__name__}.BasicLauncher"}
+    store(group="hydra/launcher", name="basic", node=basic, provider="pipeline")
+    plain = BasicSweeperConf(_target_=f"{__name__}.PlainSweeper")
     store(group="hydra/sweeper", name="basic", node=plain, provider="pipeline")
+
+
+compose.on_plugins_found(__name__, _register)

@@ -1,116 +1,18 @@
-"""`hydra/sweeper=search`: Optuna chooses the jobs of a sweep, to make their last loss small.
-
-`hydra-optuna-sweeper` 1.3.0, the published one, is pinned to Optuna 2. This is what of it a sweep needs, over the
-ask and tell of today's Optuna; the space is written in the same grammar, under `hydra.sweeper.params`:
-
-    KEY: interval(1e-4, 1e-1)               a number between the two; in tag(log, interval(…)) on a log scale
-    KEY: 1,2,4,8    or choice(…), range(…)  one of these
-    KEY: value                              the same for every job
-"""
-
-from __future__ import annotations
-
-import json
-import math
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+"""`hydra/sweeper=search`: the sweeper of `pipeline.launching.search`."""
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, Transformer
-from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
 
-from hydra_plugins.pipeline_launcher.sweeping import Sweeping
-from pipeline import sweep
-from pipeline.errors import ConfigError
-
-DIGITS = 4  # of a number that is tried: enough for a learning rate, and short enough for a name
+from pipeline import compose
+from pipeline.launching import search
 
 
-class SearchSweeper(Sweeper):
-    """Jobs in batches, each batch chosen by what those before it gave.
-
-    Args:
-        trials: jobs in all.
-        at_once: jobs in a batch; give the launcher as many places (`hardware.parallel_jobs`).
-        seed: of the sampler. With the same seed `--again` chooses the same jobs, and runs those that are missing.
-        params: the space, by config key.
-    """
-
-    def __init__(self, trials: int, at_once: int, seed: int, params: Mapping[str, Any] | None):
-        self.trials, self.at_once, self.seed, self.params = trials, at_once, seed, params or {}
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config, self.hydra_context = config, hydra_context
-        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
-
-    def sweep(self, arguments: list[str]) -> None:
-        try:
-            import optuna
-        except ImportError:
-            rule = "must be one that is installed; this one needs Optuna: pip install 'accumulation-pipeline[search]'"
-            raise ConfigError("hydra/sweeper", rule, "search") from None
-        for key in ("trials", "at_once"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"hydra.sweeper.{key}", "must be at least 1", getattr(self, key))
-        assert self.hydra_context is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        given = parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
-        space = {override.get_key_element(): override for override in given}  # the command line's are the last
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
-        tried: list[tuple[float, list[str]]] = []
-        keeping = self.launcher.serving() if isinstance(self.launcher, Sweeping) else nullcontext()
-        with keeping:
-            while len(tried) < self.trials:
-                tried += self._batch(study, space, len(tried))
-        self._report(*min(tried), {key for key in space if space[key].is_sweep_override()})
-
-    def _batch(self, study: Any, space: Mapping[str, Override], first: int) -> list[tuple[float, list[str]]]:
-        """The next jobs, from number `first` on, each with its loss, which is inf where it gave none."""
-        from optuna.trial import TrialState
-
-        trials = [study.ask() for _ in range(min(self.at_once, self.trials - first))]
-        jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
-        losses = [float(returned.return_value) for returned in self.launcher.launch(jobs, first)]
-        for trial, loss in zip(trials, losses, strict=True):
-            if math.isfinite(loss):
-                study.tell(trial, loss)
-            else:
-                study.tell(trial, state=TrialState.FAIL)
-        return [(loss if math.isfinite(loss) else math.inf, job) for loss, job in zip(losses, jobs, strict=True)]
-
-    def _report(self, loss: float, job: Sequence[str], swept: set[str]) -> None:
-        best = [override for override in job if override.split("=")[0] in swept]
-        print(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}", file=sys.stderr)
-        current = sweep.current()
-        if current is not None:
-            current.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))
+class SearchSweeper(search.SearchSweeper):
+    """Jobs in batches, each batch chosen by what those before it gave."""
 
 
-def _choose(trial: Any, override: Override) -> str:
-    """`override` with Optuna's choice in the place of what is swept."""
-    key, value = override.get_key_element(), override.value()
-    if isinstance(value, IntervalSweep):
-        assert value.start is not None
-        assert value.end is not None
-        number = trial.suggest_float(key, float(value.start), float(value.end), log="log" in value.tags)
-        return f"{key}={number:.{DIGITS}g}"
-    if override.is_sweep_override():
-        choices = list(override.sweep_iterator(transformer=Transformer.encode))
-        return f"{key}={trial.suggest_categorical(key, choices)}"
-    return str(override.input_line)
-
-
-def register() -> None:
-    """Makes `hydra/sweeper=search` known."""
+def _register() -> None:
     node = {"_target_": f"{__name__}.SearchSweeper", "trials": 20, "at_once": 1, "seed": 0, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="search", node=node, provider="pipeline")
+
+
+compose.on_plugins_found(__name__, _register)

@@ -1,1 +1,3 @@
 """TFDS builders that the package brings along."""
+
+__all__ = ["digits"]

@@ -1,0 +1,279 @@
+"""A sweep as MLflow holds it, made comparable: jobs with their curves, in groups that differ by the seed alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import ConfigError
+from pipeline.report import statistics
+from pipeline.report.statistics import Array, Spread
+
+AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
+NO_RUN = "NO RUN"  # the status of a job that was planned and left nothing
+_UNUSED = {"train/micro_steps", "train/epoch", "train/gradient_norm", "train/skipped_updates"}
+_SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
+_COST = re.compile(r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The history of a metric: `values` after `steps` completed updates, rising."""
+
+    steps: NDArray[np.int64]
+    values: Array
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """One job: its latest run, or none.
+
+    Attributes:
+        name: unique in its sweep, such as `factor=8 batch=256 seed=1`.
+        status: MLflow's, or `NO_RUN`.
+        failure: why it failed; empty where it did not.
+        started, ended: ms since the epoch.
+    """
+
+    name: str
+    run_id: str | None = None
+    status: str = NO_RUN
+    failure: str = ""
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    started: int | None = None
+    ended: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "FINISHED"
+
+    @property
+    def group(self) -> str:
+        """The name without the seed: jobs of one group are repetitions."""
+        return self._named(*(key for key, _ in self._parts if key != "seed")) or "all jobs"
+
+    @property
+    def family(self) -> str:
+        """The name without seed and batch sizes: jobs of one family show what factor and batch do."""
+        return self._named(*(key for key, _ in self._parts if key != "seed" and key not in _SIZES))
+
+    def _named(self, *keys: str) -> str:
+        return " ".join(f"{key}={value}" if value else key for key, value in self._parts if key in keys)
+
+    @property
+    def _parts(self) -> list[tuple[str, str]]:
+        # A trailing number is how jobs with equal values are told apart: repetitions too.
+        words = re.split(r" (?=[^\s=]+=)", re.sub(r" #\d+$", "", self.name))
+        return [(key, value) for key, _, value in (word.partition("=") for word in words)]
+
+    @property
+    def factor(self) -> int | None:
+        return self._number("derived.factor", "accumulation.factor")
+
+    @property
+    def batch(self) -> int | None:
+        """The effective batch size, in examples."""
+        return self._number("derived.effective_batch_size", "accumulation.effective_batch_size")
+
+    @property
+    def micro(self) -> int | None:
+        return self._number("derived.micro_batch_size", "accumulation.micro_batch_size")
+
+    @property
+    def precision(self) -> str:
+        return self.params.get("hardware.precision", "float32")
+
+    def _number(self, *keys: str) -> int | None:
+        values = [self.params[key] for key in keys if self.params.get(key, "").isdigit()]
+        return int(values[0]) if values else None
+
+    @cached_property
+    def seconds(self) -> Curve | None:
+        """Time spent in updates, cumulative: evaluation, checkpoints and start-up are not in it.
+
+        The first update is traced while it runs, which takes seconds: it counts as a typical one. Where only some
+        updates were logged, each row stands for those since the row before.
+        """
+        curve = self.curves.get("perf/update_seconds")
+        if curve is None:
+            return None
+        each = np.where(curve.steps == 1, self.typical("perf/update_seconds"), curve.values)
+        return Curve(curve.steps, np.cumsum(each * np.diff(curve.steps, prepend=0)))
+
+    def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
+        """`steps` on another axis of `AXES`; NaN where the run does not say."""
+        if axis == "updates":
+            return steps.astype(float)
+        curve = self.seconds if axis == "seconds" else self.curves.get("train/examples_seen")
+        if curve is None:
+            return np.full(len(steps), np.nan)
+        known = np.interp(steps, np.append(0, curve.steps), np.append(0.0, curve.values), right=np.nan)
+        return np.asarray(known, float)
+
+    def last(self, metric: str) -> float:
+        curve = self.curves.get(metric)
+        return float(curve.values[-1]) if curve is not None else float("nan")
+
+    def typical(self, metric: str) -> float:
+        """The median over all rows but that of the first update, which is traced while it runs."""
+        curve = self.curves.get(metric)
+        if curve is None:
+            return float("nan")
+        later = curve.values[curve.steps > 1]
+        return float(np.median(later if later.size else curve.values))
+
+
+def whole(jobs: Sequence[JobResult]) -> list[JobResult]:
+    """Those that finished, else those that run, else all: a job that ended early would bend a mean over seeds."""
+    for status in ("FINISHED", "RUNNING"):
+        if found := [job for job in jobs if job.status == status]:
+            return found
+    return list(jobs)
+
+
+def pooled(jobs: Sequence[JobResult], value: Callable[[JobResult], float]) -> Spread | None:
+    """`value` over the seeds of one group; of several groups the mean of their means.
+
+    That has no deviation: what differs between groups is not chance. Its count is the fewest seeds of a group.
+    """
+    groups: dict[str, list[float]] = {}
+    for job in jobs:
+        groups.setdefault(job.group, []).append(value(job))
+    spreads = [found for values in groups.values() if (found := statistics.spread(values)) is not None]
+    if len(spreads) < 2:
+        return spreads[0] if spreads else None
+    return Spread(float(np.mean([s.mean for s in spreads])), None, min(s.count for s in spreads))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A sweep with all of its jobs, in the order in which they were planned; `uri` is that of its store."""
+
+    uri: str
+    run_id: str
+    experiment_id: str
+    name: str
+    status: str
+    varied: list[str]
+    jobs: list[JobResult]
+
+    @cached_property
+    def groups(self) -> dict[str, list[JobResult]]:
+        groups: dict[str, list[JobResult]] = {}
+        for job in self.jobs:
+            groups.setdefault(job.group, []).append(job)
+        return groups
+
+    @cached_property
+    def families(self) -> dict[str, list[JobResult]]:
+        families: dict[str, list[JobResult]] = {}
+        for job in self.jobs:
+            families.setdefault(job.family, []).append(job)
+        return families
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """Every metric of quality: losses first, then what was validated, else what was trained on."""
+        names = {name for job in self.jobs for name in job.curves}
+        own = {"learning_rate", "effective_batch_size", "examples_seen", "gradient_noise_scale", "loss"}
+        found = {
+            place: sorted(n for n in names if n.startswith(f"{place}/") and n.split("/", 1)[1] not in own)
+            for place in ("val", "train")
+        }
+        return [name for name in ("train/loss", "val/loss") if name in names] + (found["val"] or found["train"])
+
+    @property
+    def quality(self) -> str | None:
+        """The metric by which jobs are judged at their end: the first beside the losses, else a loss."""
+        return next(iter([m for m in self.metrics if not m.endswith("/loss")] + self.metrics[::-1]), None)
+
+    def lower_is_better(self, metric: str) -> bool:
+        """By its name and that of its class, as Keras names them."""
+        name = metric.split("/", 1)[1]
+        targets = [job.params.get(f"training.metrics.{name}._target_", "") for job in self.jobs]
+        return any(_COST.search(text) for text in (name, *(target.rsplit(".", 1)[-1] for target in targets)))
+
+    @property
+    def window(self) -> int:
+        """Examples over which training losses are averaged before they are compared: the largest batch."""
+        return max((job.batch or 1 for job in self.jobs), default=1)
+
+    def smooth(self, job: JobResult, metric: str) -> Curve | None:
+        """`metric` of `job`; a training metric is averaged over the same number of examples in every job."""
+        curve = job.curves.get(metric)
+        if curve is None or not metric.startswith("train/"):
+            return curve
+        examples = job.along("examples", curve.steps)
+        if not np.isfinite(examples).all():
+            return curve
+        return Curve(curve.steps, statistics.trailing_mean(examples, curve.values, self.window))
+
+    def final(self, job: JobResult, metric: str) -> float:
+        """The last value; of a training metric the mean over the last `window` examples."""
+        curve = self.smooth(job, metric)
+        return float(curve.values[-1]) if curve is not None else float("nan")
+
+    @property
+    def at_once(self) -> int:
+        """The most jobs that ran at the same time, by when their runs started and ended."""
+        edges = [(job.started, 1) for job in self.jobs if job.started]
+        edges += [(job.ended, -1) for job in self.jobs if job.started and job.ended]
+        return int(max(np.cumsum([change for _, change in sorted(edges)]), default=0))
+
+
+def read(uri: str, sweep: str) -> Comparison:
+    """Reads a sweep, whatever its state.
+
+    Args:
+        uri: of the store.
+        sweep: the parent's run ID, the start of it, or its run name.
+
+    Raises:
+        ConfigError: the store does not answer, or holds no such sweep, or several.
+    """
+    from pipeline.sweep import parent_run
+    from pipeline.tracking.store import SQLITE, Store, StoreError
+
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).split("?")[0]).exists():
+        raise ConfigError("tracking.uri", "must be a store that exists, as a report reads one", uri)
+    try:
+        client = Store(uri).client()
+    except StoreError as error:
+        raise ConfigError("tracking.uri", f"must be a store that answers ({error})", uri) from error
+    parent = parent_run.find(uri, sweep)
+    tags, info = parent.data.tags, parent.info
+    runs = parent_run.ParentRun(uri, info.run_id, info.experiment_id).children()
+    planned = parent_run.noted(tags, "sweep.jobs")
+    names = [*planned, *(name for name in runs if name not in planned)]
+    jobs = [_job(client, name, runs.get(name)) for name in names]
+    varied = parent_run.noted(tags, "sweep.varied")
+    return Comparison(uri, info.run_id, info.experiment_id, tags["sweep.name"], info.status, varied, jobs)
+
+
+def _job(client: Any, name: str, run: Any) -> JobResult:
+    if run is None:
+        return JobResult(name)
+    wanted = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/")) and key not in _UNUSED]
+    curves = {key: _curve(client.get_metric_history(run.info.run_id, key)) for key in wanted}
+    info, tags = run.info, run.data.tags
+    failure = tags.get("failure", "")
+    return JobResult(
+        name, info.run_id, info.status, failure, run.data.params, tags, curves, info.start_time, info.end_time
+    )
+
+
+def _curve(points: Sequence[Any]) -> Curve:
+    by_step = {point.step: point.value for point in sorted(points, key=lambda point: (point.step, point.timestamp))}
+    values = np.array(list(by_step.values()), float)
+    # SQL stores keep an infinity as the largest double.
+    values = np.where(np.abs(values) > 1.7e308, np.copysign(np.inf, values), values)
+    return Curve(np.array(list(by_step), np.int64), values)

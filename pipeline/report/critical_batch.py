@@ -1,0 +1,124 @@
+"""The critical batch size: the largest effective batch that still pays, and what the noise scale says it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pipeline.report import statistics, wording
+from pipeline.report.comparison import JobResult
+from pipeline.report.statistics import Spread
+from pipeline.report.target_loss import Target
+from pipeline.report.wording import Finding, count, listed, number
+
+NOISE = "train/gradient_noise_scale"
+PAYS = 2.0  # times the fewest examples: what the critical batch size of McCandlish et al. 2018 costs
+
+
+def findings(family: str, jobs: list[JobResult], aim: Target | None) -> Iterable[Finding]:
+    """The largest batch that still pays, and the noise scale's prediction beside it.
+
+    What cannot be said names no family, so that it can be said once for all of them.
+    """
+    about = f"{family}: " if family else ""
+    at = {batch: [job for job in jobs if job.batch == batch] for batch in sorted({j.batch for j in jobs if j.batch})}
+    costs = {b: cost for b, of in at.items() if aim and (cost := aim.spread(of, "examples"))}
+    scale = statistics.spread([noise_scale(job, aim) for job in jobs])
+    if len(costs) < 2:
+        why = "all jobs have the same one" if len(at) == 1 else "fewer than two batches reached the target"
+        yield Finding("largest_batch", f"Which effective batch still pays cannot be said: {why}.")
+    else:
+        yield _largest(family, about, at, costs)
+    if scale is None:
+        logged = any(NOISE in job.curves for job in jobs)
+        why = f"no run that did not fail has a positive {NOISE}" if logged else f"{NOISE} is in no run"
+        why += "" if any((job.factor or 0) > 1 for job in jobs) else ", as it takes a factor over 1"
+        yield Finding("noise_scale", f"The gradient noise scale predicts nothing here: {why}.")
+        return
+    values = [value for job in jobs if math.isfinite(value := noise_scale(job, aim))]
+    text = f"{about}The gradient noise scale predicts a critical batch of {number(scale.mean)} examples: "
+    text += f"the mean over {count(len(values), 'run')} of each one's median up to the target"
+    text += f", {number(min(values))} to {number(max(values))}." if len(values) > 1 else "."
+    figures: dict[str, Any] = {
+        "family": family,
+        "predicted": scale.mean,
+        "deviation": scale.deviation,
+        "runs": len(values),
+    }
+    fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
+    if fit is not None and min(costs) <= fit.critical <= max(costs):
+        figures |= {"measured": fit.critical, "ratio": scale.mean / fit.critical}
+        text += f" The sweep measured {number(fit.critical)}: the prediction is {figures['ratio']:.2f} times that."
+    elif fit is not None:
+        figures["extrapolated"] = fit.critical
+        text += f" The sweep's own costs extrapolate to {number(fit.critical)}, outside of what was tried."
+    elif len(costs) > 1:
+        text += " The sweep's own costs do not give a critical batch to set beside it"
+        text += ": that takes three batches." if len(costs) < 3 else ": they do not follow the trade-off."
+    low, high = min(at), max(at)
+    figures["cost"] = {batch: 1 + batch / scale.mean for batch in at}
+    text += f" At that scale a batch of {high} needs {1 + high / scale.mean:.2f} times the examples of a tiny one"
+    text += f", and one of {low} {1 + low / scale.mean:.2f} times." if low != high else "."
+    yield Finding("noise_scale", text, figures, "noise_by_batch")
+
+
+def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dict[int, Spread]) -> Finding:
+    """By the definition of McCandlish et al. 2018 (arXiv:1812.06162, section 2).
+
+    At the critical batch size a target takes twice the examples that the smallest batches need; a larger batch
+    saves fewer updates than it costs examples. So the largest batch that pays is here the largest that reaches the
+    target with at most `PAYS` times the fewest examples of any batch in the sweep, and with fewer updates than any
+    smaller batch. The sweep's minimum is never below the true one, so this errs towards large batches.
+    """
+    least = min(costs, key=lambda batch: costs[batch].mean)
+    ratio = {batch: cost.mean / costs[least].mean for batch, cost in costs.items()}
+    updates = {batch: cost.mean / batch for batch, cost in costs.items()}
+    saves = [b for b in costs if b == least or all(updates[b] < updates[smaller] for smaller in costs if smaller < b)]
+    largest = max(batch for batch in saves if ratio[batch] <= PAYS)
+    missed = [batch for batch in at if batch not in costs]
+    text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
+    text += f"{ratio[largest]:.2f} times the fewest examples ({wording.spread(costs[least])}, at {least}), where up to "
+    text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer "
+    text += (
+        f"updates than any smaller batch ({number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)})."
+    )
+    if largest == max(at):
+        text += " It is the largest that was tried, so the limit may lie beyond."
+    else:
+        above = [f"{b} took {ratio[b]:.2f} times, in {number(updates[b])} updates" for b in costs if b > largest]
+        above += [f"{batch} did not reach it" for batch in missed if batch > largest]
+        text += f" {listed(above)}."
+    if min(cost.count for cost in costs.values()) == 1:
+        text += " With one seed at some batch, this is one observation."
+    figures: dict[str, Any] = {
+        "family": family,
+        "largest": largest,
+        "least": least,
+        "ratio": ratio,
+        "updates": updates,
+        "open": largest == max(at),
+    }
+    fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
+    if fit is not None:
+        figures |= {"critical": fit.critical, "least_examples": fit.examples, "least_updates": fit.updates}
+        text += f" Fitted to all batches, the critical batch is {number(fit.critical)}"
+        text += ", outside of what was tried." if not min(costs) <= fit.critical <= max(costs) else "."
+    return Finding("largest_batch", text, figures, "examples_to_target")
+
+
+def noise_scale(job: JobResult, aim: Target | None) -> float:
+    """The median of the run's noise scale up to the target, in examples; NaN where the run has none or ended badly.
+
+    It grows while the loss falls (McCandlish et al. 2018), so what comes after the target says
+    nothing about reaching it. An estimate that is not positive is no scale and is left out.
+    """
+    curve = job.curves.get(NOISE)
+    if curve is None or job.status in ("FAILED", "KILLED"):
+        return math.nan
+    until = aim.costs.get(job.name, {}).get("updates", math.inf) if aim else math.inf
+    values = curve.values[curve.steps <= until + 1]  # an update more, as a crossing lies between two
+    values = values[np.isfinite(values) & (values > 0)]
+    return float(np.median(values)) if values.size else math.nan

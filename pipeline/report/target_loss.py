@@ -1,0 +1,82 @@
+"""A target taken from the data of a sweep, and what each job paid to reach it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.report import statistics
+from pipeline.report.comparison import AXES, Comparison, JobResult, pooled, whole
+from pipeline.report.statistics import Spread
+
+EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
+PROGRESS = 0.5  # the least share of the way from the start to the best loss that a target must be at
+FELL = 1e-6  # relative; what falls by less is rounding, and reaching it means nothing
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loss to reach.
+
+    Attributes:
+        metric: `val/loss`, or `train/loss` averaged over `Comparison.window` examples.
+        value: of the loss.
+        judged: names of the jobs from which it was chosen.
+        all_reach: whether each of them does; else half of them do.
+        costs: by job that reached it: updates, examples and seconds, interpolated between two points.
+    """
+
+    metric: str
+    value: float
+    judged: list[str]
+    all_reach: bool
+    costs: dict[str, dict[str, float]]
+
+    def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
+        """Over those of `jobs` that were judged; None unless all of them reached it."""
+        judged = [job for job in jobs if job.name in self.judged]
+        if not judged or any(job.name not in self.costs for job in judged):
+            return None
+        return pooled(judged, lambda job: self.costs[job.name].get(axis, math.nan))
+
+
+def choose(sweep: Comparison) -> Target | None:
+    """The lowest loss that all finished jobs reach, or where that is no progress, the one that half of them do.
+
+    A job that diverged would otherwise set a target that every job meets at its start. While no job has
+    finished, those that run are judged.
+    """
+    jobs = whole([job for job in sweep.jobs if job.status in ("FINISHED", "RUNNING")])
+    for metric in ("val/loss", "train/loss"):
+        curves = {job.name: curve for job in jobs if (curve := sweep.smooth(job, metric)) is not None}
+        if curves and (metric == "train/loss" or min(len(c.steps) for c in curves.values()) >= EVALUATIONS):
+            break
+    else:
+        return None
+    finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in curves.items()}
+    best = {name: float(values.min()) if values.size else np.inf for name, values in finite.items()}
+    if not np.isfinite(min(best.values())):
+        return None
+    start = float(np.median([values[0] for values in finite.values() if values.size]))
+    lowest, value = min(best.values()), max(best.values())
+    if start - lowest <= FELL * abs(start):
+        return None
+    all_reach = start - value >= PROGRESS * (start - lowest)
+    if not all_reach:
+        value = float(np.sort(list(best.values()))[(len(best) - 1) // 2])
+    costs = {}
+    for job in sweep.jobs:
+        cost = _cost(sweep, job, metric, value)
+        if cost is not None:
+            costs[job.name] = cost
+    return Target(metric, value, list(curves), all_reach, costs)
+
+
+def _cost(sweep: Comparison, job: JobResult, metric: str, value: float) -> dict[str, float] | None:
+    curve = sweep.smooth(job, metric)
+    if curve is None or not (curve.values <= value).any():
+        return None
+    found = {axis: statistics.reached(job.along(axis, curve.steps), curve.values, value) for axis in AXES}
+    return {axis: cost for axis, cost in found.items() if cost is not None}

@@ -1,0 +1,102 @@
+"""Whether jobs that differ only in how a batch is cut train the same trajectory, and from where they part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.report import statistics
+from pipeline.report.comparison import Comparison, Curve, JobResult
+
+METRIC = "train/loss"
+THRESHOLDS = {"1e-6": 1e-6, "1e-3": 1e-3, "1e-2": 1e-2}
+# The largest relative difference of losses that rounding alone explains, as a multiple of what a precision
+# resolves: the machine epsilon of float64 is 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
+AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}
+# At the first update both ran on the same weights, so nothing has amplified rounding yet.
+FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 1e-1}
+# What may differ between two jobs of one trajectory: how a batch is cut, where it runs, what is logged when.
+_FREE = ("accumulation.", "derived.factor", "derived.micro_batch_size", "derived.replicas", "tracking.", "hardware.")
+_ALSO_FREE = {"training.evaluate_every", "training.checkpoint_every"}
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Two jobs of one trajectory.
+
+    Attributes:
+        one, other: their names; the first has the smallest factor.
+        curve: the relative difference of their training losses at each update that both logged.
+        first: at the first of them.
+        start: the first update at which it is not zero, and how much it is there; None where it is zero throughout.
+        largest: over all of them; `at` is the update.
+        above: the first update at which it exceeds each of `THRESHOLDS`; None where it never does.
+        dependent: layers whose output depends on the micro-batch they see; empty where there are none.
+    """
+
+    one: str
+    other: str
+    precision: str
+    curve: Curve
+    first: float
+    start: tuple[int, float] | None
+    largest: float
+    at: int
+    above: dict[str, int | None]
+    dependent: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.largest <= AGREEMENT.get(self.precision, AGREEMENT["float32"])
+
+    @property
+    def begins(self) -> int:
+        """The first update that both logged."""
+        return int(self.curve.steps[0])
+
+    @property
+    def from_the_start(self) -> bool:
+        """They differ before anything could have amplified rounding: then it is something else."""
+        return self.begins == 1 and self.first > FIRST.get(self.precision, FIRST["float32"])
+
+
+def partings(sweep: Comparison) -> list[Parting]:
+    """Every job beside the one of smallest factor with equal effective batch, seed and config otherwise."""
+    same = defaultdict(list)
+    for job in sweep.jobs:
+        if job.batch is not None and METRIC in job.curves:
+            same[_trajectory(job)].append(job)
+    found = []
+    for jobs in same.values():
+        one, *others = sorted(jobs, key=lambda job: job.factor or 0)
+        found += [parting for other in others if (parting := _compare(one, other)) is not None]
+    return found
+
+
+def _trajectory(job: JobResult) -> tuple:
+    kept = {key: value for key, value in job.params.items() if not key.startswith(_FREE) and key not in _ALSO_FREE}
+    kept |= {"derived.effective_batch_size": str(job.batch), "hardware.precision": job.precision}
+    return tuple(sorted(kept.items()))
+
+
+def _compare(one: JobResult, other: JobResult) -> Parting | None:
+    left, right = one.curves[METRIC], other.curves[METRIC]
+    steps, of_left, of_right = np.intersect1d(left.steps, right.steps, return_indices=True)
+    if not steps.size:
+        return None
+    differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
+    dependent = {job.tags.get("model.batch_dependent_layers", "none") for job in (one, other)} - {"none"}
+    return Parting(
+        one.name,
+        other.name,
+        one.precision,
+        Curve(steps, differences),
+        float(differences[0]),
+        next(((int(s), float(d)) for s, d in zip(steps, differences, strict=True) if d > 0), None),
+        float(differences.max()),
+        int(steps[differences.argmax()]),
+        {name: statistics.first_above(steps, differences, level) for name, level in THRESHOLDS.items()},
+        ", ".join(sorted(dependent)),
+    )

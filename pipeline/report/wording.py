@@ -1,0 +1,78 @@
+"""A finding, and numbers as a person reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.report.statistics import Spread
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        topic: what it is about; the same topic may come once for each family of jobs.
+        text: one or two sentences.
+        figures: the numbers in it, by name; empty where nothing could be said.
+        plot: key of the plot that shows it.
+    """
+
+    topic: str
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    plot: str | None = None
+
+
+Scale = Callable[[float], tuple[float, str]]  # of a value: by what it is divided, and the unit that is then written
+
+
+def plain(value: float) -> tuple[float, str]:
+    return 1.0, ""
+
+
+def seconds(value: float) -> tuple[float, str]:
+    steps = ((7200, 3600.0, "h"), (300, 60.0, "min"), (1, 1.0, "s"), (1e-3, 1e-3, "ms"))
+    return next(((by, f" {unit}") for least, by, unit in steps if abs(value) >= least), (1e-6, " µs"))
+
+
+def size(value: float) -> tuple[float, str]:
+    return (2.0**30, " GiB") if value >= 1000 * 2**20 else (2.0**20, " MiB")
+
+
+def number(value: float, scale: Scale = plain) -> str:
+    """Three or four digits that count, and the unit; whole numbers whole."""
+    if not math.isfinite(value):
+        return str(value)
+    by, unit = scale(value)
+    value /= by
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value)}{unit}"
+    if abs(value) >= 1e6 or abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}{unit}"
+    return f"{value:.0f}{unit}" if abs(value) >= 1000 else f"{value:.4g}{unit}"
+
+
+def spread(value: Spread, scale: Scale = plain) -> str:
+    """`mean ± deviation`, to two digits of the deviation; the mean alone where there is one value."""
+    if value.deviation is None or not math.isfinite(value.deviation):
+        return number(value.mean, scale)
+    by, unit = scale(value.mean)
+    mean, deviation = value.mean / by, value.deviation / by
+    digits = 1 - math.floor(math.log10(deviation)) if deviation > 0 else -1
+    if 0 <= digits <= 8 and abs(mean) < 1e6:
+        return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit}"
+    return f"{number(mean)} ± {number(deviation)}{unit}"
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def listed(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

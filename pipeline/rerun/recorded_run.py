@@ -1,0 +1,161 @@
+"""What a run recorded, fetched from a store. It is foreign input: nothing of it is believed before it is checked."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline import config as configuration
+from pipeline.errors import ConfigError, first_line
+from pipeline.tracking import provenance
+from pipeline.trust import gate
+
+_PLACE = {"tracking", "trust", "hydra"}  # a store's address, with its password, is of no other key
+LARGEST = 16 * 2**20  # bytes of one file of a record
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run left of itself.
+
+    Attributes:
+        run: of MLflow.
+        config: resolved, as it was written; of whatever schema.
+        environment, dataset: as `record` wrote them; empty for runs older than they are.
+        links: what a value of the config followed before it was resolved, by dotted name.
+    """
+
+    run: Any
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    dataset: dict[str, Any]
+    links: dict[str, str]
+
+    @property
+    def run_dir(self) -> str | None:
+        """The run directory that the record names."""
+        named = self.environment.get("run_dir")
+        return named if isinstance(named, str) else None
+
+    def is_whole(self) -> bool:
+        """Whether the config is still the one that its hash was taken of. Older schemas took it otherwise."""
+        if self.config.get("schema") != configuration.SCHEMA:
+            return True
+        if not gate.is_small(self.config):
+            return False
+        return bool(provenance.config_hash(self.config, self.run_dir) == self.run.data.tags.get("config.hash"))
+
+
+def fetch(client: Any, run_id: str) -> Recorded:
+    """The record of `run_id`.
+
+    Raises:
+        ConfigError: there is no such run, or none that can be read.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        raise ConfigError("RUN_ID", "must be a run of the store", run_id) from error
+    if run.info.lifecycle_stage != "active":
+        raise ConfigError("RUN_ID", "must be a run that is not deleted: restore it first (mlflow runs restore)", run_id)
+    if "sweep.name" in run.data.tags:
+        raise ConfigError("RUN_ID", "is a sweep: rerun it with --sweep, or one of its runs", run_id)
+    try:
+        texts = _texts(client, run_id)
+        if "config.yaml" not in texts:
+            raise ConfigError("RUN_ID", "must be a run that recorded its config (config.yaml)", run_id)
+        config = _mapping(yaml.safe_load(texts.pop("config.yaml")), "config.yaml")
+        environment, dataset, links = (
+            _mapping(json.loads(texts.get(name, "{}")), name)
+            for name in ("environment.json", "dataset.json", "links.json")
+        )
+        for name in ("git", "package", "packages"):
+            _mapping(environment.get(name) or {}, f"{name} of environment.json")
+        for name in ("examples", "files", "content") if dataset else ():
+            _mapping(dataset.get(name), f"{name} of dataset.json")
+        if dataset and not (dataset.keys() >= {"name", "version"}):
+            raise ValueError("dataset.json lacks name or version")
+        return Recorded(run, config, environment, dataset, {str(key): str(link) for key, link in links.items()})
+    except (MlflowException, OSError, RecursionError, yaml.YAMLError, ValueError) as error:
+        raise ConfigError("RUN_ID", f"must have a record that can be read ({first_line(error)})", run_id) from error
+
+
+def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Iterable[str]) -> dict[str, Any]:
+    """`config`, in which what follows a changed key follows it again.
+
+    The record holds values: without this a learning rate of an override would not reach the schedule.
+
+    Args:
+        config: a checked one.
+        links: of the record; one that refers to anything but keys of the config is passed over.
+        changed: keys of the overrides.
+    """
+    names, given = set(changed), frozenset(changed)
+    copy = deepcopy(config)
+    while True:
+        following = {
+            key
+            for key, link in links.items()
+            if key not in names and not _touches(key, given) and provenance.LINK.fullmatch(link)
+            if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
+            if any(_touches(reference, names) for reference in _references(link))
+        }
+        if not following:
+            return copy
+        for key in following:
+            _put(copy, key.split("."), links[key])
+        names |= following
+
+
+def _texts(client: Any, run_id: str) -> dict[str, str]:
+    wanted = ("config.yaml", "environment.json", "dataset.json", "links.json")
+    # A folder has no size to go by, and would be fetched whole.
+    listed = (artifact for artifact in client.list_artifacts(run_id) if not artifact.is_dir)
+    present = {artifact.path: artifact.file_size or 0 for artifact in listed}
+    with tempfile.TemporaryDirectory() as folder:
+        texts = {}
+        for name in (name for name in wanted if name in present):
+            if present[name] > LARGEST:
+                raise ValueError(f"{name} is of {present[name]} bytes")
+            texts[name] = Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+        return texts
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no mapping")
+    return value
+
+
+def _references(link: str) -> list[str]:
+    return re.findall(r"\$\{([\w.]+)\}", link)
+
+
+def _touches(key: str, names: Iterable[str]) -> bool:
+    """Whether `key` is one of `names`, or one lies in the other."""
+    return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)
+
+
+def _put(node: Any, path: list[str], value: str) -> None:
+    """Where the path ends early, the record does not hold what its link speaks of, and nothing is put."""
+    *parents, last = path
+    for part in parents:
+        node = node.get(part) if isinstance(node, dict) else _entry(node, part)
+    if isinstance(node, dict) and last in node:
+        node[last] = value
+    elif _entry(node, last) is not None:
+        node[int(last)] = value
+
+
+def _entry(node: Any, index: str) -> Any:
+    return node[int(index)] if isinstance(node, list) and index.isdecimal() and int(index) < len(node) else None

@@ -1,0 +1,107 @@
+"""What the command line of `pipeline rerun` asks for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from pipeline import config as configuration
+from pipeline import hydra_errors
+from pipeline.errors import ConfigError
+
+_PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        run_id: of the run, or of the sweep.
+        dry, sweep: flags.
+        allow: dotted prefixes that the record may name.
+        config_dir, config_name: of the user's own config.
+        overrides: in Hydra's grammar.
+    """
+
+    run_id: str
+    dry: bool
+    sweep: bool
+    allow: list[str]
+    config_dir: str | None
+    config_name: str | None
+    overrides: list[str]
+
+    @property
+    def own(self) -> list[str]:
+        """Hydra's options that find the user's own config."""
+        named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
+        return [text for option, value in named.items() if value for text in (option, value)]
+
+    @property
+    def changing(self) -> list[str]:
+        """The overrides of the run itself, and not of where it runs."""
+        return [override for override in self.overrides if not override.lstrip("+~").startswith(_PLACE)]
+
+    @property
+    def folders(self) -> list[str]:
+        """Of config groups."""
+        return [configuration.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
+
+    def values(self) -> dict[str, Any]:
+        """The overrides' values by their keys."""
+        with hydra_errors.refusing(self.overrides, self.folders):
+            parsed = OverridesParser.create().parse_overrides(self.overrides)
+        return {override.key_or_group: override.value() for override in parsed}
+
+    @property
+    def deleted(self) -> set[str]:
+        """The keys that the overrides take away, as `~training.metrics.accuracy` does."""
+        return {text[1:].split("=", 1)[0] for text in self.overrides if text.startswith("~")}
+
+    def groups(self) -> dict[str, str]:
+        """The overrides that choose another option of a config group, as `optimizer=lion` does."""
+        known = hydra_errors.groups(self.folders)
+        return {key: value for key, value in self.values().items() if key in known and isinstance(value, str)}
+
+    def for_hydra(self, run_dir: Path) -> list[str]:
+        """The overrides, as they apply to a record: it has no groups, and lacks what is overridden."""
+        values, groups, found = self.values(), self.groups(), []
+        for override in self.overrides:
+            key = override.lstrip("+~").split("=", 1)[0]
+            if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # each is in its place already
+                continue
+            if key in groups:
+                override = f"+{override.lstrip('+')}"
+            elif override.startswith(f"{key}=") and not (key.startswith("hydra") or isinstance(values[key], dict)):
+                override = f"++{override}"
+            found.append(override)
+        quoted = str(run_dir).replace("'", "\\'")
+        return [*found, f"hydra.run.dir='{quoted}'"]
+
+
+def parsed(arguments: Sequence[str], description: str | None) -> Request:
+    """What `arguments` ask for.
+
+    Raises:
+        ConfigError: they are none of the command.
+    """
+    parser = argparse.ArgumentParser(prog="pipeline rerun", description=description, allow_abbrev=False)
+    parser.add_argument("run_id", metavar="RUN_ID", help="of the run in the store that tracking.uri names")
+    parser.add_argument("--dry", action="store_true", help="show the plan and the differences, and run nothing")
+    parser.add_argument("--sweep", action="store_true", help="RUN_ID is a sweep: run all of its jobs again")
+    parser.add_argument("--allow", action="append", default=[], metavar="PREFIX", help="dotted name to trust")
+    parser.add_argument("--config-dir", "-cd", help="of your own config, which may have trust.allow")
+    parser.add_argument("--config-name", "-cn", help="of your own config")
+    parser.add_argument("overrides", nargs="*", help="in Hydra's grammar")
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError("arguments", f"must be RUN_ID [overrides] ({message})", " ".join(arguments))
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return Request(**vars(parser.parse_intermixed_args(list(arguments))))

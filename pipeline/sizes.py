@@ -1,0 +1,209 @@
+"""Sizes and horizons: effective = micro × factor × replicas; epochs and examples → updates.
+
+Sizes and horizons that the command line names outrank the defaults. Everything is integer arithmetic on the number of
+examples, so it can be checked by hand, and imports no TensorFlow, so that a wrong size is refused in under a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from pipeline.errors import ConfigError
+
+EFFECTIVE = "accumulation.effective_batch_size"
+FACTOR = "accumulation.factor"
+MICRO = "accumulation.micro_batch_size"
+HORIZONS = ("epochs", "updates", "examples")
+
+
+def _ceil(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How one effective batch is cut.
+
+    Attributes:
+        effective_batch_size: examples per update, over all replicas.
+        micro_batch_size: examples per forward+backward on one replica, at most.
+        factor: micro-batches per update on each replica.
+        replicas: copies of the model, one a device.
+    """
+
+    effective_batch_size: int
+    micro_batch_size: int
+    factor: int
+    replicas: int = 1
+
+    def __str__(self) -> str:
+        replicas = f"{self.replicas} replica" + ("s" if self.replicas > 1 else "")
+        text = f"effective batch {self.effective_batch_size} = {self.micro_batch_size} × {self.factor} × {replicas}"
+        whole = self.micro_batch_size * self.factor * self.replicas
+        if whole != self.effective_batch_size:
+            text += f" (rounded up: {whole}; the last micro-batch is smaller)"
+        return text
+
+    def share(self, examples: int) -> int:
+        """The most examples that one replica gets of a batch of `examples`."""
+        return _ceil(examples, self.replicas)
+
+    def micro_steps(self, examples: int) -> int:
+        """Forward+backward passes on each replica for a batch of `examples`."""
+        return _ceil(self.share(examples), self.micro_batch_size)
+
+
+def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
+    """Any two of the three sizes give the third; all three are accepted when they agree.
+
+    Raises:
+        ConfigError: fewer than two are given, one is not positive, or they contradict each other.
+    """
+    given = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
+    for key, value in {**given, "hardware.replicas": replicas}.items():
+        if value is not None and value < 1:
+            raise ConfigError(key, "must be at least 1", value)
+    if sum(value is not None for value in given.values()) < 2:
+        raise ConfigError("accumulation", "must give two of effective_batch_size, factor, micro_batch_size", given)
+    if effective is None:
+        assert factor is not None
+        assert micro is not None
+        effective = micro * factor * replicas
+    if effective < replicas:
+        raise ConfigError(EFFECTIVE, f"must be at least hardware.replicas ({replicas})", effective)
+    share = _ceil(effective, replicas)
+    if micro is None:
+        assert factor is not None
+        micro = _ceil(share, factor)
+    if micro > share:
+        of = f"the {share} examples that each replica gets of the effective batch of {effective}"
+        raise ConfigError(MICRO, f"must be at most {of}", micro)
+    needed = _ceil(share, micro)
+    if factor is not None and factor != needed:
+        if given[MICRO] is None:
+            fits = sorted({_ceil(share, size) for size in range(1, share + 1)}, key=lambda f: abs(f - factor))[:3]
+            raise ConfigError(FACTOR, f"must cut {share} examples into equal micro-batches", factor, sorted(fits))
+        rule = f"must agree with effective batch {effective} and micro-batch {micro} on {replicas} replica(s)"
+        raise ConfigError(FACTOR, rule, factor, [needed])
+    return Batching(effective, micro, needed, replicas)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run counted in updates.
+
+    Attributes:
+        batching: how an effective batch is cut.
+        examples: examples in one epoch.
+        updates: updates in the whole run.
+    """
+
+    batching: Batching
+    examples: int
+    updates: int
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return _ceil(self.examples, self.batching.effective_batch_size)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs begun; the last one may be cut short by the horizon."""
+        return _ceil(self.updates, self.updates_per_epoch)
+
+    def batch_size(self, update: int) -> int:
+        """Examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
+        first = ((update - 1) % self.updates_per_epoch) * self.batching.effective_batch_size
+        return min(self.batching.effective_batch_size, self.examples - first)
+
+    def examples_seen(self, update: int) -> int:
+        """Examples that went into the first `update` updates."""
+        epochs, rest = divmod(update, self.updates_per_epoch)
+        return epochs * self.examples + rest * self.batching.effective_batch_size
+
+    def micro_steps(self, update: int) -> int:
+        """Micro-steps on each replica in the first `update` updates."""
+        epochs, rest = divmod(update, self.updates_per_epoch)
+        full, tail = self.batching.factor, self.batching.micro_steps(self.batch_size(self.updates_per_epoch))
+        return epochs * ((self.updates_per_epoch - 1) * full + tail) + rest * full
+
+    def epoch(self, update: int) -> float:
+        """Passes over the training split after `update` updates; whole at the end of an epoch."""
+        return self.examples_seen(update) / self.examples
+
+    def ends_epoch(self, update: int) -> bool:
+        return update % self.updates_per_epoch == 0
+
+    def __str__(self) -> str:
+        tail = self.batch_size(self.updates_per_epoch)
+        last = "" if tail == self.batching.effective_batch_size else f" (last one {tail})"
+        per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
+        return f"{self.batching}; {per_epoch}, {self.updates} in all"
+
+
+def plan(batching: Batching, examples: int, horizon: str, length: int) -> Plan:
+    """Converts the horizon to updates, once, at the edge.
+
+    Args:
+        batching: how an effective batch is cut.
+        examples: examples in the training split.
+        horizon: `epochs`, `updates` or `examples`.
+        length: how many of them. Examples are rounded up to whole updates.
+
+    Raises:
+        ConfigError: the effective batch is larger than the training split.
+    """
+    size = batching.effective_batch_size
+    if size > examples:
+        raise ConfigError(EFFECTIVE, f"must be at most the {examples} examples of the training split", size)
+    per_epoch = _ceil(examples, size)
+    if horizon == "epochs":
+        updates = length * per_epoch
+    elif horizon == "examples":
+        epochs, rest = divmod(length, examples)
+        updates = epochs * per_epoch + _ceil(rest, size)
+    else:
+        updates = length
+    return Plan(batching, examples, updates)
+
+
+def settle_horizon(config: DictConfig, named: set[str]) -> tuple[str, int]:
+    """`epochs`, `updates` or `examples`, and how many; those that do not count are set to null in `config`.
+
+    Raises:
+        ConfigError: not exactly one is left, or it is not positive.
+    """
+    training = config.training
+    if any(f"training.{name}" in named and training[name] is not None for name in HORIZONS):
+        for name in HORIZONS:
+            if f"training.{name}" not in named:
+                training[name] = None
+    given = {name: training[name] for name in HORIZONS if training[name] is not None}
+    if len(given) != 1:
+        received = {name: training[name] for name in HORIZONS}
+        raise ConfigError("training", "must set exactly one of epochs, updates, examples", received)
+    ((name, length),) = given.items()
+    if length < 1:
+        raise ConfigError(f"training.{name}", "must be at least 1", length)
+    return name, length
+
+
+def settle_sizes(config: DictConfig, named: set[str]) -> Batching:
+    """How an effective batch is cut; a size that does not count is set to null in `config`.
+
+    Raises:
+        ConfigError: the sizes that count do not give one cut.
+    """
+    given = config.accumulation
+    # What the command line names counts first; defaults fill up to two, the effective batch before the factor.
+    order = sorted(
+        (name for name in ("effective_batch_size", "factor", "micro_batch_size") if given[name] is not None),
+        key=lambda name: f"accumulation.{name}" not in named,
+    )
+    explicit = sum(f"accumulation.{name}" in named for name in order)
+    if explicit:
+        for name in order[max(2, explicit) :]:
+            given[name] = None
+    return derive(given.effective_batch_size, given.factor, given.micro_batch_size, config.hardware.replicas)

@@ -1,0 +1,86 @@
+"""The page of a sweep's parent run in MLflow's UI: the link that compares its jobs, its question, its results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.sweep import files, mlflow_view
+
+if TYPE_CHECKING:
+    from pipeline.sweep.parent_run import ParentRun
+
+LONGEST_TAG = 5000  # characters; what every MLflow store takes
+
+
+def announce(sweep: ParentRun) -> None:
+    """Save the view of a sweep that begins, describe the parent run, and print the link that compares its jobs."""
+    fragment = _describe(sweep, [])
+    link = mlflow_view.link(sweep.uri, fragment)
+    served = " (once `pipeline ui` runs)" if link.startswith(mlflow_view.LOCAL) else ""
+    print(f"compare its runs: {link}{served}", file=sys.stderr)
+
+
+def complete(sweep: ParentRun) -> dict[str, Any]:
+    """Colour the jobs and write their results into the parent's description; return the jobs' runs by name."""
+    children = sweep.children()
+    mlflow_view.color(sweep.client(), {name: run.info.run_id for name, run in children.items()})
+    _describe(sweep, _results(sweep.names, children))
+    return children
+
+
+def description(
+    name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence[object]] = ()
+) -> str:
+    """What the parent's page says, in Markdown: the value of the tag `mlflow.note.content`.
+
+    Args:
+        name: of the sweep.
+        question: that it answers; may be empty.
+        varied: config keys in which its jobs differ.
+        fragment: from `saved_view`. Without an address, it works on whatever server shows the page.
+        results: a table, its header first; rows that do not fit are counted instead.
+    """
+    differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
+    # The link comes first: the UI shows three lines and folds the rest.
+    lines = [f"[Compare the runs of this sweep]({fragment}). They differ in {differ}.", ""]
+    lines += [f"**{name}**" + (f": {question}" if question else ""), ""]
+    if not results:
+        return "\n".join([*lines, "The results come here when the sweep has ended."])
+    header, *rows = (_row(cells) for cells in results)
+    lines += [header, "|" + " --- |" * len(results[0])]
+    for number, row in enumerate(rows):
+        rest = f"\n\nand {len(rows) - number} more"
+        if len("\n".join([*lines, row])) + len(rest) > LONGEST_TAG:
+            return "\n".join(lines) + rest
+        lines.append(row)
+    return "\n".join(lines)
+
+
+def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
+    """Save the view and the parent's description; return the part of a URL that opens the view."""
+    fragment = mlflow_view.saved_view(
+        sweep.client(), sweep.experiment_id, sweep.run_id, sweep.varied, sweep.metrics, sweep.name
+    )
+    text = description(sweep.name, files.question(sweep.name), sweep.varied, fragment, results)
+    sweep.client().set_tag(sweep.run_id, "mlflow.note.content", text)
+    return fragment
+
+
+def _results(names: Sequence[str], children: Mapping[str, Any]) -> list[list[object]]:
+    """Return a header and a row for each job: its status and the last values of what was measured."""
+    measured = {key for run in children.values() for key in run.data.metrics if key.startswith("val/")}
+    keys = sorted(measured - {"val/examples_seen"})
+    keys = [*(keys or ["train/loss"]), "perf/examples_per_second"]
+    rows: list[list[object]] = [["job", "status", *keys]]
+    for name in names:
+        run = children.get(name)
+        values = [run.data.metrics.get(key) if run is not None else None for key in keys]
+        shown = ["" if value is None else f"{value:.4g}" for value in values]
+        rows.append([name, run.info.status if run is not None else "no run", *shown])
+    return rows
+
+
+def _row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -1,0 +1,23 @@
+"""The sweep files: one question each, in `sweeps/` of the working directory and of the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipeline import config as configuration
+
+
+def sweep_files() -> dict[str, Path]:
+    """Return the sweep files by name; those of the working directory come before those of the package."""
+    folders = [Path(configuration.directory("sweeps")), Path("sweeps").absolute()]
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+
+
+def question(name: str) -> str:
+    """Return the question in the sweep file's header; empty where it asks none, or there is no such file."""
+    file = sweep_files().get(name)
+    if file is None:
+        return ""
+    found = re.search(r"^# Question: *((?:.*\n#  +)*.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return " ".join(found[1].replace("#", " ").split()) if found else ""

@@ -1,0 +1,186 @@
+"""The page of MLflow's UI that compares a sweep: a saved view, the link that opens it, the parent's description.
+
+A saved view is a tag of the experiment that MLflow's UI reads and writes; it is no public interface. The keys below
+are those that MLflow 3.17.2 writes. An MLflow that does not know them opens the experiment's plain page.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+EXAMPLES = {"train": "train/examples_seen", "val": "val/examples_seen"}  # the x axis of `train/…` and of `val/…`
+LOCAL = "http://127.0.0.1:5000"  # where `pipeline ui` serves a store that has no server of its own
+LONGEST_TAG = 5000  # characters; what every MLflow store takes
+TAG = "mlflow.sharedViewState."
+# Okabe and Ito 2008, told apart by colour-blind readers too; without black and yellow, on the UI's two backgrounds.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# Keys under whose name the config may hold null, the one of three sizes that is derived. There is one more reason:
+# the UI takes a group's colour from a hash of its name, and that of factor 8 and 16 is the same under `accumulation.`.
+DERIVED = {f"accumulation.{size}": f"derived.{size}" for size in ("factor", "effective_batch_size", "micro_batch_size")}
+
+
+def saved_view(
+    client: MlflowClient,
+    experiment_id: str,
+    sweep_run_id: str,
+    varied: Sequence[str],
+    metrics: Iterable[str] = (),
+    name: str = "sweep",
+) -> str:
+    """Saves the view of a sweep, or saves it again; its runs need not be there yet.
+
+    Args:
+        client: of the store.
+        experiment_id: of the sweep.
+        sweep_run_id: of its parent run; each of its jobs carries it in the tag `sweep`.
+        varied: config keys in which the jobs differ.
+        metrics: names of what is measured beside the loss, as in `val/NAME`.
+        name: of the sweep; the UI lists the view under it.
+
+    Returns:
+        The part of a URL behind the server's address, from `#/` on.
+    """
+    now = int(time.time() * 1000)
+    state = json.dumps(view_state(sweep_run_id, varied, metrics), separators=(",", ":")).encode()
+    packed = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
+    view = json.dumps({"name": f"{name} {sweep_run_id[:6]}", "createdAt": now, "updatedAt": now, "state": packed})
+    # A browser that never chose a mode opens every experiment for GenAI, whatever the experiment's tags say.
+    page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    if len(view) > LONGEST_TAG:
+        return page
+    client.set_experiment_tag(experiment_id, TAG + sweep_run_id, view)
+    return f"{page}&compareRunsMode=CHART&viewStateShareKey={sweep_run_id}"
+
+
+def link(uri: str, fragment: str) -> str:
+    """The address that opens `fragment`, on the server of the store `uri` or on the one that `pipeline ui` starts."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        return f"{LOCAL}/{fragment}"
+    host = parts.netloc.rpartition("@")[2]  # without user and password
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}/{fragment}"
+
+
+def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
+    """Gives each setting a colour of its own in the UI, which else draws one at random for each run.
+
+    Args:
+        client: of the store.
+        runs: run ID by the name of the job; names that differ by the seed alone share a colour.
+    """
+    settings = {name: re.sub(r"(^| )seed=\S+", "", name) or name for name in runs}
+    order = list(dict.fromkeys(settings.values()))
+    for name, run_id in runs.items():
+        client.set_tag(run_id, "mlflow.runColor", COLORS[order.index(settings[name]) % len(COLORS)])
+
+
+def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str] = ()) -> dict[str, Any]:
+    """What the UI is to show, as it writes it itself."""
+    params = [_param(key) for key in varied if key != "seed"]
+    ends = ["val/loss", *(f"val/{metric}" for metric in metrics)]
+    losses = ["train/loss", *ends]
+    charts = [
+        *(_line("curves", key) for key in [*losses, "train/learning_rate", "train/gradient_noise_scale"]),
+        *(_bar("ends", key) for key in [*losses, "perf/examples_per_second", "perf/peak_memory_bytes"]),
+        *([_parallel("ends", params, ends)] if params else []),
+        _line("axes", "train/loss", "step"),
+        _line("axes", "train/loss", "time-relative"),
+    ]
+    sections = [
+        _section("curves", "By examples seen"),
+        _section("ends", "At the end"),
+        _section("axes", "By updates and by time"),
+        # The UI adds a chart of every other metric: folded, as there are many.
+        *(_section(name, name, False) for name in ("perf", "train", "val", "Model metrics", "System metrics")),
+    ]
+    return {
+        "searchFilter": f"tags.sweep = '{sweep_run_id}'",
+        # Ordered by `attributes.start_time`, under that name, the UI adds the parent to what the filter found and folds
+        # the jobs under it, where no chart sees them. By the same time under its other name, it lists the jobs alone.
+        "orderByKey": "attributes.created",
+        "orderByAsc": True,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "modelVersionFilter": "All Runs",
+        "datasetsFilter": [],
+        "groupBy": _grouping(varied),
+        "useGroupedValuesInCharts": True,
+        "groupsExpanded": {},
+        "runsHiddenMode": "SHOW_ALL",
+        "runsExpanded": {},
+        "runsPinned": [],
+        "runsHidden": [],
+        "runsVisibilityMap": {},
+        "selectedColumns": [*(f"params.`{param}`" for param in params), *(f"metrics.`{loss}`" for loss in losses)],
+        "columnOrder": [],
+        "columnWidths": {},
+        "compareRunCharts": charts,
+        "compareRunSections": sections,
+        "isAccordionReordered": True,
+        "globalLineChartConfig": {
+            "xAxisKey": "metric",
+            "selectedXAxisMetricKey": EXAMPLES["train"],
+            "lineSmoothness": 0,
+        },
+        "hideEmptyCharts": True,
+        "viewMaximized": False,
+        "runListHidden": False,
+        "autoRefreshEnabled": True,
+        "chartsSearchFilter": "",
+    }
+
+
+def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
+    """One averaged curve a setting, or None for a curve a run.
+
+    A run's name says more than its group's, so there are groups only where they average seeds, or where one value is
+    all that differs. None too where a config group differs: no one param tells `optimizer=sgd` from `=momentum`.
+    """
+    keys = [key for key in varied if key != "seed"]
+    if not keys or any("." not in key for key in keys) or (len(keys) > 1 and "seed" not in varied):
+        return None
+    by = [{"mode": "param", "groupByData": _param(key)} for key in keys]
+    return {"aggregateFunction": "average", "groupByKeys": by}
+
+
+def _param(key: str) -> str:
+    """The param in which a varied config key shows; a config group shows in what it builds."""
+    return DERIVED.get(key, key) if "." in key else f"{key}._target_"
+
+
+def _section(uuid: str, name: str, display: bool = True) -> dict[str, Any]:
+    return {"uuid": uuid, "name": name, "display": display, "isReordered": True, "isGenerated": False, "deleted": False}
+
+
+def _card(section: str, kind: str, key: str) -> dict[str, Any]:
+    uuid = f"{section} {kind} {key}"
+    return {"type": kind, "uuid": uuid, "metricSectionId": section, "isGenerated": False, "deleted": False}
+
+
+def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
+    # The UI joins a metric and its x axis by step, after it has thinned out each: the few evaluations among thousands
+    # of updates would not find theirs among the `train/` rows.
+    examples = EXAMPLES[metric.split("/")[0]] if axis == "metric" else ""
+    card = _card(section, "LINE", f"{metric} {axis}") | {"metricKey": metric, "selectedMetricKeys": [metric]}
+    card |= {"xAxisKey": axis, "selectedXAxisMetricKey": examples, "useGlobalXaxisKey": examples == EXAMPLES["train"]}
+    card |= {"lineSmoothness": 0, "useGlobalLineSmoothing": True, "scaleType": "linear", "xAxisScaleType": "linear"}
+    return card | {"yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False, "range": {}}
+
+
+def _bar(section: str, metric: str) -> dict[str, Any]:
+    return _card(section, "BAR", metric) | {"metricKey": metric}
+
+
+def _parallel(section: str, params: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
+    chosen = {"selectedParams": list(params), "selectedMetrics": list(metrics), "showAllRuns": True}
+    return _card(section, "PARALLEL", "all") | chosen

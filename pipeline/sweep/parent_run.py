@@ -1,0 +1,303 @@
+"""A sweep: one parent run in MLflow, a child for each job, and a table of what became of them.
+
+The launchers in `hydra_plugins.pipeline_launcher` call `begin` before the first job starts; the command line calls
+`close` when the last one has ended, however it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline import imports
+from pipeline.errors import ConfigError
+from pipeline.sweep import description, heartbeat, resume
+
+LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
+LAST = ("val", "train")  # splits whose last loss a job gives, the first of them that it has
+WORST = float("inf")
+LONGEST_TAG = 5000  # characters; what every MLflow store takes
+PATIENCE = 75.0  # seconds for a job's shipper to close its run after the job ended; its own patience is 60
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """One job of a sweep.
+
+    Attributes:
+        name: by what differs, such as `factor=8 batch=256`; unique in its sweep.
+        overrides: of Hydra, that make this job.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass
+class ParentRun:
+    """The parent run, and what is known of its jobs.
+
+    Attributes:
+        uri: of the store.
+        run_id, experiment_id: of the parent.
+        name: of the sweep file; `multirun` where there is none.
+        names: of all jobs, in the order in which they were planned.
+        varied, metrics: config keys in which they differ, and what they measure beside the loss.
+        lost: why a job gave no result, by its name.
+        ended: when a job's process ended, by its name.
+        closed: set when the parent run is about to end.
+    """
+
+    uri: str
+    run_id: str
+    experiment_id: str
+    name: str = ""
+    names: list[str] = field(default_factory=list)
+    varied: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def client(self) -> Any:
+        """Of the store."""
+        return client_of(self.uri)
+
+    def children(self) -> dict[str, Any]:
+        """The latest run of each job, by the job's name."""
+        runs = client_of(self.uri).search_runs(
+            [self.experiment_id], f"tags.sweep = '{self.run_id}'", max_results=50000, order_by=["start_time ASC"]
+        )
+        return {run.data.tags["sweep.job"]: run for run in runs}
+
+    def finished(self) -> dict[str, float]:
+        """The jobs that need not run again, each with the last loss that it gave."""
+        done = {name: run for name, run in self.children().items() if run.info.status == "FINISHED"}
+        losses = {name: [run.data.metrics.get(f"{split}/loss") for split in LAST] for name, run in done.items()}
+        return {name: next((loss for loss in found if loss is not None), WORST) for name, found in losses.items()}
+
+    def plan(self, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> None:
+        """Notes jobs before they start; a sweeper that searches plans some more after each batch."""
+        self.names += [job.name for job in jobs if job.name not in self.names]
+        self.note("sweep.varied", json.dumps(list(varied)))
+        self.note("sweep.jobs", json.dumps(self.names))
+
+    def note(self, key: str, text: str) -> None:
+        """A tag of the parent run; what is too long for one goes on in KEY.1, KEY.2 and so on: see `noted`."""
+        for part, first in enumerate(range(0, len(text), LONGEST_TAG)):
+            tag = f"{key}.{part}" if part else key
+            client_of(self.uri).set_tag(self.run_id, tag, text[first : first + LONGEST_TAG])
+
+    def close(self, status: str | None = None) -> int:
+        """Ends the parent run and prints what became of the jobs.
+
+        Args:
+            status: `KILLED` where the sweep was interrupted, `FAILED` where something other than a job failed; by
+                default what the jobs make of it.
+
+        Returns:
+            0 when every job finished, else 1.
+        """
+        client = client_of(self.uri)
+        self.closed.set()
+        try:
+            rows = self._rows(self._settled(), interrupted=status == "KILLED")
+            self.note("sweep.lost", json.dumps(self.lost))
+        except BaseException:
+            client.set_terminated(self.run_id, "KILLED")
+            raise
+        width = max((len(name) for name, *_ in rows), default=0)
+        for name, ended, why in rows:
+            print(f"  {name:{width}}  {ended:8}  {why}".rstrip(), file=sys.stderr)
+        done = sum(ended == "FINISHED" for _, ended, _ in rows)
+        print(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished", file=sys.stderr)
+        whole = done == len(rows)
+        if not whole or status is not None:
+            print(f"run what is missing with: {resume.command(self.name, self.run_id, self.uri)}", file=sys.stderr)
+        client.set_terminated(self.run_id, status or ("FINISHED" if whole else "FAILED"))
+        return 0 if whole else 1
+
+    def _rows(self, children: Mapping[str, Any], interrupted: bool) -> list[tuple[str, str, str]]:
+        """Name, status and reason of every job."""
+        rows = []
+        for name in self.names:
+            run, lost = children.get(name), self.lost.get(name, "")
+            if run is None:
+                rows.append((name, "NOT RUN" if interrupted else "NO RUN", lost))
+                continue
+            failure = run.data.tags.get("failure", "").split("\n")[0]
+            if run.info.status == "FINISHED" or lost in failure or interrupted:
+                lost = ""
+            rows.append((name, run.info.status, " ".join(filter(None, [failure, lost]))))
+        return rows
+
+    def _settled(self) -> dict[str, Any]:
+        """The children, none of them RUNNING: a job's shipper outlives the job by some seconds.
+
+        Where it did not, because the machine or Slurm ended it with the job, the run is closed from here.
+        """
+        while True:
+            children = self.children()
+            running = {name: run for name, run in children.items() if run.info.status == "RUNNING"}
+            mine = {name: run for name, run in running.items() if name in self.ended}
+            if not mine:
+                return children
+            for name, run in mine.items():
+                if time.monotonic() > self.ended[name] + PATIENCE:
+                    heartbeat.close_lost(client_of(self.uri), run)
+            time.sleep(0.5)
+
+
+_current: ParentRun | None = None
+
+
+def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
+    """The sweep of this process: its parent run is created, or taken up again, on the first call.
+
+    Args:
+        config: what all jobs share, and Hydra's.
+        jobs: that are about to start.
+        varied: config keys in which they differ.
+    """
+    global _current
+    if _current is None:
+        file = config.hydra.job.config_name
+        name = resume.MULTIRUN if file == "config" else file
+        _current = _again(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
+        _current.varied, _current.metrics = list(varied), [str(name) for name in config.training.metrics]
+        _current.plan(jobs, varied)
+        heartbeat.beat(_current.client(), _current.run_id, _current.closed)
+        description.announce(_current)
+    else:
+        _current.plan(jobs, varied)
+    return _current
+
+
+def current() -> ParentRun | None:
+    """The sweep that `begin` began in this process."""
+    return _current
+
+
+def take() -> ParentRun | None:
+    """The sweep that `begin` began in this process, once."""
+    global _current
+    taken, _current = _current, None
+    return taken
+
+
+def find(uri: str, sweep: str) -> Any:
+    """The parent run of `sweep`.
+
+    Args:
+        uri: of the store.
+        sweep: the parent's run ID, the start of it, or its run name.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///").split("?")[0]).exists():
+        raise ConfigError("SWEEP", f"must name one sweep of the store {uri}, which does not exist", sweep)
+    client = client_of(uri)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, "tags.`sweep.name` != ''", max_results=50000)
+    found = [run for run in runs if run.info.run_id.startswith(sweep) or run.info.run_name == sweep]
+    if len(found) != 1:
+        rule = "must name one sweep of the store" if not found else f"must name one sweep, not {len(found)}"
+        choices = [f"{run.info.run_id} ({run.info.run_name})" for run in (found or runs)[:10]]
+        raise ConfigError("SWEEP", rule, sweep, choices)
+    return found[0]
+
+
+def noted(tags: Mapping[str, str], key: str) -> list[str]:
+    """The list that `ParentRun.note` wrote as JSON, empty where it wrote none."""
+    parts = [tags.get(key, "[]")]
+    while (part := tags.get(f"{key}.{len(parts)}")) is not None:
+        parts.append(part)
+    # What follows the list is left over from a longer one.
+    return [str(entry) for entry in json.JSONDecoder().raw_decode("".join(parts))[0]]
+
+
+def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
+    """A unique name for each job by what differs, such as `factor=8 batch=256`.
+
+    Args:
+        values: of each job, by config key.
+        batches: effective batch size of each job.
+        first: number of the first job.
+    """
+    names = []
+    for job, batch in zip(values, batches, strict=True):
+        parts = [f"{LETTERS.get(last, last)}={value}" for key, value in job.items() if (last := key.split(".")[-1])]
+        if len(set(batches)) > 1 and not any(part.startswith("batch=") for part in parts):
+            parts.append(f"batch={batch}")
+        names.append(" ".join(parts).replace("${", "{") or "job")  # a name is no interpolation
+    if len(set(names)) < len(names):
+        names = [f"{name} #{number}" for number, name in enumerate(names, first)]
+    return names
+
+
+def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
+    _load_mlflow()
+    from pipeline.tracking.store import Store, StoreError
+
+    try:
+        store = Store(config.tracking.uri)
+        experiment_id = store.experiment(config.tracking.experiment)
+    except StoreError as error:
+        raise ConfigError("tracking.uri", f"must be a store that answers ({error})", config.tracking.uri) from error
+    # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
+    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # what they refer to may be secret
+    overrides = resume.recordable([*given["hydra"], *given["task"]])
+    tags = {
+        "sweep.name": name,
+        "sweep.overrides": json.dumps(overrides),
+        "mlflow.source.name": "pipeline",
+    }
+    client = store.client()
+    run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
+    params = {
+        "sweep": name,
+        "jobs": config.hydra.sweeper.get("trials") or len(jobs),
+        "varied": " ".join(varied),
+        "overrides": " ".join(overrides)[:6000],
+        "dataset._target_": config.dataset.get("_target_"),
+    }
+    client.log_batch(run.info.run_id, params=[_param(key, value) for key, value in params.items()])
+    print(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs", file=sys.stderr)
+    return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name)
+
+
+def _again(config: DictConfig, name: str) -> ParentRun:
+    parent = find(config.tracking.uri, config.tracking.sweep)
+    names = noted(parent.data.tags, "sweep.jobs")
+    taken = ParentRun(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, name, names)
+    heartbeat.take_over(client_of(config.tracking.uri), parent, taken.children().values())
+    client_of(config.tracking.uri).update_run(parent.info.run_id, "RUNNING")
+    return taken
+
+
+def _param(key: str, value: Any) -> Any:
+    from mlflow.entities import Param
+
+    return Param(key, str(value))
+
+
+def client_of(uri: str) -> Any:
+    _load_mlflow()
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def _load_mlflow() -> None:
+    if "mlflow" not in sys.modules:  # once, before there are threads: they may import what is left out here
+        with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):  # a third of its start
+            import pipeline.tracking.store  # noqa: F401

@@ -1,0 +1,247 @@
+"""`python -m pipeline.tracking.shipper`: the process that carries a journal to MLflow. See `pipeline.tracking.journal`.
+
+Reads two commands from standard input, answers each with one line of JSON, then follows the journal until
+standard input ends, ships what is left and answers once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import select
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from pipeline import imports
+from pipeline.trust import artifact_locations
+
+# MLflow imports them for data frames, which nobody logs here: a third of its start.
+with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
+    from pipeline.tracking.store import ExperimentError, Store  # first: it sets what MLflow reads when it is imported
+
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag  # isort: skip
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # isort: skip
+    from mlflow.tracking import MlflowClient  # isort: skip
+
+AT_ONCE = 1000  # metrics in one request, at most; MLflow's limit
+TRIES = 5  # to log the inputs of a run
+INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics
+RETRY = 0.5, 10.0  # seconds to the next try, at first and at most
+PATIENCE = 60.0  # seconds of further tries once the trainer is gone
+PARAM_LENGTH = 6000  # characters of a param's value
+
+
+class Shipper:
+    """Ships the lines of one journal, in order, each at least once.
+
+    Args:
+        store: where to.
+        path: of the journal; its first line says what run to create.
+    """
+
+    def __init__(self, store: Store, path: Path):
+        self._file = path.open(encoding="utf-8")
+        self._partial = ""
+        self._points: list[Metric] = []
+        self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
+        self.ended: str | None = None
+        self.last_step = 0
+        start = json.loads(self._file.readline())
+        self.client: MlflowClient = store.client()
+        self._create(store, start["start"], start["time"])
+
+    def _create(self, store: Store, run: dict[str, Any], started: int) -> None:
+        self.experiment_id = store.experiment(run["experiment"])
+        created = self.client.create_run(self.experiment_id, started, run["tags"], run["name"])
+        self.run_id = created.info.run_id
+        try:
+            artifact_locations.accept(created.info.artifact_uri)
+            self._describe(store, run)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first failure is what the trainer is told
+                self.client.set_terminated(self.run_id, "FAILED")
+            raise
+
+    def _describe(self, store: Store, run: dict[str, Any]) -> None:
+        params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
+        for first in range(0, len(params), 100):
+            self.client.log_batch(self.run_id, params=params[first : first + 100])
+        self._log_inputs([_dataset_input(entry) for entry in run["inputs"]])
+        # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
+        self._system = SystemMetricsMonitor(self.run_id, tracking_uri=store.uri) if run["system_metrics"] else None
+        self._samples = 0
+
+    def _log_inputs(self, inputs: list[DatasetInput]) -> None:
+        # Two runs that start at once both find a dataset missing and both insert it: the slower one tries again.
+        for attempt in range(TRIES):
+            try:
+                self.client.log_inputs(self.run_id, inputs)
+                return
+            except Exception:
+                if attempt == TRIES - 1:
+                    raise
+                time.sleep(0.2 * (attempt + 1))
+
+    def read(self) -> None:
+        """Takes in the lines that have been written since."""
+        while text := self._file.readline():
+            self._partial += text
+            if not self._partial.endswith("\n"):
+                return
+            line, self._partial = json.loads(self._partial), ""
+            if "metrics" in line:
+                step, milliseconds = line["step"], line["time"]
+                self.last_step = max(step, self.last_step)
+                self._points += [Metric(key, value, milliseconds, step) for key, value in line["metrics"].items()]
+            else:
+                self._waiting.append(line)
+
+    def sample(self) -> None:
+        """Takes one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
+        if self._system is None:
+            return
+        self._system.collect_metrics()
+        now = int(time.time() * 1000)
+        for key, value in self._system.aggregate_metrics().items():
+            self._points.append(Metric(f"system/{key}", value, now, self._samples))
+        for monitor in self._system.monitors:
+            monitor.clear_metrics()
+        self._samples += 1
+
+    def ship(self) -> None:
+        """Sends everything; what the store has not confirmed stays here and is sent again."""
+        while self._points:
+            self.client.log_batch(self.run_id, metrics=self._points[:AT_ONCE])
+            del self._points[:AT_ONCE]
+        while self._waiting:
+            self._carry_out(self._waiting[0])
+            del self._waiting[0]
+
+    def _carry_out(self, line: dict[str, Any]) -> None:
+        if "tags" in line:
+            self.client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in line["tags"].items()])
+        elif "artifact" in line:
+            self.client.log_artifact(self.run_id, line["artifact"], line.get("folder"))
+        elif "end" in line:
+            self.end(line["end"], line["time"])
+
+    def end(self, status: str, milliseconds: int) -> None:
+        self.client.set_terminated(self.run_id, status, milliseconds)
+        self.ended = status
+
+    def vanished(self) -> None:
+        """The trainer died without a word: say so, and leave no run RUNNING."""
+        why = f"The process ended without a word after update {self.last_step}."
+        self.client.log_batch(self.run_id, tags=[RunTag("failure", why)])
+        self.end("KILLED", int(time.time() * 1000))
+
+
+def prepare() -> None:
+    """Imports what MLflow itself imports only for a database, for the processes that are forked from this one."""
+    importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's end is ours: it closes our standard input
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
+    command = _command()
+    if command is not None:
+        with artifact_locations.confined(command["open"]) if command["confined"] else nullcontext():
+            _serve(command)
+
+
+def _serve(command: dict[str, Any]) -> None:
+    store = None
+    try:
+        try:
+            store = Store(command["open"])
+            store.check(command["experiment"])
+        except ExperimentError as error:
+            _answer({"error": _said(error), "key": "tracking.experiment"})
+            return
+        except Exception as error:
+            _answer({"error": _said(error)})
+            return
+        _answer({})
+        start = _command()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if start is None:
+            return
+        try:
+            shipper = Shipper(store, Path(start["start"]))
+        except Exception as error:
+            _answer({"error": _said(error)})
+            return
+        _answer({"run_id": shipper.run_id, "experiment_id": shipper.experiment_id})
+        gc.freeze()  # what is loaded by now stays: collecting it again and again doubled the cost of a batch
+        _follow(shipper)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if store is not None:
+            store.close()
+
+
+def _follow(shipper: Shipper) -> None:
+    alive, wait, failing_since = True, INTERVAL, None
+    while True:
+        if alive:
+            alive = not select.select([sys.stdin], [], [], wait)[0]
+        elif failing_since:
+            time.sleep(wait)
+        shipper.read()
+        if not failing_since:
+            shipper.sample()
+        try:
+            shipper.ship()
+            if not alive and shipper.ended is None:
+                shipper.vanished()
+        except Exception as error:
+            wait = min(2 * wait, RETRY[1]) if failing_since else RETRY[0]
+            failing_since = failing_since or time.monotonic()
+            if not alive and time.monotonic() - failing_since > PATIENCE:
+                _answer({"error": _said(error)})
+                return
+            continue
+        wait, failing_since = INTERVAL, None
+        if not alive:
+            _answer({})
+            return
+
+
+def _dataset_input(entry: dict[str, Any]) -> DatasetInput:
+    dataset = Dataset(
+        name=entry["name"],
+        digest=entry["digest"],
+        source_type="code",
+        source=json.dumps(entry["source"]),
+        schema=json.dumps(entry["schema"]),
+        profile=json.dumps(entry["profile"]),
+    )
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", entry["context"])])
+
+
+def _command() -> dict[str, Any] | None:
+    line = sys.stdin.readline()
+    return json.loads(line) if line else None
+
+
+def _answer(answer: dict[str, str]) -> None:
+    try:
+        print(json.dumps(answer), flush=True)
+    except BrokenPipeError:
+        sys.stdout = None  # nobody is left to be told
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

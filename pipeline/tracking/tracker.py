@@ -1,0 +1,198 @@
+"""What a run leaves in MLflow, and under which name. How it gets there is `pipeline.tracking.journal`'s."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline import config as configuration
+from pipeline import imports
+from pipeline.masking import mask, masked
+from pipeline.sizes import Plan
+from pipeline.tracking import provenance
+from pipeline.tracking.journal import Journal
+
+if TYPE_CHECKING:
+    import keras
+
+    from pipeline.dataset import Data
+
+
+class Tracker:
+    """One run in MLflow: `start`, then rows, then `end`.
+
+    Args:
+        journal: carries everything there.
+        run_dir: of this run; exists.
+        plan: turns updates into the other counters.
+    """
+
+    def __init__(self, journal: Journal, run_dir: Path, plan: Plan):
+        self.journal, self.run_dir, self.plan = journal, run_dir, plan
+        self.run_id = self.experiment_id = ""
+
+    def start(
+        self,
+        config: DictConfig,
+        overrides: Sequence[str],
+        data: Data,
+        dataset: dict[str, Any],
+        model: keras.Model,
+        tags: Mapping[str, str],
+    ) -> None:
+        """Creates the run with its params, tags, inputs and the artifacts that are known before it starts."""
+        resolved = masked(configuration.plain(config))
+        params = {key: _text(value) for key, value in configuration.leaves(resolved).items()}
+        derived = {
+            "derived.effective_batch_size": self.plan.batching.effective_batch_size,
+            "derived.factor": self.plan.batching.factor,
+            "derived.micro_batch_size": self.plan.batching.micro_batch_size,
+            "derived.replicas": self.plan.batching.replicas,
+            "derived.updates": self.plan.updates,
+            "derived.parameters": sum(_size(variable.shape) for variable in model.trainable_variables),
+        }
+        config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
+        run = {
+            "experiment": resolved["tracking"]["experiment"],
+            "name": resolved["tracking"]["run_name"] or f"{data.name} {model.name} {self.plan.batching}",
+            "params": params | derived,
+            "tags": {**provenance.origin(), "config.hash": config_hash, **_place(config.tracking), **tags},
+            "inputs": _inputs(data),
+            "system_metrics": config.tracking.system_metrics,
+        }
+        # The dataset's name and tags may hold a secret as well as the config.
+        answer = self.journal.start(self.run_dir / "journal.jsonl", masked(run))
+        self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
+        self._artifacts(resolved, provenance.links(config), overrides, dataset)
+        self.journal.flush()
+
+    def _artifacts(
+        self, resolved: dict[str, Any], links: dict[str, str], overrides: Sequence[str], dataset: dict[str, Any]
+    ) -> None:
+        surroundings = provenance.environment(self.run_dir)
+        texts = {
+            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
+            "links.json": json.dumps(links, indent=1) + "\n",
+            "overrides.yaml": OmegaConf.to_yaml(masked(list(overrides))),
+            "environment.json": json.dumps(surroundings, indent=1) + "\n",
+            "dataset.json": json.dumps(dataset, indent=1) + "\n",
+        }
+        if surroundings["git"].get("clean") is False:
+            texts["git.diff"] = provenance.diff()
+        for name, text in texts.items():
+            (self.run_dir / name).write_text(mask(text), encoding="utf-8")
+            self.journal.write({"artifact": str((self.run_dir / name).absolute())})
+
+    def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
+        """The row of one update.
+
+        Args:
+            update: completed updates, from 1 on.
+            results: what the update returned, each under its name without `train/`.
+            performance: each under its name without `perf/`.
+            at: seconds since the epoch.
+        """
+        plan = self.plan
+        row = {f"train/{name}": value for name, value in results.items()}
+        row["train/effective_batch_size"] = plan.batch_size(update)
+        row["train/micro_steps"] = plan.micro_steps(update)
+        row["train/examples_seen"] = plan.examples_seen(update)
+        row["train/epoch"] = plan.epoch(update)
+        row |= {f"perf/{name}": value for name, value in performance.items()}
+        self.journal.metrics(update, row, int(at * 1000))
+
+    def validation(self, update: int, results: Mapping[str, float]) -> None:
+        """The row of one evaluation after `update` updates."""
+        row = {f"val/{name}": value for name, value in results.items()}
+        row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
+        self.journal.metrics(update, row)
+
+    def flush(self) -> None:
+        self.journal.flush()
+
+    def end(self, status: str, failure: str | None = None) -> str | None:
+        """Closes the run as FINISHED, FAILED or KILLED; returns why something could not be shipped, if so."""
+        if failure:
+            self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
+        return self.journal.close(status)
+
+
+def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any) -> None:
+    """Logs the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
+
+    Args:
+        uri: of the store that holds the run.
+        experiment_id: of the run.
+        run_id: of the run that trained it.
+        model: saved in Keras' own format.
+        example: a few inputs, as NumPy arrays with the examples on axis 0.
+    """
+    with imports.without("matplotlib", "pyarrow", "scipy", "sklearn"):
+        from pipeline.tracking import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
+
+    import keras  # isort: skip
+    import mlflow  # isort: skip
+    from mlflow.models import Model, infer_signature  # isort: skip
+
+    keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
+    # A model for predicting: without the optimizer, which is twice its size and may need this package to be read.
+    model.compiled, model.optimizer = False, None
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
+    signature = infer_signature(example, model(example, training=False).numpy())
+    # Named, because MLflow finds requirements out by loading the model in another process.
+    requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]
+    Model.log(
+        artifact_path=None,
+        name="model",
+        flavor=mlflow.tensorflow,
+        run_id=run_id,
+        model=model,
+        signature=signature,
+        input_example=example,
+        pip_requirements=requirements,
+    )
+
+
+def _place(tracking: DictConfig) -> dict[str, str]:
+    if tracking.sweep is None:
+        return {}
+    return {"mlflow.parentRunId": tracking.sweep, "sweep": tracking.sweep, "sweep.job": tracking.job or ""}
+
+
+def _inputs(data: Data) -> list[dict[str, Any]]:
+    inputs = []
+    for context, split in (("training", data.train), ("validation", data.validation)):
+        if split is None:
+            continue
+        schema = str(split.element_spec)
+        examples = int(split.cardinality())
+        identity = f"{data.name} {data.version} {context} {examples} {schema}"
+        inputs.append(
+            {
+                "name": data.name,
+                "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
+                "source": {"tags": {"version": data.version}},
+                "schema": {"elements": schema},
+                "profile": {"num_examples": examples},
+                "context": context,
+            }
+        )
+    return inputs
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

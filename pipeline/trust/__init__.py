@@ -1,0 +1,7 @@
+"""The one gate before anything that a tracking store names: code, paths, hosts.
+
+In: a config or an address that came out of a store. Out: the same, checked, or a `ConfigError`. `gate` checks configs,
+`artifact_locations` checks where a store keeps its artifacts.
+"""
+
+__all__ = ["artifact_locations", "gate"]

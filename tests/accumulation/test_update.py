@@ -1,0 +1,326 @@
+"""One update of `pipeline.accumulation`, update after update, against a plain Keras loop over large batches."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import hydra
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, losses
+
+from pipeline import config as configuration
+from pipeline import optimizer as optimizers
+from pipeline.accumulation.evaluation import Evaluation
+from pipeline.accumulation.update import Update, accumulate_gradients
+from pipeline.training import evaluator
+
+# One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
+# add up to 1e-13 where the training does not amplify, which these rates see to. Ten times for that.
+EXACT = 1e-12
+
+FEATURES, CLASSES = 20, 5
+SIZES = (128, 128, 45, 1)  # an epoch of E = 128: a tail that two devices cannot share, then one that leaves one idle
+UPDATES = 100
+
+
+def data(examples):
+    x = np.random.default_rng(0).normal(size=(examples, FEATURES)).astype(keras.config.floatx())
+    return x, np.argmax(x[:, :CLASSES] + x[:, CLASSES : 2 * CLASSES] ** 2, axis=1)
+
+
+def batches(updates):
+    x, y = data(sum(SIZES))
+    stops = np.cumsum(SIZES)
+    for update in range(updates):
+        stop = stops[update % len(SIZES)]
+        part = slice(stop - SIZES[update % len(SIZES)], stop)
+        yield x[part], y[part]
+
+
+def network(**arguments):
+    keras.utils.set_random_seed(0)
+    hidden = layers.Dense(16, "relu", **arguments)
+    return keras.Sequential([keras.Input((FEATURES,)), hidden, layers.Dense(CLASSES)])
+
+
+def cross_entropy():
+    return losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def on_devices(count):
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if count == 2 else tf.distribute.get_strategy()
+
+
+def traced(function):
+    """One trace for batches of every size."""
+    signature = (tf.TensorSpec((None, FEATURES), keras.config.floatx()), tf.TensorSpec((None,), tf.int64))
+    return tf.function(lambda x, y: function((x, y)), input_signature=signature)
+
+
+def decaying():
+    return keras.optimizers.schedules.ExponentialDecay(0.05, decay_steps=40, decay_rate=0.5)
+
+
+CONSTRAINED = {"kernel_constraint": "max_norm"}  # norms of at most 2, which the first layer's reach
+TRAINED = {
+    "momentum": (lambda: keras.optimizers.SGD(decaying(), momentum=0.9, global_clipnorm=1.0), {}),
+    "adamw": (lambda: keras.optimizers.AdamW(decaying(), weight_decay=0.01, global_clipnorm=1.0), {}),
+    "ema_constraint": (lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9), CONSTRAINED),
+    "loss_scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(decaying())), {}),
+}
+
+
+@functools.cache
+def large_batch_trajectory(name):
+    """Losses and final weights of the plain Keras loop, which knows nothing of micro-batches."""
+    make, arguments = TRAINED[name]
+    model, loss, optimizer = network(**arguments), cross_entropy(), make()
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        gradients = tape.gradient(value, [variable.value for variable in model.trainable_variables])
+        optimizer.apply(gradients, model.trainable_variables)
+        return value
+
+    optimizer.build(model.trainable_variables)
+    step = traced(step)
+    values = [float(step(*batch)) for batch in batches(UPDATES)]
+    optimizer.finalize_variable_values(model.trainable_variables)
+    return values, model.get_weights()
+
+
+def accumulated_trajectory(name, micro_batch_size, devices):
+    make, arguments = TRAINED[name]
+    strategy = on_devices(devices)
+    with strategy.scope():
+        model, optimizer = network(**arguments), make()
+        optimizer.build(model.trainable_variables)
+    update = traced(Update(model, cross_entropy(), optimizer, micro_batch_size, strategy=strategy))
+    values = [float(update(*batch)["loss"]) for batch in batches(UPDATES)]
+    optimizer.finalize_variable_values(model.trainable_variables)
+    return values, model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batch_size", "devices"),
+    [
+        *[("momentum", size, 1) for size in (128, 64, 32, 16, 24)],  # factors 1, 2, 4, 8, and 5⅓
+        *[("adamw", size, 1) for size in (128, 64, 32, 16, 24)],
+        *[(name, size, 2) for name in ("momentum", "adamw") for size in (64, 24)],
+        *[(name, 24, devices) for name in ("ema_constraint", "loss_scale") for devices in (1, 2)],
+    ],
+)
+def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro_batch_size, devices):
+    values, weights = accumulated_trajectory(name, micro_batch_size, devices)
+    expected_values, expected_weights = large_batch_trajectory(name)
+    np.testing.assert_allclose(values, expected_values, rtol=EXACT)
+    for got, expected in zip(weights, expected_weights, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=EXACT * np.abs(expected).max())
+    assert np.mean(expected_values[-8::4]) < 0.75 * expected_values[0]  # it did train
+
+
+def after_one_update(name, gradients_of):
+    """The weights after one update from the same weights, by what `gradients_of(model, x, y)` gives."""
+    model, optimizer = network(), TRAINED[name][0]()
+    optimizer.build(model.trainable_variables)
+    ((x, y),) = batches(1)
+    optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+    return model.get_weights()
+
+
+def large_batch_gradients(model, x, y):
+    with tf.GradientTape() as tape:
+        value = cross_entropy()(y, model(x, training=True))
+    return tape.gradient(value, [variable.value for variable in model.trainable_variables])
+
+
+def mean_of_means(model, x, y):
+    cuts = [slice(start, start + 24) for start in range(0, len(y), 24)]  # the last one has 8 of the 128
+    means = [large_batch_gradients(model, x[cut], y[cut]) for cut in cuts]
+    return [tf.add_n(parts) / len(cuts) for parts in zip(*means, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_one_update_in_float32_is_that_of_the_large_batch(precision, name):
+    precision("float32")
+    expected = after_one_update(name, large_batch_gradients)
+
+    def deviation(weights):
+        return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(weights, expected, strict=True))
+
+    for size in (128, 64, 32, 16, 24):
+        accumulated = after_one_update(
+            name, lambda model, x, y, n=size: accumulate_gradients(model, cross_entropy(), (x, y), n).gradients()
+        )
+        assert deviation(accumulated) < 1e-6, size  # some roundings of 2⁻²⁴ = 6e-8
+    assert deviation(after_one_update(name, mean_of_means)) > 1000 * 1e-6
+
+
+def by_hand(model, x, y):
+    """Loss, accuracy and the gradient's norm in NumPy, from the weights of dense, ReLU, dense."""
+    w, b, v, c = model.get_weights()
+    hidden = np.maximum(x @ w + b, 0)
+    logits = hidden @ v + c
+    chances = np.exp(logits - logits.max(1, keepdims=True))
+    chances /= chances.sum(1, keepdims=True)
+    error = (chances - np.eye(CLASSES)[y]) / len(y)
+    back = (error @ v.T) * (hidden > 0)
+    gradients = [x.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+    return {
+        "loss": -np.log(chances[np.arange(len(y)), y]).mean(),
+        "accuracy": (chances.argmax(1) == y).mean(),
+        "gradient_norm": np.sqrt(sum((gradient**2).sum() for gradient in gradients)),
+    }
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_results_are_of_exactly_this_update_and_the_weights_before_it(float64, devices, scaled):
+    strategy = on_devices(devices)
+    with strategy.scope():
+        model = network()
+        optimizer = keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=1e-2)  # clips: the norm is before it
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+        optimizer.build(model.trainable_variables)
+        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+    update = traced(Update(model, cross_entropy(), optimizer, 24, metrics=[accuracy], strategy=strategy))
+    for x, y in batches(6):
+        expected = by_hand(model, x, y) | {"learning_rate": 0.5}
+        got = {key: float(value) for key, value in update(x, y).items()}
+        assert got == pytest.approx(expected, rel=EXACT)
+    assert int(optimizer.iterations.numpy()) == 6
+
+
+class Outputs(losses.Loss):
+    """The outputs, times a factor: the gradient is the mean input times that factor, whatever the weights."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+
+    def call(self, y_true, y_pred):
+        return self.factor * y_pred[:, 0]
+
+
+def one_weight():
+    return keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "exponential", "inverse_sqrt", "piecewise"])
+def test_the_learning_rate_is_the_one_used(precision, schedule):
+    precision("float32")
+    configuration.register()
+    with hydra.initialize_config_dir(configuration.directory(), version_base="1.3"):
+        config = hydra.compose("config", [f"schedule={schedule}", "optimizer=sgd"])
+    horizon = 120
+    model, optimizer = one_weight(), optimizers.build(config, horizon, 4)
+    optimizer.build(model.trainable_variables)
+    update = tf.function(Update(model, Outputs(), optimizer, 2).__call__)
+    schedule = optimizers.build_schedule(config.schedule, horizon)
+    ones, before = tf.ones((4, 1)), np.float32(0)
+    for number in range(1, horizon + 1):
+        rate = np.float32(update((ones, ones))["learning_rate"])
+        assert rate == np.float32(schedule(number - 1) if callable(schedule) else schedule)  # to the bit
+        after = model.get_weights()[0][0, 0]
+        assert after == before - rate  # the gradient is 1
+        before = after
+
+
+def test_a_loss_scale_keeps_gradients_that_float16_cannot_hold(precision):
+    precision("mixed_float16")
+    model, loss = one_weight(), Outputs(2.0**-26)  # float16 ends at 2⁻²⁴
+    ones = tf.ones((8, 1))
+    assert float(accumulate_gradients(model, loss, (ones, ones), 4).gradients()[0][0, 0]) == 0
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(2.0**10))
+    optimizer.build(model.trainable_variables)
+    results = tf.function(Update(model, loss, optimizer, 4).__call__)((ones, ones))
+    assert model.get_weights()[0][0, 0] == -(2.0**-16)
+    assert float(results["gradient_norm"]) == 2.0**-26
+
+
+def test_a_loss_scale_skips_a_whole_update_that_is_not_finite(precision):
+    precision("float32")
+    model, optimizer = one_weight(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(model.trainable_variables)
+    update = tf.function(Update(model, Outputs(), optimizer, 2).__call__)
+    ones = tf.ones((5, 1))
+    one_bad = tf.concat([ones[:4], [[np.inf]]], 0)  # in the last micro-batch alone
+    for x, weight, iterations, scale in ((one_bad, 0, 0, 2.0**14), (ones, -1, 1, 2.0**14)):
+        update((x, ones))
+        assert float(model.get_weights()[0][0, 0]) == weight
+        assert int(optimizer.iterations.numpy()) == iterations
+        assert float(optimizer.dynamic_scale) == scale
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
+    strategy = on_devices(devices)
+    with strategy.scope():
+        model = network(kernel_regularizer=keras.regularizers.L2(0.1))
+        model.add(layers.Dropout(0.5))  # at rest when evaluated
+        accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    x, y = data(257)  # 128 + 128 + 1
+    sample_weight = np.linspace(0, 3, len(y))
+    split = tf.data.Dataset.from_tensor_slices((x, y, sample_weight)).batch(128)
+    evaluate = evaluator(Evaluation(model, loss, 24, metrics=[accuracy], strategy=strategy), split)
+    outputs = model(x)
+    expected = {
+        "loss": float(loss(y, outputs, sample_weight) + sum(model.losses)),
+        "accuracy": (np.argmax(outputs, 1) == y).mean(),
+    }
+    assert evaluate() == pytest.approx(expected, rel=EXACT)
+    assert evaluate() == pytest.approx(expected, rel=EXACT)  # nothing is left over from the first time
+
+
+PEAK = """
+import keras, tensorflow as tf
+from keras import layers
+from pipeline.accumulation import Update
+
+model = keras.Sequential([keras.Input((8,)), layers.Reshape((1, 8)), layers.UpSampling1D(1 << 13)])
+for _ in range(16):
+    model.add(layers.Dense(8, "tanh"))  # 32 examples give (32, 8192, 8) floats: 8 MiB
+model.add(layers.GlobalAveragePooling1D())
+model.add(layers.Dense(1))
+optimizer = keras.optimizers.SGD()
+optimizer.build(model.trainable_variables)
+
+def updates(micro_batch_size):
+    update = Update(model, keras.losses.MeanSquaredError(), optimizer, micro_batch_size)
+    signature = tf.TensorSpec((None, 8)), tf.TensorSpec((None, 1))
+    return tf.function(lambda x, y: update((x, y)), input_signature=signature)
+
+def peak(update, examples):
+    update(tf.ones((examples, 8)), tf.ones((examples, 1)))
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    print(line.split()[1])
+
+accumulated = updates(32)
+for factor in (1, 4, 16):  # the high-water mark only rises: one process shows what each factor adds
+    peak(accumulated, 32 * factor)
+peak(updates(128), 128)
+"""
+
+
+def test_peak_memory_does_not_grow_with_the_factor():
+    # Buffers of more than 1 MB go back to the system when they are freed, so what is resident is what is used.
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    one, four, sixteen, large = map(int, done.stdout.split())
+    # The threads' order decides whether one more buffer of 8 MiB is alive at the peak: 0.9% of 900 MiB.
+    assert four < 1.02 * one
+    assert sixteen < 1.02 * one
+    assert large > 1.3 * one  # what accumulating saves: the activations of four micro-batches at once

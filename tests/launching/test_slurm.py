@@ -1,0 +1,146 @@
+"""The same sweep on a real Slurm: one controller and one node on this machine, on 127.0.0.1 alone.
+
+It runs where Debian's packages `slurmctld`, `slurmd` and `slurm-client` are installed, the user is root, and no Slurm
+runs yet: two on one machine disturb each other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import psutil
+import pytest
+from tests.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
+
+from tests.running import Store, pipeline, start
+
+NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "sinfo")
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmdPort={node}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+AuthType=auth/none
+CredType=cred/none
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+KillWait=20
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+MODES = "+training.callbacks.trouble={_target_:mine.Trouble,mode:none},{_target_:mine.Trouble,mode:kill}"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """Starts Slurm; gives the variables of the environment that make its commands find it."""
+    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
+    missing = [name for name in NEEDED if shutil.which(name, path=path) is None]
+    if missing:
+        pytest.skip(f"no Slurm on this machine: {', '.join(missing)} not found")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons want to be started by root")
+    if {process.info["name"] for process in psutil.process_iter(["name"])} & {"slurmctld", "slurmd"}:
+        pytest.skip("a Slurm runs on this machine already")
+    folder = tmp_path_factory.mktemp("slurm")
+    host = socket.gethostname().split(".")[0]
+    config = folder / "slurm.conf"
+    controller, node = _free_ports(2)
+    config.write_text(
+        CONFIG.format(host=host, folder=folder, controller=controller, node=node, cpus=os.cpu_count()).lstrip()
+    )
+    environment = {"SLURM_CONF": str(config), "PATH": path}
+    daemons = [
+        subprocess.Popen(
+            [name, "-D", "-f", str(config)],
+            env={**os.environ, **environment},
+            stdout=(folder / f"{name}.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for name in ("slurmctld", "slurmd")
+    ]
+    try:
+        until = time.monotonic() + 60
+        while "idle" not in _ask(environment, "sinfo", "--noheader", "--format=%T"):
+            if time.monotonic() > until or any(daemon.poll() is not None for daemon in daemons):
+                said = [log.read_text().strip().splitlines()[-1:] for log in sorted(folder.glob("*.log"))]
+                pytest.skip(f"Slurm does not run on this machine, its logs end in {said}")
+            time.sleep(0.2)
+        yield environment
+    finally:
+        _ask(environment, "scancel", "--user=root")
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(timeout=60)
+
+
+def test_a_sweep_leaves_the_same_runs_on_slurm_as_on_this_machine(tmp_path, slurm):
+    """One job finishes and one is killed, which a cluster without a database does not tell submitit."""
+    found = {}
+    for launcher, environment in (("submitit_local", {}), ("submitit_slurm", slurm)):
+        folder = tmp_path / launcher
+        folder.mkdir()
+        (folder / "mine.py").write_text(MINE)
+        sweep = ("train", "-m", *TINY, "hardware.precision=float64", f"hydra/launcher={launcher}")
+        done = pipeline(*sweep, MODES, cwd=folder, status=1, **environment)
+        store = Store(folder)
+        parent, children = parent_and_children(store)
+        assert parent.info.status == "FAILED"
+        assert set(table(done.stderr).values()) == {"FINISHED", "KILLED"}, done.stderr
+        found[launcher] = {name: (run, store.history(run, "train/loss")) for name, (run,) in children.items()}
+        wait(lambda folder=folder: processes_in(folder) == [], 30)  # Slurm ends what a job leaves behind a little later
+    local, cluster = found.values()
+    assert set(local) == set(cluster)
+    for name, (run, losses) in local.items():
+        assert cluster[name][0].info.status == run.info.status
+        assert cluster[name][0].data.tags["config.hash"] == run.data.tags["config.hash"]
+        if run.info.status == "FINISHED":
+            assert len(losses) == 12
+            assert cluster[name][1] == pytest.approx(losses, rel=1e-12)
+    assert _ask(slurm, "squeue", "--noheader") == ""
+
+
+def test_ctrl_c_cancels_the_jobs_on_slurm(tmp_path, slurm):
+    sweep = ("train", "-m", *TINY, "training.epochs=100000", "seed=0,1,2", "hydra/launcher=submitit_slurm")
+    process = start(*sweep, "hydra.launcher.cpus_per_task=2", "hydra.sweep.dir=jobs", cwd=tmp_path, **slurm)
+    wait(lambda: [f for f in tmp_path.glob("jobs/*/journal.jsonl") if f.read_text().count("train/loss") > 20])
+    os.killpg(process.pid, signal.SIGINT)
+    printed = process.communicate(timeout=120)[1]
+    assert process.returncode == 130, printed
+    parent, children = parent_and_children(Store(tmp_path))
+    assert parent.info.status == "KILLED"
+    assert {run.info.status for (run,) in children.values()} == {"KILLED"}
+    assert "NOT RUN" in printed
+    time.sleep(1)
+    assert _ask(slurm, "squeue", "--noheader") == ""
+    wait(lambda: processes_in(tmp_path) == [], 30)
+
+
+def _ask(environment: dict[str, str], *command: str) -> str:
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True).stdout
+
+
+def _free_ports(count: int) -> list[int]:
+    with_sockets = [socket.socket() for _ in range(count)]
+    for opened in with_sockets:
+        opened.bind(("127.0.0.1", 0))
+    ports = [opened.getsockname()[1] for opened in with_sockets]
+    for opened in with_sockets:
+        opened.close()
+    return ports

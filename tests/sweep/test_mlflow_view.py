@@ -1,0 +1,335 @@
+"""What a person sees who follows the link of a sweep: MLflow's own UI, in Chromium, on a store with other runs in it.
+
+The pictures are kept in the folder PIPELINE_TEST_ARTIFACTS, else in `tests/artifacts`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.support.ui import WebDriverWait
+
+from pipeline.sweep import mlflow_view
+from pipeline.tracking.store import Store
+from tests import synthetic
+from tests.browser import PREFERENCES, browser, picture, server
+
+ARTIFACTS = Path(os.environ.get("PIPELINE_TEST_ARTIFACTS", Path(__file__).parents[1] / "artifacts"))
+FACTORS, SEEDS, MICRO = (1, 4, 16), (0, 1), 8
+EXAMPLES = 6400  # that each job of the first sweep sees: 800 updates of 8 to 50 of 128
+EVALUATIONS = 5
+OPTIMIZERS = ("sgd", "adamw")
+
+# A browser that was never told whether its user trains models or builds agents.
+NEW = 'localStorage.removeItem("mlflow.workflowType_v1")'
+# The chart at a place on the page: its title, the title of its x axis, and its lines by the ID of a run or group.
+CHART = """
+const card = document.querySelectorAll('[data-testid="experiment-view-compare-runs-card"]')[arguments[0]];
+const plot = card && card.querySelector('.js-plotly-plot');
+if (!plot || !plot.data || !plot.querySelector('.trace')) return null;
+const lines = plot.data.filter(trace => trace.uuid && !trace.fill);
+return {
+  title: card.innerText.split('\\n')[0],
+  axis: plot.layout.xaxis.title.text,
+  drawn: [...plot.querySelectorAll('.scatterlayer .trace .js-line')].map(line => line.style.stroke),
+  lines: Object.fromEntries(lines.map(line => [line.uuid, {x: [...line.x], y: [...line.y]}])),
+}"""
+ROWS = """
+const rows = [...document.querySelectorAll('.ag-pinned-left-cols-container .ag-row')];
+rows.sort((a, b) => a.getAttribute('row-index') - b.getAttribute('row-index'));
+const aside = /^#|^(Hide|Unhide|Pin|Unpin) (group|run)$|ago$/;
+return rows.map(row => row.innerText.split('\\n').filter(text => text && !aside.test(text)).join(' '))"""
+
+
+@dataclass
+class Shown:
+    """A store that MLflow serves, with two sweeps and a lone run in one experiment.
+
+    Attributes:
+        factors: the sweep over factor and seed, 6 jobs.
+        optimizers: the sweep over optimizer and factor, 6 jobs.
+        losses: of the first sweep, by factor and seed, after each update.
+    """
+
+    store: Store
+    address: str
+    chrome: WebDriver
+    factors: synthetic.Made
+    optimizers: synthetic.Made
+    losses: dict[tuple[int, int], np.ndarray]
+
+    def fragment(self, sweep: synthetic.Made) -> str:
+        client = self.store.client()
+        return mlflow_view.saved_view(client, sweep.experiment_id, sweep.run_id, sweep.varied, ["accuracy"], sweep.name)
+
+    def open(self, fragment: str) -> None:
+        self.chrome.get("about:blank")  # else a new fragment is no new page
+        self.chrome.get(f"{self.address}/{fragment}")
+
+    def wait(self, for_: Callable[[], Any], what: str) -> Any:
+        waiting = WebDriverWait(self.chrome, 240, ignored_exceptions=[StaleElementReferenceException])
+        try:
+            return waiting.until(lambda _: for_())
+        except TimeoutException:
+            picture(self.chrome, ARTIFACTS / "failed.png")
+            raise AssertionError(f"{what}\n{self.chrome.current_url}\n{self.rows()}") from None
+
+    def rows(self) -> list[str]:
+        rows: list[str] = self.chrome.execute_script(ROWS)
+        return rows
+
+    def chart(self, place: int, lines: int) -> dict[str, Any]:
+        """The chart there, once it has as many lines as are asked for."""
+
+        def complete() -> Any:
+            chart = self.chrome.execute_script(CHART, place)
+            return chart if chart and len(chart["drawn"]) >= lines and len(chart["lines"]) == lines else None
+
+        chart: dict[str, Any] = self.wait(complete, f"chart {place} has no {lines} lines")
+        return chart
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    store = synthetic.store(tmp_path_factory.mktemp("shown"))
+    names = [f"factor={factor} seed={seed}" for factor in FACTORS for seed in SEEDS]
+    factors = synthetic.Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
+    losses = {}
+    for factor in FACTORS:
+        for seed in SEEDS:
+            batch = MICRO * factor
+            seen = batch * np.arange(1, EXAMPLES // batch + 1)
+            loss = losses[factor, seed] = 2 * np.exp(-seen / 3000) + 0.1 * seed + 0.05 * np.log2(factor)
+            # Not on any step that is a round part of the whole: most of them fall out of a thinned-out `train/` row.
+            at = [int(step) for step in np.linspace(0.19, 0.99, EVALUATIONS) * len(seen)]
+            curves: dict[str, Any] = {"train/loss": loss, "val/loss": {step: loss[step - 1] for step in at}}
+            curves["val/accuracy"] = {step: 1 - loss[step - 1] / 3 for step in at}
+            curves["val/examples_seen"] = {step: seen[step - 1] for step in at}
+            if factor > 1:
+                curves["train/gradient_noise_scale"] = 100 + seen / 100
+            factors.job(f"factor={factor} seed={seed}", curves, factor=factor, batch=batch, seed=seed)
+    factors.end()
+    names = [f"optimizer={name} factor={factor}" for name in OPTIMIZERS for factor in FACTORS]
+    optimizers = synthetic.Made(store, names, ["optimizer", "accumulation.factor"], "optimizer_by_factor")
+    for name in names:
+        curves = {"train/loss": 2 * 0.99 ** np.arange(20) + len(name) / 100}
+        # Both are SGD: no param in which the optimizers differ, only the names of the jobs.
+        optimizers.job(name, curves, factor=int(name.split("=")[-1]), params={"optimizer._target_": "keras.SGD"})
+    optimizers.end()
+    client = store.client()
+    lone = client.create_run(factors.experiment_id, run_name="lone").info.run_id
+    client.log_metric(lone, "train/loss", 1.0, step=1)
+    client.set_terminated(lone)
+    with server(store.uri, seconds=300) as address, browser() as chrome:
+        chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NEW})
+        yield Shown(store, address, chrome, factors, optimizers, losses)
+
+
+@dataclass
+class Page:
+    """What the page of the first sweep shows: one look, for several tests."""
+
+    rows: list[str]
+    loss: dict[str, Any]
+    validation: dict[str, Any]
+    navigation: set[str]
+
+
+@pytest.fixture(scope="module")
+def page(shown: Shown) -> Page:
+    shown.open(shown.fragment(shown.factors))
+    loss, validation = shown.chart(0, lines=len(FACTORS)), shown.chart(1, lines=len(FACTORS))
+    picture(shown.chrome, ARTIFACTS / "sweep.png")
+    return Page(shown.rows(), loss, validation, _pages(shown))
+
+
+def test_the_link_opens_the_sweep_and_nothing_else(page: Page) -> None:
+    expected = []
+    for factor in FACTORS:
+        expected += [f"Group: {factor} {len(SEEDS)}", *(f"factor={factor} seed={seed}" for seed in SEEDS)]
+    assert page.rows == expected
+
+
+def test_seeds_are_averaged_along_examples_seen(shown: Shown, page: Page) -> None:
+    assert (page.loss["title"], page.loss["axis"]) == ("train/loss", "train/examples_seen")
+    for factor in FACTORS:
+        line = page.loss["lines"][f"param.derived.factor.{factor}"]
+        batch = MICRO * factor
+        assert (line["x"][0], line["x"][-1]) == (batch, EXAMPLES)
+        average = np.mean([shown.losses[factor, seed] for seed in SEEDS], axis=0)
+        np.testing.assert_allclose(line["y"], average[np.array(line["x"], int) // batch - 1], rtol=1e-9)
+
+
+def test_every_evaluation_is_drawn_however_long_the_run(page: Page) -> None:
+    assert (page.validation["title"], page.validation["axis"]) == ("val/loss", "val/examples_seen")
+    assert [len(line["x"]) for line in page.validation["lines"].values()] == [EVALUATIONS] * len(FACTORS)
+
+
+def test_a_new_browser_opens_the_link_in_training_mode(page: Page) -> None:
+    assert {"Runs", "Models"} <= page.navigation
+    assert not {"Sessions", "Judges", "Playground"} & page.navigation
+
+
+def test_without_repetitions_each_job_is_a_curve_of_its_colour(shown: Shown) -> None:
+    names = {run.info.run_name: run.info.run_id for run in _children(shown, shown.optimizers)}
+    mlflow_view.color(shown.store.client(), names)
+    shown.open(shown.fragment(shown.optimizers))
+
+    chart = shown.chart(0, lines=len(names))
+
+    assert (chart["title"], chart["axis"]) == ("train/loss", "train/examples_seen")
+    assert set(chart["lines"]) == set(names.values())
+    assert len(set(chart["drawn"])) == len(names)
+    assert shown.rows() == shown.optimizers.names  # in the order in which they were planned
+    picture(shown.chrome, ARTIFACTS / "optimizers.png")
+
+
+def test_parent_and_children_fold_and_unfold(shown: Shown) -> None:
+    fragment = f"#/experiments/{shown.factors.experiment_id}/runs?workflowType=machine_learning"
+    folded = ["lone", "sweep factor_at_fixed_micro_batch", "sweep optimizer_by_factor"]
+    shown.open(fragment)
+    shown.wait(lambda: _names(shown) == folded, "the list is not folded")
+    picture(shown.chrome, ARTIFACTS / "folded.png")
+
+    _expander(shown, "sweep optimizer_by_factor").click()
+    unfolded = sorted([*folded, *shown.optimizers.names])
+    shown.wait(lambda: _names(shown) == unfolded, "the children do not show")
+    picture(shown.chrome, ARTIFACTS / "unfolded.png")
+
+    _expander(shown, "sweep optimizer_by_factor").click()
+    shown.wait(lambda: _names(shown) == folded, "the children still show")
+
+
+def test_the_jobs_of_a_sweep_are_selected_and_compared(shown: Shown) -> None:
+    shown.open(f"#/experiments/{shown.factors.experiment_id}/runs?workflowType=machine_learning")
+    shown.wait(lambda: "sweep factor_at_fixed_micro_batch" in shown.rows(), "no list of runs")
+    _expander(shown, "sweep factor_at_fixed_micro_batch").click()
+    shown.wait(lambda: set(shown.factors.names) <= set(shown.rows()), "the children do not show")
+    for name in shown.factors.names:
+        box = shown.chrome.find_element(By.XPATH, f"{_row(name)}//input[@type='checkbox']")
+        shown.chrome.execute_script("arguments[0].click()", box)
+    find = shown.chrome.find_elements
+    (button,) = shown.wait(lambda: find(By.CSS_SELECTOR, "[data-testid=runs-compare-button]"), "nothing is selected")
+    button.click()
+    title = f"Comparing {len(shown.factors.names)} Runs from 1 Experiment"
+    shown.wait(lambda: title in find(By.TAG_NAME, "body")[0].text, "no comparison")
+    shown.wait(lambda: find(By.CSS_SELECTOR, ".js-plotly-plot"), "no plot")
+    picture(shown.chrome, ARTIFACTS / "selected.png")
+
+
+@pytest.mark.parametrize("state", ["not a view", json.dumps({"name": "x", "createdAt": 1, "state": "deflate;AAAA"})])
+def test_where_the_view_is_not_understood_the_plain_page_opens(shown: Shown, state: str) -> None:
+    fragment = shown.fragment(shown.factors)
+    tag = mlflow_view.TAG + shown.factors.run_id
+    shown.store.client().set_experiment_tag(shown.factors.experiment_id, tag, state)
+
+    # The UI then forgets what the link said of the mode: this user has chosen it before.
+    added = shown.chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
+    try:
+        shown.open(fragment)
+        shown.wait(lambda: "lone" in shown.rows(), "no list of runs")
+    finally:
+        shown.chrome.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
+    sweep = shown.factors
+    results = [["job", "val/loss"], *([name, "0.5"] for name in sweep.names)]
+    text = mlflow_view.description(sweep.name, "How far does it pay?", sweep.varied, shown.fragment(sweep), results)
+    shown.store.client().set_tag(sweep.run_id, "mlflow.note.content", text)
+    shown.open(f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}?workflowType=machine_learning")
+    find = shown.chrome.find_elements
+    (link,) = shown.wait(lambda: find(By.LINK_TEXT, "Compare the runs of this sweep"), "no link")
+    picture(shown.chrome, ARTIFACTS / "parent.png")
+    windows = shown.chrome.window_handles
+
+    link.click()  # into a window of its own
+    shown.wait(lambda: len(shown.chrome.window_handles) > len(windows), "no new window")
+    shown.chrome.switch_to.window(shown.chrome.window_handles[-1])
+    try:
+        shown.wait(lambda: f"Group: {FACTORS[0]} {len(SEEDS)}" in shown.rows(), "no comparison")
+    finally:
+        shown.chrome.close()
+        shown.chrome.switch_to.window(windows[0])
+
+
+def test_the_view_of_a_sweep_is_saved_once(shown: Shown) -> None:
+    assert shown.fragment(shown.factors) == shown.fragment(shown.factors)
+
+    tags = shown.store.client().get_experiment(shown.factors.experiment_id).tags
+    view = json.loads(tags[mlflow_view.TAG + shown.factors.run_id])
+    packed = view["state"].removeprefix("deflate;")
+    assert view["name"] == f"factor_at_fixed_micro_batch {shown.factors.run_id[:6]}"
+    assert json.loads(zlib.decompress(base64.b64decode(packed)))["searchFilter"] == (
+        f"tags.sweep = '{shown.factors.run_id}'"
+    )
+    assert sum(key.startswith(mlflow_view.TAG) and shown.factors.run_id in key for key in tags) == 1
+
+
+@pytest.mark.parametrize(
+    ("uri", "start"),
+    [
+        ("sqlite:///mlruns/mlflow.db", "http://127.0.0.1:5000/#/e"),
+        ("http://host:81", "http://host:81/#/e"),
+        ("https://me:secret@host/mlflow/", "https://host/mlflow/#/e"),
+    ],
+)
+def test_the_link_names_the_server_and_no_password(uri: str, start: str) -> None:
+    assert mlflow_view.link(uri, "#/e") == start
+
+
+def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
+    rows = [["job", "val/loss"], *([f"factor={number} | x", str(number)] for number in range(1000))]
+
+    text = mlflow_view.description("many", "", ["accumulation.factor"], "#/e", rows)
+
+    kept = text.count("factor=") - text.count("`accumulation.factor=`")
+    assert len(text) <= mlflow_view.LONGEST_TAG
+    assert kept > 100
+    assert text.endswith(f"and {1000 - kept} more")
+    assert "| factor=0 \\| x | 0 |" in text
+
+
+def test_jobs_that_differ_by_the_seed_share_a_colour(shown: Shown) -> None:
+    mlflow_view.color(
+        shown.store.client(), {run.info.run_name: run.info.run_id for run in _children(shown, shown.factors)}
+    )
+
+    colors = {run.info.run_name: run.data.tags["mlflow.runColor"] for run in _children(shown, shown.factors)}
+    for factor in FACTORS:
+        assert len({colors[f"factor={factor} seed={seed}"] for seed in SEEDS}) == 1
+    assert len(set(colors.values())) == len(FACTORS)
+
+
+def _children(shown: Shown, sweep: synthetic.Made) -> list:
+    return list(shown.store.client().search_runs([sweep.experiment_id], f"tags.sweep = '{sweep.run_id}'"))
+
+
+def _names(shown: Shown) -> list[str]:
+    return sorted(shown.rows())
+
+
+def _expander(shown: Shown, name: str) -> Any:
+    return shown.chrome.find_element(By.XPATH, f"{_row(name)}//button[contains(@data-component-id, 'runnamecell')]")
+
+
+def _row(name: str) -> str:
+    return f"//div[@role='row'][.//span[text()='{name}']]"
+
+
+def _pages(shown: Shown) -> set[str]:
+    """What the navigation of an experiment offers."""
+    links = shown.chrome.find_elements(By.CSS_SELECTOR, "a[href*='/experiments/'], nav a, aside a")
+    return {link.text.strip() for link in links if link.text.strip()}

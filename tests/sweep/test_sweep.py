@@ -1,0 +1,423 @@
+"""Sweeps: real processes, a real store, jobs that fail in earnest."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from mlflow.entities import Run
+from omegaconf import OmegaConf
+
+from hydra_plugins import pipeline_launcher
+from pipeline.config import HardwareConfig
+from pipeline.errors import ConfigError
+from pipeline.sweep import parent_run
+from tests.running import ROOT, TINY, Store, pipeline, start, wait
+
+MINE = """
+import fcntl, os, resource, signal
+from pathlib import Path
+import keras
+
+
+class Trouble(keras.callbacks.Callback):
+    # What goes wrong in a job, until a file `healed` is there.
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = "none" if Path("healed").exists() else mode
+        place = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.place = open(f"place {place}".replace("/", "-"), "w")
+        if place:
+            fcntl.flock(self.place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another job holds it
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch < 5:
+            return
+        if self.mode == "raise":
+            raise ValueError("the sixth update is cursed")
+        if self.mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.mode == "memory":
+            limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**28
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            self.hoard = [bytearray(2**24) for _ in range(100)]
+"""
+TROUBLES = """
+defaults:
+  - config
+  - override model: mlp
+  - _self_
+training:
+  epochs: 1
+  callbacks:
+    trouble: {_target_: mine.Trouble, mode: none}
+tracking: {log_model: false, system_metrics: false}
+hydra:
+  sweeper:
+    params:
+      training.callbacks.trouble.mode: raise,one,kill,two,memory,three
+"""
+
+
+def parent_and_children(store: Store) -> tuple[Run, dict[str, list[Run]]]:
+    """The one parent, and its children by the job's name; a child is beneath it in both of MLflow's ways."""
+    runs = store.runs()
+    (parent,) = [run for run in runs if "sweep.name" in run.data.tags]
+    children: dict[str, list[Run]] = {}
+    for run in runs:
+        if run is not parent:
+            assert run.data.tags["sweep"] == run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+            assert run.info.run_name == run.data.tags["sweep.job"]
+            children.setdefault(run.data.tags["sweep.job"], []).append(run)
+    return parent, children
+
+
+def table(printed: str) -> dict[str, str]:
+    """Status by job, as the sweep printed it at its end."""
+    lines = [line.split() for line in printed.splitlines() if line.startswith("  ") and " started" not in line]
+    return {line[0]: line[1] for line in lines if line[1] not in ("ended", "started")}
+
+
+# Jobs that fail
+
+
+@pytest.fixture(scope="module")
+def troubles(tmp_path_factory):
+    """A user's own sweep of six jobs, of which three fail, two at once; then what is missing of it."""
+    folder = tmp_path_factory.mktemp("troubles")
+    (folder / "mine.py").write_text(MINE)
+    (folder / "sweeps").mkdir()
+    (folder / "sweeps" / "troubles.yaml").write_text(TROUBLES)
+    first = pipeline("sweep", "troubles", cwd=folder, status=1, CUDA_VISIBLE_DEVICES="3,GPU-beef,-1,7")
+    store = Store(folder)
+    before = parent_and_children(store)
+    places = {file.name for file in folder.glob("place *")}
+    (folder / "healed").touch()
+    again = pipeline("sweep", "troubles", "--again", before[0].info.run_id[:12], cwd=folder)
+    return first.stderr, before, places, again.stderr, parent_and_children(store)
+
+
+def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
+    printed, (parent, children), *_ = troubles
+    statuses = {name: [run.info.status for run in runs] for name, runs in children.items()}
+    assert statuses == {
+        "mode=raise": ["FAILED"],
+        "mode=one": ["FINISHED"],
+        "mode=kill": ["KILLED"],
+        "mode=two": ["FINISHED"],
+        "mode=memory": ["FAILED"],
+        "mode=three": ["FINISHED"],
+    }
+    assert table(printed) == {name: status for name, (status,) in statuses.items()}
+    assert "ValueError: the sixth update is cursed" in printed
+    assert "ended without a word after update" in printed
+    assert "MemoryError" in printed
+    assert "Traceback" not in printed
+    assert parent.info.status == "FAILED"
+    assert f"pipeline sweep troubles --again {parent.info.run_id}" in printed
+
+
+def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
+    _, (_, before), _, printed, (parent, after) = troubles
+    assert parent.info.status == "FINISHED"
+    assert set(table(printed).values()) == {"FINISHED"}
+    for name, runs in after.items():
+        finished = [run for run in runs if run.info.status == "FINISHED"]
+        assert len(finished) == 1, name
+        assert len(runs) == len(before[name]) + (before[name][0].info.status != "FINISHED")
+        assert finished[0].data.metrics["train/examples_seen"] == 1437
+
+
+def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(troubles):
+    printed, _, places, *_ = troubles
+    assert places == {"place 3", "place GPU-beef"}
+    running, most = 0, 0
+    for line in printed.splitlines():
+        running += line.endswith(": started") - (": ended after" in line)
+        most = max(running, most)
+    assert most == 2
+
+
+def test_two_sweeps_at_once_share_no_gpu(tmp_path):
+    """The one whose callback finds the GPU's lock taken would raise."""
+    (tmp_path / "mine.py").write_text(MINE)
+    shown = {"CUDA_VISIBLE_DEVICES": "GPU-cafe/1", "TMPDIR": str(tmp_path)}
+    lasting = [*TINY, "training.epochs=10", "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}"]
+    sweeps = [
+        start("train", "-m", *lasting, "seed=0,1", f"hydra.sweep.dir={name}", cwd=tmp_path, **shown)
+        for name in ("one", "two")
+    ]
+    printed = [process.communicate(timeout=240)[1] for process in sweeps]
+    assert [process.returncode for process in sweeps] == [0, 0], printed
+    logs = [file.read_text() for file in tmp_path.glob("*/.submitit/*/*/*_log.err")]
+    assert len(logs) == 4
+    assert any("waits for GPU GPU-cafe/1, which a job of another sweep has" in log for log in logs)
+
+
+def test_the_parent_says_what_the_sweep_was(troubles):
+    *_, (parent, _) = troubles
+    assert parent.info.run_name == "sweep troubles"
+    assert parent.data.params["sweep"] == "troubles"
+    assert parent.data.params["jobs"] == "6"
+    assert parent.data.params["varied"] == "training.callbacks.trouble.mode"
+    assert json.loads(parent.data.tags["sweep.jobs"]) == [
+        f"mode={m}" for m in ["raise", "one", "kill", "two", "memory", "three"]
+    ]
+
+
+# Interruptions
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "at_once"), [(signal.SIGINT, True, 2), (signal.SIGTERM, False, 1)], ids=["ctrl-c", "sigterm"]
+)
+def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, number, to_group, at_once):
+    jobs = (f"seed={','.join(map(str, range(at_once + 1)))}", f"hardware.parallel_jobs={at_once}")
+    process = start("train", "-m", *TINY, "training.epochs=100000", *jobs, "hydra.sweep.dir=jobs", cwd=tmp_path)
+    journals = [tmp_path / "jobs" / str(job) / "journal.jsonl" for job in range(at_once)]
+    wait(lambda: all(file.exists() and file.read_text().count("train/loss") > 20 for file in journals))
+    if to_group:  # as a terminal does it
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    printed = process.communicate(timeout=90)[1]
+    assert process.returncode == 130, printed
+    parent, children = parent_and_children(Store(tmp_path))
+    assert parent.info.status == "KILLED"
+    assert {name: run.info.status for name, (run,) in children.items()} == {
+        f"seed={n}": "KILLED" for n in range(at_once)
+    }
+    assert all("SIGTERM" in run.data.tags["failure"] for (run,) in children.values())  # each said so itself
+    assert f"  seed={at_once}  NOT RUN" in printed
+    assert "Traceback" not in printed
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("fork", "seconds"), [(True, 0), (True, 0.5), (True, 1), (False, 1)])
+def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, fork, seconds):
+    process = start("train", "-m", *TINY, "seed=0,1", f"hydra.launcher.fork={fork}", cwd=tmp_path)
+    assert process.stderr is not None
+    while "started" not in process.stderr.readline():
+        pass
+    time.sleep(seconds)  # the imports, of the job or of what it is forked from, or what follows
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=90)[1]
+    assert process.returncode == 130, printed
+    parent, children = parent_and_children(Store(tmp_path))
+    assert parent.info.status == "KILLED"
+    assert all(run.info.status == "KILLED" for runs in children.values() for run in runs)
+    assert processes_in(tmp_path) == []
+    assert "Traceback" not in printed
+
+
+def test_an_interruption_does_not_wait_for_an_import_that_hangs(tmp_path):
+    process = start("train", "-m", *TINY, "seed=0,1", cwd=tmp_path)
+    of_jobs = lambda child: "pipeline.launching.forked_job" in child.cmdline()  # noqa: E731
+    wait(lambda: any(map(of_jobs, psutil.Process(process.pid).children())))
+    (server,) = filter(of_jobs, psutil.Process(process.pid).children())
+    server.suspend()
+    assert process.stderr is not None
+    while "started" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=30)[1]
+    assert process.returncode == 130, printed
+    assert processes_in(tmp_path) == []
+
+
+def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
+    with (tmp_path / f"pipeline-{os.getuid()}-gpu-3.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shown = {"CUDA_VISIBLE_DEVICES": "3", "TMPDIR": str(tmp_path)}
+        process = start("train", "-m", *TINY, "seed=0,1", "hydra.sweep.dir=jobs", cwd=tmp_path, **shown)
+        logs = tmp_path / "jobs" / ".submitit"
+        wait(lambda: any("waits for GPU 3" in file.read_text() for file in logs.glob("0/*/*_log.err")))
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=30)[1]
+    assert process.returncode == 130, printed
+    assert parent_and_children(Store(tmp_path))[1] == {}
+    assert processes_in(tmp_path) == []
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of the processes that work in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder):
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
+# Searches
+
+
+def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interrupted(tmp_path):
+    """Optuna's choices are the seed's: what finished is not run again, and counts as it did.
+
+    `--again` needs no override again; one that is given counts more than the recorded one.
+    """
+    search = ("sweep", "search_learning_rate")
+    first = pipeline(*search, *TINY, "accumulation.factor=1,4", "hydra.sweeper.trials=2", cwd=tmp_path)
+    store = Store(tmp_path)
+    parent, before = parent_and_children(store)
+    more = pipeline(*search, "--again", parent.info.run_id, "hydra.sweeper.trials=3", cwd=tmp_path)
+    parent, after = parent_and_children(store)
+    assert parent.info.status == "FINISHED"
+    assert len(before) == 2
+    assert len(after) == 3
+    assert all(len(runs) == 1 for runs in after.values())
+    assert all(run.data.params["training.epochs"] == "1" for (run,) in after.values())
+    losses = {name: run.data.metrics["val/loss"] for name, (run,) in after.items()}
+    best = json.loads(parent.data.tags["sweep.best"])
+    assert best["loss"] == min(losses.values())
+    rate, factor = (override.split("=")[1] for override in best["overrides"])
+    assert min(losses, key=losses.__getitem__).startswith(f"rate={rate} factor={factor}")
+    assert "best of 2: loss" in first.stderr
+    assert "best of 3: loss" in more.stderr
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("sweep", "seeds", "seed=0,-1"), "seed must be from 0 to 4294967295. Received: -1"),
+        (
+            ("sweep", "seeds", "optimizer=adamw,adamwww"),
+            "optimizer must be an option of its group. Received: 'adamwww'",
+        ),
+        (
+            ("sweep", "seeds", "+hydra.launcher.nonsense=1"),
+            "hydra.launcher.nonsense must be a parameter of this launcher",
+        ),
+        (("sweep", "seeds", "hydra.launcher.nodes=2"), "hydra.launcher.nodes must be 1 on this machine. Received: 2"),
+        (("sweep", "seeds", "hydra.launcher.tasks_per_node=0"), "hydra.launcher.tasks_per_node must be 1"),
+        (("sweep", "seeds", "hydra.launcher.timeout_min=0"), "hydra.launcher.timeout_min must be at least 1"),
+        (("sweep", "seeds", "hydra.launcher.fork=maybe"), "hydra.launcher.fork"),
+        (("sweep", "search_learning_rate", "hydra.sweeper.at_once=0"), "hydra.sweeper.at_once must be at least 1"),
+        (("sweep", "sedes"), "NAME must name a sweep. Received: 'sedes'"),
+        (("sweep", "seeds", "--again", "never"), "SWEEP must name one sweep of the store"),
+        (("train", "-m", "accumulation.factor=1,0"), "accumulation.factor must be"),
+    ],
+)
+def test_one_wrong_job_refuses_the_sweep_and_leaves_nothing(tmp_path, arguments, said):
+    done = pipeline(*arguments, cwd=tmp_path, status=2)
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_password_in_a_config_file_is_refused_as_the_files_of_a_sweep_would_hold_it(tmp_path):
+    own = tmp_path / "conf" / "tracking" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("uri: http://me:Hunter77@127.0.0.1:9\n")
+    done = pipeline("train", "-m", "--config-dir", "conf", "tracking=mine", "seed=0,1", cwd=tmp_path, status=2)
+    assert "tracking.uri must come to a sweep as an override" in done.stderr
+    assert "Hunter77" not in done.stderr
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [own]
+
+
+# Launchers, sweep files, names
+
+
+def test_a_sweep_file_is_a_plain_hydra_multirun_and_runs_in_one_process_for_a_debugger(tmp_path):
+    name = "factor_at_fixed_effective_batch"
+    files = ("--config-dir", str(ROOT / "sweeps"), "--config-name", name)
+    pipeline(
+        *("train", "-m", *files, *TINY, "accumulation.factor=1,8", "hydra/launcher=basic", "hydra.sweep.dir=jobs"),
+        *("hardware.precision=float64",),
+        cwd=tmp_path,
+    )
+    store = Store(tmp_path)
+    parent, children = parent_and_children(store)
+    assert parent.info.run_name == f"sweep {name}"
+    assert parent.info.status == "FINISHED"
+    losses = [store.history(run, "train/loss") for (run,) in (children["factor=1"], children["factor=8"])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert not (tmp_path / "jobs" / ".submitit").exists()
+
+
+PLANNED = """
+import json
+from hydra_plugins.pipeline_launcher import LocalLauncher
+from hydra_plugins.pipeline_launcher.sweeping import gave
+
+class Planned(LocalLauncher):
+    # Plans as ever, and starts nothing.
+    def launch(self, job_overrides, initial_job_idx):
+        settings = [self._composed(overrides)[1] for overrides in job_overrides]
+        jobs, _ = self._jobs(job_overrides, settings, initial_job_idx)
+        print(json.dumps([job.name for job in jobs]))
+        return [gave(1.0) for _ in jobs]
+"""
+NAMES = {
+    "factor_at_fixed_effective_batch": ["factor=1", "factor=16"],
+    "factor_at_fixed_micro_batch": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
+    "factor_with_linear_scaling": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
+    "factor_with_sqrt_scaling": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
+    "optimizer_by_factor": ["optimizer=momentum factor=1 batch=16", "optimizer=lion factor=16 batch=256"],
+    "seeds": ["seed=0", "seed=4"],
+}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, file):
+    (tmp_path / "hydra_plugins").mkdir()  # where alone Hydra takes plugins from
+    (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)
+    done = pipeline("sweep", file.stem, "hydra.launcher._target_=hydra_plugins.planned.Planned", cwd=tmp_path)
+    names = [name for line in done.stdout.splitlines() for name in json.loads(line)]
+    head = file.read_text()
+    assert head.startswith("# Question: ")
+    runs = re.search(
+        rf"# Run: +pipeline sweep {file.stem} +(\d+) runs, about \d+ s each on two CPU cores\n# Expect: ", head
+    )
+    assert len(set(names)) == len(names) == int(runs[1])
+    if file.stem in NAMES:
+        assert [names[0], names[-1]] == NAMES[file.stem]
+
+
+def test_jobs_are_named_by_what_differs():
+    values = [{"accumulation.factor": factor, "optimizer.learning_rate": 0.1} for factor in (1, 8)]
+    assert parent_run.names_of(values, [32, 256]) == ["factor=1 rate=0.1 batch=32", "factor=8 rate=0.1 batch=256"]
+    assert parent_run.names_of([{}, {}], [32, 32], first=4) == ["job #4", "job #5"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "settings", "places"),
+    [
+        ("0,1", {}, [["0"], ["1"]]),
+        ("2,5,7", {"gpus_per_job": 2}, [["2", "5"]]),
+        ("0,1,2,3", {"replicas": 2}, [["0", "1"], ["2", "3"]]),
+        ("0,1", {"parallel_jobs": 1}, [["0"]]),
+        ("0,1", {"parallel_jobs": 8}, [["0"], ["1"]]),  # never two on one
+        ("0,1", {"parallel_jobs": 3, "device": "cpu"}, [[], [], []]),
+        ("GPU-a,MIG-b", {}, [["GPU-a"], ["MIG-b"]]),
+        ("", {}, [[]]),
+        ("-1", {"parallel_jobs": 2}, [[], []]),
+    ],
+)
+def test_each_job_has_gpus_of_its_own(monkeypatch, listed, settings, places):
+    assert _places(monkeypatch, listed, settings) == places
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"gpus_per_job must be at most the 1 GPUs of this machine. Received: 2"):
+        _places(monkeypatch, "4", {"gpus_per_job": 2})
+
+
+def _places(monkeypatch, listed, settings):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    launcher = pipeline_launcher.LocalLauncher()
+    launcher.config = OmegaConf.create({"hardware": OmegaConf.structured(HardwareConfig(**settings))})
+    return launcher._places([launcher.config.hardware])

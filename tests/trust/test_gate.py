@@ -1,0 +1,543 @@
+"""What a config that came out of a tracking store may do, and above all what it may not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from pipeline import config as configuration
+from pipeline import instantiate
+from pipeline.errors import ConfigError
+from pipeline.rerun.recorded_run import Recorded
+from pipeline.trust import allowlist
+from pipeline.trust.gate import Gate, check_config, confine, strict
+from tests.running import ROOT, environment
+
+CALLBACK = "training.callbacks.it"
+MODEL = "pipeline.model.mlp"
+
+
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """Of a run directory, a data directory and the prefix `mypkg`; `mypkg2` and `evil` write a file when imported."""
+    for folder in ("run", "data", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run/link").symlink_to(tmp_path / "elsewhere")
+    leave = f"open({str(tmp_path / 'run/ran')!r}, 'w').close()\n"
+    (tmp_path / "mypkg").mkdir()
+    (tmp_path / "mypkg/__init__.py").write_text(
+        "import functools, os, subprocess\nfrom subprocess import Popen\nfrom keras.utils import get_file\n"
+        "from keras import Sequential\nbound = functools.partial(os.system, 'true')\n"
+    )
+    (tmp_path / "mypkg/models.py").write_text(
+        "import keras\n\n"
+        "class Model(keras.Sequential):\n    pass\n\n"
+        "def build(classes):\n    return Model([keras.layers.Flatten(), keras.layers.Dense(classes)])\n"
+    )
+    for name in ("mypkg2", "evil"):
+        (tmp_path / f"{name}.py").write_text(f"{leave}def run(*args, **kwargs):\n    {leave}")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield Gate(tmp_path / "run", tmp_path / "data", allowed=("mypkg",))
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("mypkg", "mypkg2", "evil"):
+            del sys.modules[name]
+
+
+def recorded(*overrides: str, **values: object) -> dict:
+    """A resolved config, as a run records it, with `values` at their dotted names."""
+    return put(deepcopy(composed(*overrides)), **values)
+
+
+@cache
+def composed(*overrides: str) -> dict:
+    configuration.register()
+    with initialize_config_dir(configuration.directory(), version_base="1.3"):
+        container = configuration.plain(compose("config", overrides=list(overrides)))
+    container["tracking"].pop("uri")
+    return container
+
+
+def put(container: dict, **values: object) -> dict:
+    for dotted, value in values.items():
+        *parents, last = dotted.split(".")
+        node = container
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = deepcopy(value)
+    return container
+
+
+def layers(*nodes: object) -> dict:
+    return {"_target_": "keras.Sequential", "layers": [{"_target_": "keras.layers.Flatten"}, *nodes]}
+
+
+SHELL = {"_target_": "os.system", "_args_": ["touch RAN"]}
+KERAS_OBJECT = {"module": "evil", "class_name": "run", "registered_name": "evil>run", "config": {}}
+LOSS = "keras.losses.Loss"
+
+ANY_TEXT = {"_target_": "pipeline.optimizer.constant", "learning_rate": "x"}
+PLAIN = "must be a plain dotted name. Received: "
+
+# (where it stands in the config, what stands there, what the message must name)
+REFUSED = [
+    # names that are no builder
+    ("model", SHELL, "os.system"),
+    ("model", {"_target_": "subprocess.Popen", "args": ["touch", "RAN"]}, "subprocess.Popen"),
+    ("model", {"_target_": "builtins.eval", "_args_": ["__import__('evil')"]}, "builtins.eval"),
+    ("model", {"_target_": "builtins.exec", "_args_": ["import evil"]}, "builtins.exec"),
+    ("model", {"_target_": "posix.system", "_args_": ["touch RAN"]}, "posix.system"),
+    ("model", {"_target_": "importlib.import_module", "name": "evil"}, "importlib.import_module"),
+    ("model", {"_target_": "hydra.utils.get_method", "path": "evil.run"}, "hydra.utils.get_method"),
+    ("model", {"_target_": "hydra.utils.instantiate", "config": {}}, "hydra.utils.instantiate"),
+    ("model", {"_target_": "functools.partial", "_args_": []}, "functools.partial"),
+    ("model", {"_target_": "pickle.loads", "_args_": [""]}, "pickle.loads"),
+    ("model", {"_target_": "evil.run"}, "evil.run"),
+    ("model", {"_target_": "evil"}, "'evil'"),
+    ("model", {"_target_": "mypkg2.run"}, "mypkg2.run"),
+    ("model", {"_target_": "pipeline.tracking.store.Store", "uri": "x"}, "pipeline.tracking.store.Store"),
+    ("model", {"_target_": "pipeline.model.build"}, "pipeline.model.build"),
+    ("model", {"_target_": "pipeline.job.run"}, "pipeline.job.run"),
+    ("model", {"_target_": "pipeline.model.keras.saving.load_model"}, "pipeline.model.keras.saving.load_model"),
+    ("model", {"_target_": "tensorflow.keras.Sequential"}, "tensorflow.keras.Sequential"),
+    ("model", {"_target_": "tensorflow.io.read_file", "filename": "x"}, "tensorflow.io.read_file"),
+    # what is merely reachable through Keras
+    ("model", {"_target_": "keras.utils.get_file", "origin": "x"}, "keras.utils.get_file"),
+    ("model", {"_target_": "keras.saving.load_model", "filepath": "x"}, "keras.saving.load_model"),
+    ("model", {"_target_": "keras.models.load_model", "filepath": "x"}, "keras.models.load_model"),
+    ("model", {"_target_": "keras.config.enable_unsafe_deserialization"}, "keras.config.enable_unsafe_deserialization"),
+    ("model", {"_target_": "keras.layers.deserialize", "config": {}}, "keras.layers.deserialize"),
+    ("model", {"_target_": "keras.layers.concatenate", "inputs": []}, "keras.layers.concatenate"),
+    ("model", {"_target_": "keras.src.layers.Dense", "units": 1}, "keras.src.layers.Dense"),
+    ("model", {"_target_": "keras.layers.TFSMLayer", "filepath": "x"}, "keras.layers.TFSMLayer"),
+    ("model", {"_target_": "keras.layers.TorchModuleWrapper", "module": "x"}, "keras.layers.TorchModuleWrapper"),
+    ("model", layers({"_target_": "keras.layers.Lambda", "function": "x"}), "keras.layers.Lambda"),
+    ("model", {"_target_": "keras.applications.resnet50.ResNet50"}, "keras.applications.resnet50.ResNet50"),
+    ("model", {"_target_": "keras.applications.imagenet_utils"}, "keras.applications.imagenet_utils"),
+    ("training.loss", {"_target_": "keras.losses.os"}, "keras.losses.os"),
+    ("training.loss", {"_target_": "keras.losses.get", "identifier": "mse"}, "keras.losses.get"),
+    ("training.loss", {"_target_": f"{LOSS}.__init__.__globals__"}, f"{LOSS}.__init__.__globals__"),
+    ("training.loss", {"_target_": f"{LOSS}.from_config", "config": {}}, f"{LOSS}.from_config"),
+    ("optimizer", {"_target_": "keras.optimizers.deserialize", "config": {}}, "keras.optimizers.deserialize"),
+    ("optimizer", {"_target_": "keras.optimizers.legacy"}, "keras.optimizers.legacy"),
+    ("optimizer", {"_target_": "keras.optimizers.OptimizerMap"}, "keras.optimizers.OptimizerMap"),
+    ("schedule", {"_target_": "keras.optimizers.schedules.serialize"}, "keras.optimizers.schedules.serialize"),
+    # what is merely reachable through a package that the user allows
+    ("model", {"_target_": "mypkg.os.system", "_args_": ["touch RAN"]}, "mypkg.os.system"),
+    ("model", {"_target_": "mypkg.subprocess.run", "args": ["touch", "RAN"]}, "mypkg.subprocess.run"),
+    ("model", {"_target_": "mypkg.Popen", "args": ["touch", "RAN"]}, "mypkg.Popen"),
+    ("model", {"_target_": "mypkg.get_file", "origin": "x"}, "mypkg.get_file"),
+    ("model", {"_target_": "mypkg.bound"}, "mypkg.bound"),
+    ("model", {"_target_": "mypkg.bound.func", "_args_": ["touch RAN"]}, "mypkg.bound.func"),
+    ("model", {"_target_": "mypkg.Sequential"}, "mypkg.Sequential"),
+    ("model", {"_target_": "mypkg.models.Model.load_weights", "filepath": "x"}, "mypkg.models.Model.load_weights"),
+    ("model", {"_target_": "mypkg.models.build.__globals__"}, f"{PLAIN}'mypkg.models.build.__globals__'"),
+    ("model", {"_target_": "mypkg.os"}, "mypkg.os"),
+    # where a name hides
+    ("model", {"_target_": MODEL, "hidden": [64, SHELL]}, "os.system"),
+    ("model", {"_target_": MODEL, "hidden": [[{"deep": [{"deeper": SHELL}]}]]}, "os.system"),
+    ("model", {"_target_": MODEL, "_recursive_": False, "hidden": SHELL}, "os.system"),
+    ("model", {"_target_": MODEL, "_args_": [SHELL]}, "os.system"),
+    ("model", {"_target_": MODEL, "_convert_": SHELL}, "os.system"),
+    ("dataset.preprocess", {**SHELL, "_partial_": True}, "os.system"),
+    ("dataset.augment", {"_target_": "evil.run"}, "evil.run"),
+    ("training.metrics.it", {"_target_": "keras.metrics.MeanMetricWrapper", "fn": {"_target_": "evil.run"}}, "evil"),
+    ("scaling.rule", {"_target_": "evil.run"}, "evil.run"),
+    ("seed", {"_target_": "evil.run"}, "evil.run"),
+    ("tracking.run_name", SHELL, "os.system"),
+    ("model", {"_target_": "${training.it}"}, "${training.it}"),
+    ("model", {"_target_": MODEL, "dropout": "${oc.env:HOME}"}, "${oc.env:HOME}"),
+    ("model", {"_target_": MODEL, "${oc.env:HOME}": 1}, "${oc.env:HOME}"),
+    ("tracking.run_name", "\\${oc.env:HOME}", "oc.env:HOME"),
+    ("model", {"_target_": ["os.system"]}, "os.system"),
+    ("model", {"_target_": {"_target_": "os.system"}}, "os.system"),
+    ("model", {"_target_": None}, "model._target_"),
+    ("model", {"_target_": "os.system "}, f"{PLAIN}'os.system '"),
+    ("model", {"_target_": ".os.system"}, f"{PLAIN}'.os.system'"),
+    ("model", {"_target_": "keras.layers.\nDense"}, f"{PLAIN}'keras.layers."),
+    ("model", {"_target_": "keras.layers.Dense\n"}, f"{PLAIN}'keras.layers.Dense"),
+    ("model", {"_target_": "keras.layers.Ｄense"}, f"{PLAIN}'keras.layers.Ｄense'"),
+    ("model", {"_target_": "ｍypkg.models.build"}, f"{PLAIN}'ｍypkg.models.build'"),
+    ("model", {"_target_": MODEL, "_partial_": "yes"}, MODEL),
+    ("model", {"_target_": MODEL, "_args_": "RAN"}, MODEL),
+    ("model", {"_target_": MODEL, "hidden": Path("x")}, "model.hidden"),
+    ("hydra", {"callbacks": {"it": {"_target_": "evil.run"}}}, "evil.run"),
+    ("hydra", {"mode": "RUN"}, "hydra must be of your own config"),
+    ("defaults", ["evil"], "defaults must be of your own config"),
+    # what Keras would build from a mapping
+    ("training.loss", KERAS_OBJECT, "training.loss.class_name"),
+    ("model", layers({"_target_": "keras.layers.Dense", "units": 1, "activation": KERAS_OBJECT}), "class_name"),
+    ("model", layers({"_target_": "keras.layers.Masking", "mask_value": KERAS_OBJECT}), "class_name"),
+    ("model", layers({"_target_": "keras.layers.Dense", "units": 1, "dtype": {"registered_name": "x"}}), "registered"),
+    # callbacks that send, run code, or write elsewhere
+    (CALLBACK, {"_target_": "keras.callbacks.RemoteMonitor"}, "keras.callbacks.RemoteMonitor"),
+    (CALLBACK, {"_target_": "keras.callbacks.LambdaCallback"}, "keras.callbacks.LambdaCallback"),
+    (CALLBACK, {"_target_": "keras.callbacks.OrbaxCheckpoint", "directory": "x"}, "keras.callbacks.OrbaxCheckpoint"),
+    (CALLBACK, {"_target_": "mlflow.keras.MlflowCallback"}, "mlflow.keras.MlflowCallback"),
+    *(
+        (CALLBACK, {"_target_": f"keras.callbacks.{name}", **arguments}, said)
+        for name, arguments, said in [
+            ("ModelCheckpoint", {"filepath": "/etc/it.keras"}, "/etc/it.keras"),
+            ("ModelCheckpoint", {"filepath": "../it.keras"}, "../it.keras"),
+            ("ModelCheckpoint", {"filepath": "link/it.keras"}, "link/it.keras"),
+            ("ModelCheckpoint", {"filepath": "gs://bucket/it.keras"}, "gs://bucket/it.keras"),
+            ("ModelCheckpoint", {"filepath": "~/it.keras"}, "~/it.keras"),
+            ("ModelCheckpoint", {"filepath": "DATA/it.keras"}, "DATA/it.keras"),
+            ("ModelCheckpoint", {"filepath": "{epoch:/>5}.keras"}, "{epoch:/>5}.keras"),
+            ("ModelCheckpoint", {"filepath": "{epoch.__class__}.keras"}, "{epoch.__class__}.keras"),
+            ("ModelCheckpoint", {"filepath": "a\0b.keras"}, "filepath"),
+            ("ModelCheckpoint", {"_args_": ["/etc/it.keras"]}, "keras.callbacks.ModelCheckpoint"),
+            ("ModelCheckpoint", {"filepath": "it.keras", "_partial_": True}, "keras.callbacks.ModelCheckpoint"),
+            ("CSVLogger", {"filename": "/etc/it.csv"}, "/etc/it.csv"),
+            ("CSVLogger", {"filename": "journal.jsonl"}, "journal.jsonl"),
+            ("CSVLogger", {"filename": ANY_TEXT}, "filename"),
+            ("BackupAndRestore", {"backup_dir": "."}, "'.'"),
+            ("BackupAndRestore", {"backup_dir": "DATA"}, "DATA"),
+            ("TensorBoard", {}, "keras.callbacks.TensorBoard"),
+            ("TensorBoard", {"log_dir": "link"}, "link"),
+        ]
+    ),
+    # paths that are read
+    ("model", {"_target_": "keras.applications.VGG16", "weights": "it.weights.h5"}, "it.weights.h5"),
+    ("model", {"_target_": "keras.applications.VGG16", "_args_": [True, "x.h5"]}, "keras.applications.VGG16"),
+    ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": "/etc/passwd"}), "/etc/passwd"),
+    ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": "link/words"}), "link/words"),
+    ("model", layers({"_target_": "keras.layers.TextVectorization", "vocabulary": ANY_TEXT}), "vocabulary"),
+    ("model", {"_target_": "mypkg.models.build", "weights": "/etc/passwd"}, "/etc/passwd"),
+    ("model", {"_target_": "mypkg.models.build", "weights": " https://example.org/x"}, "https://example.org/x"),
+    ("model", {"_target_": "mypkg.models.build", "weights": "a/../../x"}, "a/../../x"),
+    *(
+        ("model", {"_target_": "mypkg.models.build", "weights": text}, "model.weights must ")
+        for text in (
+            *("\x01http://evil/x", "\ufeffhttps://evil/x", "\u200b/etc/passwd", "a\u202eb", "a\0b"),
+            *("file:x", "FILE:x", " data:text/plain,x"),
+        )
+    ),
+    ("training.it", [["\x1b[31m"]], "training.it.0.0 must be of signs that can be seen"),
+    ("dataset.data_dir", "/etc", "/etc"),
+    ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "huggingface:x"}, "huggingface:x"),
+    ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/data_dir=x"}, "mnist/data_dir=x"),
+    ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/.."}, "mnist/.."),
+    ("tracking.uri", "https://example.org", "https://example.org"),
+]
+
+
+def _there(value: object, folder: Path) -> object:
+    """`value` with the folder of the test in place of RAN and DATA."""
+    if isinstance(value, dict):
+        return {key: _there(entry, folder) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_there(entry, folder) for entry in value]
+    if isinstance(value, str):
+        return value.replace("RAN", str(folder / "run/ran")).replace("DATA", str(folder / "data"))
+    return value
+
+
+@pytest.mark.parametrize(("key", "value", "named"), REFUSED, ids=[f"{key}: {value}"[:90] for key, value, _ in REFUSED])
+def test_refused_by_name_and_nothing_ran(key, value, named, gate, tmp_path):
+    config = recorded(**{key: _there(value, tmp_path)})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError) as refused:
+        check_config(config, gate)
+    said, named = str(refused.value), str(_there(named, tmp_path))
+    assert named in said or repr(named).strip("'") in said
+    assert not {"evil", "mypkg2"} & set(sys.modules)
+    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+BY_TEXT = ["keras.losses.get", "keras.layers.deserialize", "keras.layers._x", "keras.applications.resnet50"]
+
+
+@pytest.mark.parametrize(
+    "name", [*BY_TEXT, "keras.layers.Lambda", "pipeline.job.run", "pipeline.tracking.store.Store", "evil.run"]
+)
+def test_refused_before_anything_is_imported(name, gate):
+    with pytest.raises(ConfigError, match=re.escape(repr(name))):
+        check_config({"model": {"_target_": name}}, gate, imports=False)
+
+
+BUILT = [
+    (key, value)
+    for key, value, _ in REFUSED
+    if isinstance(value, dict) and key in ("model", CALLBACK) and "${" not in str(value) and "Path" not in str(value)
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BUILT, ids=[f"{key}: {value}"[:90] for key, value in BUILT])
+def test_what_builds_has_the_same_gate(key, value, gate, tmp_path, monkeypatch):
+    monkeypatch.chdir(gate.run_dir)
+    with strict(gate), pytest.raises(ConfigError):
+        instantiate.build(OmegaConf.create(_there(value, tmp_path)), key)
+    assert not {"evil", "mypkg2"} & set(sys.modules)
+    assert not (gate.run_dir / "ran").exists()
+
+
+def test_what_builds_resolves_before_it_checks(gate):
+    node = OmegaConf.create({"name": "evil.run", "it": {"_target_": MODEL, "hidden": [{"_target_": "${name}"}]}}).it
+    with strict(gate), pytest.raises(ConfigError, match=r"model\.hidden\.0\._target_ .* 'evil\.run'"):
+        instantiate.build(node, "model")
+    assert "evil" not in sys.modules
+
+
+def test_without_the_gate_the_payload_does_run(gate, tmp_path):
+    instantiate.build(OmegaConf.create({"_target_": "evil.run"}), "model")
+    assert (gate.run_dir / "ran").exists()
+
+
+def test_the_gate_closes_again_and_guards_every_thread(gate):
+    node = OmegaConf.create({"_target_": "builtins.dict"})
+    with strict(gate), ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match=r"builtins\.dict"):
+        pool.submit(instantiate.build, node, "model").result()
+    with pytest.raises(ConfigError), strict(gate):
+        instantiate.build(node, "model")
+    assert instantiate.build(node, "model") == {}
+
+
+def test_a_refusal_imports_no_keras(gate):
+    """A refused name costs no ten seconds, and what names only Keras and this package is read as text."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom pipeline import trust\nfrom pipeline.errors import ConfigError\n"
+        "gate = trust.Gate(Path('run'))\n"
+        "good, bad = {'_target_': 'keras.losses.Huber'}, {'_target_': 'os.system'}\n"
+        "trust.check_config({'loss': good}, gate, imports=False)\n"
+        "try:\n    trust.check_config({'loss': good, 'z': bad}, gate)\n"
+        "except ConfigError as error:\n    print(error)\n"
+        "assert not {'keras', 'tensorflow', 'mlflow'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("z._target_ of a config from a tracking store must be a builder of this package")
+
+
+def test_a_small_file_of_a_huge_config_is_refused(gate):
+    bomb: object = "x"
+    for _ in range(30):
+        bomb = [bomb, bomb]
+    endless: list = []
+    endless.append(endless)
+    for value in (bomb, endless):
+        with pytest.raises(ConfigError, match="model must be of at most"):
+            check_config({"model": value}, gate)
+        for key in ("hydra", "defaults"):
+            with pytest.raises(ConfigError, match=f"{key} must be of at most"):
+                check_config({key: value}, gate)
+        assert not Recorded(None, {"schema": configuration.SCHEMA, "model": value}, {}, {}, {}).is_whole()
+    assert gate.is_small(recorded())
+
+
+@pytest.mark.parametrize("prefix", ["", "my pkg", "mypkg.", "*", ".mypkg"])
+def test_a_prefix_is_a_dotted_name(prefix, tmp_path):
+    with pytest.raises(ConfigError, match="prefixes must be dotted names"):
+        Gate(tmp_path, allowed=[prefix])
+
+
+GROUPS = ("dataset", "experiment", "model", "optimizer", "scaling", "schedule", "training")
+OPTIONS = [f"{group}={file.stem}" for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_ready_config_passes(option, gate):
+    config = recorded(option, *(["dataset.name=mnist:3.0.1"] if option == "dataset=tfds" else []))
+    assert check_config(config, gate) == config
+
+
+def test_every_builder_of_a_ready_config_is_on_the_list_and_exists():
+    named = re.findall(r"_target_: (pipeline\.[\w.]+)", "".join(f.read_text() for f in (ROOT / "conf").rglob("*.yaml")))
+    assert set(named) - {"pipeline.compose.Folders"} <= allowlist.BUILDERS  # Hydra's own, of the user's config
+    for name in allowlist.BUILDERS:
+        assert callable(instantiate.locate(OmegaConf.create({"_target_": name}), "model"))
+
+
+ALLOWED = [
+    ("model", {"_target_": "mypkg.models.build", "classes": 3}),
+    ("model", {"_target_": "mypkg.models.build", "weights": "DATA/it.h5", "equation": "...x,xy->...y"}),
+    ("model", layers({"_target_": "keras.layers.Dense", "units": 3, "activation": "relu"})),
+    ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": ["a", "b"]})),
+    ("model", {"_target_": "keras.applications.MobileNetV2", "weights": None, "input_shape": [32, 32, 3]}),
+    ("training.loss", {"_target_": "keras.losses.mean_squared_error", "_partial_": True}),
+    ("training.metrics.it", {"_target_": "keras.metrics.TopKCategoricalAccuracy", "k": 2}),
+    ("optimizer.kernel", {"_target_": "keras.regularizers.L2"}),
+    ("optimizer.start", {"_target_": "keras.initializers.HeNormal"}),
+    ("optimizer.keep", {"_target_": "keras.constraints.MaxNorm"}),
+    ("dataset.augment", {"_target_": "pipeline.augmentation.Flip"}),
+    ("tracking.experiment", "/Users/somebody/it"),
+    (CALLBACK, {"_target_": "keras.callbacks.EarlyStopping", "monitor": "val_loss"}),
+    (CALLBACK, {"_target_": "keras.callbacks.ReduceLROnPlateau"}),
+    (CALLBACK, {"_target_": "keras.callbacks.TerminateOnNaN"}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), ALLOWED, ids=[f"{key}: {value}"[:90] for key, value in ALLOWED])
+def test_allowed(key, value, gate, tmp_path):
+    config = recorded(**{key: _there(value, tmp_path)})
+    assert check_config(config, gate) == config
+
+
+def test_only_the_user_allows_their_model(gate):
+    config = recorded(model={"_target_": "mypkg.models.build", "classes": 3}, allowed=["mypkg"], trust=["mypkg"])
+    assert check_config(config, gate)
+    for allowed in ((), ("mypk",), ("mypkg.mod",), ("mypkg.models.build.it",)):
+        with pytest.raises(ConfigError, match=r"mypkg\.models\.build"):
+            check_config(config, Gate(gate.run_dir, allowed=allowed))
+    node = OmegaConf.create(config["model"])
+    with strict(gate):
+        assert instantiate.build(node, "model")(__import__("numpy").zeros((2, 8))).shape == (2, 3)
+
+
+def test_the_whole_name_of_an_object_allows_it_wherever_it_is_defined(gate):
+    config = {"model": {"_target_": "mypkg.Sequential"}}
+    assert check_config(config, Gate(gate.run_dir, allowed=["mypkg.Sequential"])) == config
+
+
+def test_what_writes_is_led_into_the_run_directory_and_writes_there(gate, monkeypatch, tmp_path):
+    import keras
+    import numpy as np
+
+    written = {
+        "save": {"_target_": "keras.callbacks.ModelCheckpoint", "filepath": "/old/run/{epoch:02d}.keras"},
+        "best": {"_target_": "keras.callbacks.ModelCheckpoint", "filepath": "best/{val_loss:.2f}.keras"},
+        "rows": {"_target_": "keras.callbacks.CSVLogger", "filename": str(gate.run_dir / "rows.csv")},
+        "back": {"_target_": "keras.callbacks.BackupAndRestore", "backup_dir": "/old/run/backup"},
+        "board": {"_target_": "keras.callbacks.TensorBoard", "log_dir": "board"},
+    }
+    config = recorded(**{"training.callbacks": written})
+    with pytest.raises(ConfigError, match="/old/run"):
+        check_config(config, gate)
+    nodes = check_config(config, gate, recorded_run_dir="/old/run/")["training"]["callbacks"]
+    assert nodes["save"]["filepath"] == str(gate.run_dir.resolve() / "{epoch:02d}.keras")
+    assert nodes["best"]["filepath"] == str(gate.run_dir.resolve() / "best/{val_loss:.2f}.keras")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with strict(gate):
+        built = {name: instantiate.build(OmegaConf.create(node), name) for name, node in nodes.items()}
+    assert built.pop("board").log_dir == str(gate.run_dir.resolve() / "board")  # TensorBoard itself is not installed
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.zeros((4, 2)), np.zeros((4, 1))
+    (gate.run_dir / "best").mkdir()
+    model.fit(x, y, validation_data=(x, y), callbacks=list(built.values()), verbose=0)
+    assert {path.name for path in gate.run_dir.iterdir()} >= {"01.keras", "best", "rows.csv"}
+    assert list((gate.run_dir / "best").iterdir())
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_relative_text_is_no_way_to_what_lies_here(gate, monkeypatch, tmp_path):
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/id_rsa").write_text("x")
+    (tmp_path / "data/words.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    node = {"_target_": "mypkg.models.build"}
+    for text in (".ssh/id_rsa", "./.ssh", "elsewhere/"):
+        with pytest.raises(ConfigError, match=r"model\.weights must lie in"):
+            check_config({"model": {**node, "weights": text}}, gate)
+    for text in ("data/words.txt", ".ssh/none", "relu", "a/b"):
+        assert check_config({"model": {**node, "weights": text}}, gate)["model"]["weights"] == text
+    save = {"_target_": "keras.callbacks.CSVLogger", "filename": ".ssh/rows.csv"}
+    (tmp_path / ".ssh/rows.csv").write_text("x")  # which is not where it writes
+    assert check_config({"it": save}, gate)["it"]["filename"] == str(gate.run_dir.resolve() / ".ssh/rows.csv")
+    (tmp_path / "glue/cola").mkdir(parents=True)
+    named = {"_target_": "pipeline.dataset.from_tfds", "name": "glue/cola"}
+    assert check_config({"dataset": named}, gate) == {"dataset": named}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "there"),
+    [
+        ("BackupAndRestore", "backup_dir", "backup/latest.weights.h5"),
+        ("TensorBoard", "log_dir", "backup/events"),
+        ("CSVLogger", "filename", "backup.csv"),
+        ("ModelCheckpoint", "filepath", "backup.keras"),
+    ],
+)
+def test_what_is_there_already_is_neither_read_nor_written_over(gate, name, argument, there):
+    path = gate.run_dir / there.split("/")[0]
+    node = {"_target_": f"keras.callbacks.{name}", argument: str(path)}
+    assert check_config({"it": node}, gate)
+    (gate.run_dir / there).parent.mkdir(exist_ok=True)
+    if path.is_dir():
+        assert check_config({"it": node}, gate)  # an empty folder is nobody's
+    (gate.run_dir / there).write_text("somebody's")
+    with pytest.raises(ConfigError, match=rf"it\.{argument} of keras\.callbacks\.{name} must not be there yet"):
+        check_config({"it": node}, gate)
+
+
+def test_nothing_is_downloaded_unless_the_user_says_so(gate, monkeypatch, tmp_path):
+    """TFDS' own code of some datasets unpickles or evaluates what it downloads."""
+    from pipeline import dataset
+
+    def prepared(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(dataset, "_prepare", prepared)
+    name = "mnist:3.0.1"
+    with strict(gate), pytest.raises(ConfigError, match=r"prepared; dataset\.download=true allows"):
+        dataset.from_tfds(name, data_dir=str(tmp_path))
+    with strict(replace(gate, downloads=True)), pytest.raises(InterruptedError):
+        dataset.from_tfds(name, data_dir=str(tmp_path))
+    with pytest.raises(InterruptedError):
+        dataset.from_tfds(name, data_dir=str(tmp_path))
+
+
+def test_a_claimed_run_directory_leads_nowhere_else(gate):
+    for claimed in ("/", "/etc", ""):
+        node = {"_target_": "keras.callbacks.CSVLogger", "filename": "/etc/../etc/it.csv"}
+        with pytest.raises(ConfigError, match=r"it\.csv"):
+            check_config({"it": node}, gate, recorded_run_dir=claimed)
+    with pytest.raises(ConfigError, match=r"/etcetera/it\.csv"):
+        check_config({"it": {**node, "filename": "/etcetera/it.csv"}}, gate, recorded_run_dir="/etc")
+    checked = check_config({"it": {**node, "filename": "/etc/it.csv"}}, gate, recorded_run_dir="/etc")
+    assert checked["it"]["filename"] == str(gate.run_dir.resolve() / "it.csv")
+
+
+def test_confine(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/out").symlink_to(tmp_path)
+    (tmp_path / "in/loop").symlink_to(tmp_path / "in/loop")
+    roots = [tmp_path / "in"]
+    assert confine("a/b", roots, base=tmp_path / "in") == str((tmp_path / "in/a/b").resolve())
+    assert confine(tmp_path / "in", roots) == str((tmp_path / "in").resolve())
+    for path in ("out/x", "loop/x", "../in/x", "", "a\0b", "C:/x", " file:///x", "\\\\host\\x", "~root"):
+        with pytest.raises(ConfigError, match="data_dir must lie in"):
+            confine(path, roots, "data_dir", base=tmp_path / "in")
+    with pytest.raises(ConfigError, match="must lie beneath"):
+        confine(".", roots, base=tmp_path / "in", beneath=True)
+
+
+# What a class of Keras says of itself in its source where it reads, writes, sends or runs something.
+_REACHES_OUT = re.compile(
+    r"gfile|\bopen\(|file_utils|load_model|load_weights|saved_model|pickle|marshal|func_load|requests|urllib|"
+    r"deserialize_keras_object\(mask|jax2tf|import torch"
+)
+
+
+def test_every_keras_layer_that_reaches_out_is_on_a_list():
+    import keras
+
+    known = set(allowlist.REFUSED) | set(allowlist.READERS)
+    found = set()
+    for name, layer in inspect.getmembers(keras.layers, inspect.isclass):
+        for cls in layer.__mro__[: layer.__mro__.index(keras.layers.Layer)] if issubclass(layer, keras.Layer) else ():
+            if _REACHES_OUT.search(inspect.getsource(cls)):
+                found.add(f"keras.layers.{name}")
+    assert {"keras.layers.StringLookup", "keras.layers.TFSMLayer", "keras.layers.Lambda"} <= found
+    assert found - known == {"keras.layers.Masking"}  # from a serialized object only, which no config may hold
+
+
+def test_every_keras_callback_is_known():
+    import keras
+
+    names = {f"keras.callbacks.{name}" for name, _ in inspect.getmembers(keras.callbacks, inspect.isclass)}
+    refused = {f"keras.callbacks.{name}" for name in ("Callback", "CallbackList", "OrbaxCheckpoint")}
+    assert names == allowlist.CALLBACKS | set(allowlist.WRITERS) | refused | {
+        n for n in allowlist.REFUSED if "callbacks" in n
+    }
