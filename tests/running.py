@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -50,6 +51,20 @@ def pipeline(
         raise
     assert process.returncode == status, f"{arguments}\n{out}\n{err}"
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def one_process(lines: dict[str, str], cwd: Path, **more: str) -> dict[str, dict]:
+    """What each command line does: its status, what it wrote to either stream, and what it changed in `cwd`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.refused"],
+        input=json.dumps(list(lines.values())),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(**more),
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(lines, json.loads(done.stdout), strict=True))
 
 
 def wait(condition: Callable[[], object], seconds: float = 240) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
-from pipeline.sweep.parent_run import Job, Sweep
+from pipeline.sweep.parent_run import ParentRun, PlannedJob
 from pipeline.tracking.store import Store
 
 STARTED = 1_700_000_000_000  # ms since the epoch
@@ -39,8 +39,8 @@ class Made:
         self.experiment_id = self.store.experiment("made")
         run = self.client.create_run(self.experiment_id, tags={"sweep.name": self.name}, run_name=f"sweep {self.name}")
         self.run_id = run.info.run_id
-        planned = Sweep(self.store.uri, self.run_id, self.experiment_id)
-        planned.plan([Job(name, ()) for name in self.names], self.varied)
+        planned = ParentRun(self.store.uri, self.run_id, self.experiment_id)
+        planned.plan([PlannedJob(name, ()) for name in self.names], self.varied)
 
     def job(
         self,

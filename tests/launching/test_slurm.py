@@ -15,7 +15,7 @@ import time
 
 import psutil
 import pytest
-from tests.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
+from tests.sweep.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
 
 from tests.running import Store, pipeline, start
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mlflow.entities import Metric, Param
 
-from tests.running import ROOT, Store, environment, pipeline
+from tests.running import ROOT, Store, one_process, pipeline
 
 QUIET = "tracking.log_model=false tracking.system_metrics=false"
 SMALL = f"training.epochs=1 hardware.deterministic=true {QUIET}"
@@ -57,20 +55,6 @@ def own(folder: Path) -> None:
     (folder / "changed").mkdir()
     rows[7, 1] += 1e-6
     np.save(folder / "changed/moons.npy", rows)
-
-
-def one_process(lines: dict[str, str], cwd: Path, **more: str) -> dict[str, dict]:
-    """What each command line does: its status, what it wrote to either stream, and what it changed in `cwd`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.refused"],
-        input=json.dumps(list(lines.values())),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment(**more),
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(lines, json.loads(done.stdout), strict=True))
 
 
 @pytest.fixture(scope="module")

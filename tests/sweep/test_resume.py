@@ -8,13 +8,13 @@ import time
 
 import pytest
 from omegaconf import OmegaConf
-from tests.test_sweep import PLANNED, wait
 
 from pipeline.errors import ConfigError
 from pipeline.sweep import heartbeat, resume
 from pipeline.sweep.heartbeat import ALIVE, GONE
 from tests import synthetic
-from tests.running import pipeline
+from tests.running import pipeline, wait
+from tests.sweep.test_sweep import PLANNED
 from tests.synthetic import Made
 
 OWN = {"dataset": {"data_dir": None}, "trust": {"allow": ["tests"]}}

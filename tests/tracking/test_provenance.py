@@ -20,7 +20,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
-from tests.test_rerun import one_process
 
 from pipeline import config as configuration
 from pipeline import masking
@@ -29,7 +28,7 @@ from pipeline.masking import mask, masked, remember
 from pipeline.rerun.recorded_run import relinked
 from pipeline.tracking import provenance
 from tests.browser import server
-from tests.running import pipeline
+from tests.running import one_process, pipeline
 
 PASSWORD = "pass@wörd-Hunter7"  # in a URI it is percent-encoded, but for the @ that people forget
 TOKEN = """tok'en "Zaphod9" with: spaces, a\\backslash and so many words that YAML would fold it into two lines"""

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
-from tests.test_record import base
-from tests.test_rerun import one_process
 
 from pipeline.errors import ConfigError
 from pipeline.trust import artifact_locations
+from tests.running import one_process
+from tests.tracking.test_provenance import base
 
 SERVER = "http://me:secret@127.0.0.1:5000"
 SQLITE = "sqlite:////srv/mlruns/mlflow.db"

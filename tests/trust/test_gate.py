@@ -21,7 +21,7 @@ from pipeline import instantiate
 from pipeline.errors import ConfigError
 from pipeline.rerun.recorded_run import Recorded
 from pipeline.trust import allowlist
-from pipeline.trust.gate import Gate, check_config, confine, strict
+from pipeline.trust.gate import Gate, check_config, confine, is_small, strict
 from tests.running import ROOT, environment
 
 CALLBACK = "training.callbacks.it"
@@ -307,7 +307,7 @@ def test_the_gate_closes_again_and_guards_every_thread(gate):
 def test_a_refusal_imports_no_keras(gate):
     """A refused name costs no ten seconds, and what names only Keras and this package is read as text."""
     program = (
-        "import sys\nfrom pathlib import Path\nfrom pipeline import trust\nfrom pipeline.errors import ConfigError\n"
+        "import sys\nfrom pathlib import Path\nfrom pipeline.trust import gate as trust\nfrom pipeline.errors import ConfigError\n"
         "gate = trust.Gate(Path('run'))\n"
         "good, bad = {'_target_': 'keras.losses.Huber'}, {'_target_': 'os.system'}\n"
         "trust.check_config({'loss': good}, gate, imports=False)\n"
@@ -333,7 +333,7 @@ def test_a_small_file_of_a_huge_config_is_refused(gate):
             with pytest.raises(ConfigError, match=f"{key} must be of at most"):
                 check_config({key: value}, gate)
         assert not Recorded(None, {"schema": configuration.SCHEMA, "model": value}, {}, {}, {}).is_whole()
-    assert gate.is_small(recorded())
+    assert is_small(recorded())
 
 
 @pytest.mark.parametrize("prefix", ["", "my pkg", "mypkg.", "*", ".mypkg"])
