@@ -12,7 +12,7 @@ COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --
 	--no-emit-index-url --no-emit-find-links --group dev pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench ui screenshot lock clean
+.PHONY: help setup train test check bench docs ui screenshot lock clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ check: $(STAMP) ## formatter, linter and type checker, changing nothing
 bench: $(STAMP) ## the benchmarks, as ratios
 	$(RUN) benchmarks $(ARGS)
 
+docs: $(STAMP) ## the documentation site, in docs/_build; warnings and dead links are errors
+	$(RUN) sphinx --fail-on-warning --keep-going --nitpicky --quiet $(ARGS) docs docs/_build
+
 ui: $(STAMP) ## MLflow's UI on the default store, on 127.0.0.1
 	$(RUN) pipeline ui $(ARGS)
 
@@ -44,7 +47,7 @@ lock: ## requirements*.lock again from pyproject.toml; ARGS=--upgrade for newer 
 	$(COMPILE) --extra gpu -c requirements.lock -o requirements-gpu.lock $(ARGS)
 
 clean: ## removes .venv, caches and build outputs; keeps runs and stores
-	rm -rf .venv dist .mypy_cache .ruff_cache
+	rm -rf .venv dist docs/_build .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip of the outer interpreter installs into .venv, so that a Python without ensurepip will do. The lock brings

@@ -1,0 +1,34 @@
+"""The documentation site: `make docs` builds it into docs/_build, with warnings as errors.
+
+Links between pages and to headings are checked, the README's included. Links to other sites are not: that needs a
+network.
+"""
+
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+project = "accumulation-pipeline"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = project
+myst_heading_anchors = 3
+autodoc_mock_imports = ["keras", "tensorflow"]  # their docstrings are not needed, and they take seconds to import
+autodoc_typehints = "none"
+napoleon_use_ivar = True
+nitpick_ignore_regex = [("py:class", ".*")]  # the types in docstrings are Keras' and TensorFlow's
+
+
+def _links_of_the_site(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
+    """Let the links of the repository's root, as the README's, lead to the pages of the site."""
+    for there, here in (("docs/", ""), ("CONTRIBUTING.md", "contributing.md"), ("CHANGELOG.md", "changelog.md")):
+        content[0] = content[0].replace(f"]({there}", f"]({here}")
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("include-read", _links_of_the_site)

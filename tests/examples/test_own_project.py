@@ -1,0 +1,35 @@
+"""The example of a project of one's own trains its own data, model, loss and metric, by the command on its top."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+import shutil
+
+from tests.running import ROOT, Store, pipeline
+
+PROJECT = ROOT / "examples" / "own_project"
+
+
+def test_it_trains_what_it_brings(tmp_path):
+    folder = tmp_path / "own_project"
+    shutil.copytree(PROJECT, folder)
+    text = ast.get_docstring(ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))) or ""
+    command = text.split("&& pipeline ")[1].splitlines()[0]
+    pipeline(*shlex.split(command), "tracking.system_metrics=false", cwd=folder)
+    store = Store(folder)
+    run = store.run()
+    assert run.data.params["dataset._target_"] == "mine.moons"
+    assert run.data.params["model._target_"] == "mine.tiny"
+    assert run.data.params["training.loss._target_"] == "mine.focal"
+    assert run.data.params["derived.parameters"] == str(3 * 64 + 65 * 2)
+    assert set(store.history(run, "train/confidence")) == set(range(1, 161))
+    assert run.data.metrics["val/accuracy"] > 0.9
+    assert 0.5 <= run.data.metrics["val/confidence"] <= 1
+
+
+def test_each_piece_of_it_is_under_ten_lines():
+    tree = ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))
+    pieces = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert len(pieces) == 4
+    assert all(node.end_lineno - node.lineno + 1 < 10 for node in pieces)
