@@ -17,8 +17,9 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.models import EFFECTIVE, FACTOR, MICRO
 from benchmarks.turns import Coroutine, alternate, repeats
 from pipeline import training
-from pipeline.accumulation.update import Update
+from pipeline.accumulation import Update
 from pipeline.progress import Progress
+from pipeline.recorder import Recorder
 from pipeline.sizes import Batching, Plan
 
 EXECUTIONS = (1, 8)
@@ -70,10 +71,10 @@ def plan() -> Plan:
 
 
 def ours(
-    name: str, updates: int, recorder: training.Recorder | None = None, xla: bool = False
+    name: str, updates: int, recorder: Recorder | None = None, xla: bool = False
 ) -> Callable[[Callable[[], None]], object]:
     """`training.train`, which pauses after every `updates` updates with their results fetched."""
-    recorder = recorder or training.Recorder(Nowhere(), plan(), 1, lambda: 0, Silent(FOREVER))
+    recorder = recorder or Recorder(Nowhere(), plan(), 1, lambda: 0, Silent(FOREVER))
 
     def body(pause: Callable[[], None]) -> object:
         model, optimizer = models.build(name), models.optimizer()

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from omegaconf import OmegaConf
 
-from pipeline import dataset
+from pipeline import batching
 from pipeline.dataset import Data
 
 MICRO, FACTOR = 32, 8
@@ -51,7 +51,7 @@ def batches(name: str, size: int) -> tf.data.Dataset:
     """Shuffled batches of `size` out of memory, epoch after epoch, by the pipeline's own `tf.data`, without end."""
     data = Data(tf.data.Dataset.from_tensor_slices(examples(name, 32 * EFFECTIVE)), None)
     node = OmegaConf.create({"in_memory": True})
-    return dataset.effective_batches(node, data, seed=0, effective_batch_size=size, epochs=10**9)
+    return batching.effective_batches(node, data, seed=0, effective_batch_size=size, epochs=10**9)
 
 
 def device() -> str:

@@ -25,7 +25,7 @@ from benchmarks import fit
 from benchmarks.figures import Figure, ratios
 from benchmarks.models import EFFECTIVE
 from benchmarks.turns import Coroutine, alternate, repeats
-from pipeline import training
+from pipeline.recorder import Recorder
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
 
@@ -72,7 +72,7 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     return [ratio, Figure("tracking", name, "CPU of a logged update", [1e3 * each], "ms", at_most=1.0, note=logged)]
 
 
-class Metered(training.Recorder):
+class Metered(Recorder):
     """Counts the rows it logs and the CPU time of its thread for them."""
 
     cpu = 0.0

@@ -24,7 +24,7 @@ from benchmarks import models
 from benchmarks.figures import Figure, ratios
 from benchmarks.models import EFFECTIVE, FACTOR, MICRO
 from benchmarks.turns import alternate, repeats
-from pipeline.accumulation.update import Update
+from pipeline.accumulation import Update
 from pipeline.config import TrackingConfig
 
 

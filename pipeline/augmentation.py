@@ -1,12 +1,42 @@
-"""Stateless augmentations: functions of one input and a seed, keyed by (seed, epoch, example)."""
+"""Stateless augmentations: functions of one input and a seed, which is made here from (seed, epoch, example)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
+from omegaconf import DictConfig
+
+from pipeline import instantiate
+
+Augment = Callable[[Any, tf.Tensor], Any]
+
+
+def build(node: DictConfig | None) -> Augment | None:
+    """Return the augmentation that `dataset.augment` names; None where it names none."""
+    return None if node is None else instantiate.build(node, "dataset.augment")
+
+
+def epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
+    """Return the key of an epoch, int64 of shape (2,); the order of its examples follows from it as well."""
+    return tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
+
+
+def augmenting(augment: Augment | None, key: tf.Tensor) -> Callable[[tf.Tensor, tuple], tuple]:
+    """Return a function of (number, example) that augments the example's input by the epoch's `key` and its number."""
+
+    def example_of(number: tf.Tensor, example: tuple) -> tuple:
+        if augment is None:
+            return example
+        seed = tf.random.experimental.stateless_fold_in(key, number)
+        return (augment(example[0], seed), *example[1:])
+
+    return example_of
 
 
 class Shift:
-    """Moves an image by up to `pixels` in each direction; what comes in from outside is zero.
+    """Move an image by up to `pixels` in each direction; what comes in from outside is zero.
 
     Args:
         pixels: the largest shift, in pixels.
@@ -24,7 +54,7 @@ class Shift:
 
 
 class Flip:
-    """Mirrors an image left to right, every other time."""
+    """Mirror an image left to right, every other time."""
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         """`image` of (height, width, channels) and a seed of shape (2,) → the image or its mirror image."""

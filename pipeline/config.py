@@ -21,20 +21,16 @@ from pipeline import sizes
 from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
 from pipeline.masking import remember
+from pipeline.metric_names import UPDATE_METRICS
+from pipeline.scaling import Rule
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
 _NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
-_OUR_METRICS = {
-    *("loss", "learning_rate", "gradient_norm", "gradient_noise_scale", "skipped_updates"),
-    *("gradient_variance", "gradient_square"),  # of which the noise scale is made
-    *("effective_batch_size", "micro_steps", "examples_seen", "epoch"),
-}
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 SCHEMA = 1  # of the config; pipeline.rerun.migration says what older records need
-Rule = Enum("Rule", ["none", "linear", "sqrt"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 
 
@@ -222,8 +218,8 @@ def _check_targets(config: DictConfig) -> None:
             received = node.get("_target_") if isinstance(node, DictConfig) else node
             raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", received)
     for name in config.training.metrics:
-        if not _is_name(f"train/{name}") or name in _OUR_METRICS:
-            ours = ", ".join(sorted(_OUR_METRICS))
+        if not _is_name(f"train/{name}") or name in UPDATE_METRICS:
+            ours = ", ".join(sorted(UPDATE_METRICS))
             rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours}"
             raise ConfigError(f"training.metrics.{name}", rule, name)
 

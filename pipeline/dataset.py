@@ -1,10 +1,4 @@
-"""Config → examples in a reproducible order: one element of what it yields is one effective batch.
-
-    examples ─► number them ─► shuffle by (seed, epoch) ─► augment by (seed, epoch, number) ─► batch of E
-
-The order depends on (dataset, seed, epoch) alone, never on the factor, the micro-batch, the replicas or the
-device; only where it is cut depends on the effective batch size.
-"""
+"""Config → the splits of a dataset, example by example, in a fixed order."""
 
 from __future__ import annotations
 
@@ -15,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 from filelock import FileLock
 from omegaconf import DictConfig
@@ -80,52 +73,6 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         raise ConfigError("dataset._target_", rule, type(made).__name__)
     validation = None if made.validation is None else _checked(made.validation, "validation")
     return replace(made, train=_checked(made.train, "train"), validation=validation)
-
-
-def effective_batches(
-    node: DictConfig, data: Data, *, seed: int, effective_batch_size: int, epochs: int, first_epoch: int = 0
-) -> tf.data.Dataset:
-    """The training split, epoch after epoch; one element is the batch of one update, the last one the tail.
-
-    Args:
-        node: the `dataset` group.
-        data: what `load` gave.
-        seed: of the order and the augmentation.
-        effective_batch_size: examples in each element but the tail.
-        epochs: how many, from `first_epoch` on.
-        first_epoch: counts from 0.
-    """
-    augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
-    whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
-    count = data.examples
-    buffer = node.get("shuffle_buffer") or count
-
-    @tf.autograph.experimental.do_not_convert
-    def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
-        key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
-        if whole is None:
-            tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
-            examples = data.train.enumerate().shuffle(buffer, seed=key[0] ^ key[1], reshuffle_each_iteration=False)
-            return _batch(examples.map(_numbered(augment, key), tf.data.AUTOTUNE), effective_batch_size)
-        numbers = tf.range(count, dtype=tf.int64)
-        numbers = tf.data.Dataset.from_tensor_slices(tf.random.experimental.stateless_shuffle(numbers, seed=key))
-        if augment is None:  # gathered a batch at a time: twenty times the speed of one example at a time
-            return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))
-        examples = numbers.map(lambda number: (number, _take(whole, number)))
-        return _batch(examples.map(_numbered(augment, key), tf.data.AUTOTUNE), effective_batch_size)
-
-    epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)
-    batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
-    (given, *_), (made, *_) = in_order(data.train, 1).element_spec, batches.element_spec
-    if augment is not None and not _alike(given, made):
-        rule = f"must keep the shape and dtype of an input, {given}"
-        raise ConfigError("dataset.augment", rule, str(made))
-    return batches
-
-
-def in_order(examples: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-    """A split once, unshuffled, in batches of `batch_size`; the last one may be smaller."""
-    return _batch(examples, batch_size).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
 
 
 def digits(data_dir: str | None = None, download: bool = True) -> Data:
@@ -257,41 +204,6 @@ def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, i
         return x, features[label_key]
 
     return preprocess
-
-
-def _numbered(augment: Callable | None, key: tf.Tensor) -> Callable:
-    """(number, example) → example, augmented by (seed, epoch, number)."""
-
-    def example_of(number: tf.Tensor, example: tuple) -> tuple:
-        if augment is None:
-            return example
-        seed = tf.random.experimental.stateless_fold_in(key, number)
-        return (augment(example[0], seed), *example[1:])
-
-    return example_of
-
-
-def _alike(given: Any, made: Any) -> bool:
-    try:
-        return all(tf.nest.flatten(tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), given, made)))
-    except (TypeError, ValueError):  # nests of other forms
-        return False
-
-
-def _take(nest: Any, numbers: tf.Tensor) -> Any:
-    return tf.nest.map_structure(lambda leaf: tf.gather(leaf, numbers), nest)
-
-
-def _batch(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    spec = tf.nest.flatten(examples.element_spec)
-    uneven = any(leaf.shape.rank is None or None in leaf.shape.as_list() for leaf in spec)
-    return examples.ragged_batch(size) if uneven else examples.batch(size)
-
-
-@tf.autograph.experimental.do_not_convert
-def _in_precision(*batch: Any) -> tuple:
-    floatx = keras.config.floatx()
-    return tf.nest.map_structure(lambda leaf: tf.cast(leaf, floatx) if leaf.dtype.is_floating else leaf, batch)
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import dataset, instantiate
+from pipeline import batching, instantiate
 from pipeline.accumulation import update_metrics, weighted_sum
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError, first_line
@@ -71,7 +71,7 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
     Raises:
         ConfigError: the loss does not fit the labels or the model's outputs, or the model trains nothing.
     """
-    batch = next(iter(dataset.in_order(data.train, min(micro_batch_size, 32))))
+    batch = next(iter(batching.in_order(data.train, min(micro_batch_size, 32))))
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     loss = objective.loss
     with _refused("model", f"must take inputs of {_shape(x)}", model.name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,12 +11,12 @@ from keras import ops
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import instantiate
-from pipeline.config import Rule
 from pipeline.errors import ConfigError, first_line
+from pipeline.scaling import FACTORS, Rule
 
 
 def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.optimizers.Optimizer:
-    """The optimizer of `config.optimizer` at the rates of `config.schedule`.
+    """Return the optimizer of `config.optimizer` at the rates of `config.schedule`.
 
     Args:
         config: the whole config.
@@ -27,7 +27,6 @@ def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.
         ConfigError: a target or one of its arguments is wrong.
     """
     schedule = scaled(build_schedule(config.schedule, updates), config, effective_batch_size, updates)
-    schedule = Literal(schedule) if callable(schedule) else schedule
     optimizer = instantiate.build(config.optimizer, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         rule = "must name a keras.optimizers.Optimizer"
@@ -43,7 +42,7 @@ def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.
 
 
 def build_schedule(node: DictConfig, updates: int) -> Any:
-    """The schedule of `node`: a Keras schedule, or a float that stays as it is.
+    """Return the schedule of `node`: a Keras schedule, or a number that stays as it is.
 
     Args:
         node: the `schedule` group; a string such as `5%` stands for that share of `updates`, at least one.
@@ -60,39 +59,34 @@ def build_schedule(node: DictConfig, updates: int) -> Any:
     return schedule
 
 
-def check(optimizer: keras.optimizers.Optimizer) -> None:
-    """Applies one gradient to a variable that nobody needs: Keras looks at most arguments only then.
+def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Trace the apply of one gradient, which changes nothing: Keras looks at most arguments only then.
 
     Args:
-        optimizer: of the config, and not the one that trains.
+        optimizer: built.
+        variables: that it was built for.
 
     Raises:
         ConfigError: one of its arguments, or its schedule, cannot be computed with.
     """
-    trial = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    variable = keras.Variable(ops.ones((2, 2)))
+    named = getattr(optimizer, "inner_optimizer", optimizer)
+    variable = variables[0]
     try:
-        rate = float(ops.convert_to_numpy(trial.learning_rate))
-        trial.apply([ops.ones((2, 2))], [variable])
+        rate = float(ops.convert_to_numpy(named.learning_rate))
+        apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]), autograph=False)
+        apply.get_concrete_function(tf.TensorSpec(variable.shape, variable.dtype))
     except Exception as error:
         rule = f"must be able to apply a gradient ({type(error).__name__}: {first_line(error)})"
-        raise ConfigError("optimizer", rule, type(trial).__name__) from error
+        raise ConfigError("optimizer", rule, type(named).__name__) from error
     if not 0 <= rate < float("inf"):
         raise ConfigError("schedule", "must start at a learning rate that is finite and not negative", rate)
 
 
 def scaled(schedule: Any, config: DictConfig, effective_batch_size: int, updates: int) -> Any:
-    """`schedule` as `config.scaling` scales it for the effective batch; unchanged under the rule `none`.
-
-    The rules, for a factor of E/R between the effective batch E and the reference R:
-        linear: E/R. Krizhevsky 2014 (arXiv:1404.5997, section 5); Goyal et al. 2017 (arXiv:1706.02677, section 2.1).
-        sqrt: √(E/R), which keeps the variance of an update. Krizhevsky 2014; Hoffer et al. 2017 (arXiv:1705.08741);
-            for Adam and RMSprop Malladi et al. 2022 (arXiv:2205.10287).
-    """
+    """Return `schedule` as the rule of `pipeline.scaling` that the config names scales it for the effective batch."""
     if config.scaling.rule == Rule.none:
         return schedule
-    ratio = effective_batch_size / config.scaling.reference_batch_size
-    factor = ratio if config.scaling.rule == Rule.linear else math.sqrt(ratio)
+    factor = FACTORS[config.scaling.rule](effective_batch_size / config.scaling.reference_batch_size)
     warmup = _in_updates(config.scaling.warmup, updates, "scaling.warmup")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ConfigError("scaling.warmup", "must be a number of updates, or a share of the horizon such as 5%", warmup)
@@ -109,11 +103,11 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
     """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)): Goyal et al. 2017, section 2.2, gradual warm-up.
 
     It starts at the rate of the reference batch and rises to the scaled one. A factor below 1 has nothing to rise to:
-    it counts from the first update.
+    it applies from the first update on.
 
     Args:
         schedule: a schedule, or a number.
-        factor: of every rate once the warm-up is over.
+        factor: multiplies every rate once the warm-up is over.
         warmup: updates; 0 scales from the first one.
     """
 
@@ -139,41 +133,6 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
         if isinstance(schedule, dict):
             schedule = keras.optimizers.schedules.deserialize(schedule)
         return cls(schedule, config["factor"], config["warmup"])
-
-
-@keras.saving.register_keras_serializable("pipeline")
-class Literal(keras.optimizers.schedules.LearningRateSchedule):
-    """`schedule` to the bit, also inside a traced update.
-
-    TensorFlow's graph optimiser turns x / c into x · (1/c), which moves the last bit of most schedules: a reader who
-    calls the schedule would find other rates than the logged ones. So it is traced into a function that is neither
-    inlined nor optimised, at no measurable cost.
-
-    Args:
-        schedule: a Keras schedule.
-    """
-
-    def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule):
-        self.schedule = schedule
-        self._traced = tf.function(schedule.__call__, experimental_attributes={"_noinline": True})
-
-    def __call__(self, step: Any) -> Any:
-        if tf.executing_eagerly():
-            return self.schedule(step)
-        options = tf.config.optimizer
-        before = options.get_experimental_options().get("disable_meta_optimizer", False)
-        options.set_experimental_options({"disable_meta_optimizer": True})  # noted in the call that is traced here
-        try:
-            return self._traced(tf.convert_to_tensor(step))
-        finally:
-            options.set_experimental_options({"disable_meta_optimizer": before})
-
-    def get_config(self) -> dict[str, Any]:
-        return {"schedule": keras.optimizers.schedules.serialize(self.schedule)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Literal:
-        return cls(keras.optimizers.schedules.deserialize(config["schedule"]))
 
 
 @keras.saving.register_keras_serializable("pipeline")

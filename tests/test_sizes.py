@@ -32,7 +32,7 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("given", "message"),
     [
         ((128, None, None), "accumulation must give two of"),
         ((0, 4, None), "accumulation.effective_batch_size must be at least 1. Received: 0."),
@@ -47,9 +47,9 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
+def test_sizes_that_do_not_fit_are_refused(given, message):
     with pytest.raises(ConfigError) as refused:
-        sizes.derive(*sizes)
+        sizes.derive(*given)
     assert message in str(refused.value)
 
 

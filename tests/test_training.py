@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation.evaluation import Evaluation
-from pipeline.accumulation.update import Update
+from pipeline.accumulation import Evaluation, Update
 from pipeline.progress import Progress
+from pipeline.recorder import NonFiniteError, Recorder
 from pipeline.sizes import Batching, Plan
-from pipeline.training import NonFiniteError, Recorder, evaluator, train
+from pipeline.training import evaluator, train
 
 EXAMPLES, SIZE = 40, 8
 PER_EPOCH = EXAMPLES // SIZE

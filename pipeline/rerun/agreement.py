@@ -8,19 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import metric_names
+
 # Relative difference that counts as rounding, by precision: at the first update, where both runs have the same
 # weights, and at most. In between it doubles with every update, since training amplifies rounding: SGD(0.1, momentum
 # 0.9) in float32 carried 1e-7 to 0.2 in 20 updates. These are choices and no theorem: in float64 120 updates stay
 # below 1e-13, in float32 AdamW stays below 1e-5 while a large momentum parts for good, which is then a difference.
 FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_bfloat16": 1e-1, "mixed_float16": 1e-2}
 MOST = {"float64": 1e-9, "float32": 1e-3, "mixed_bfloat16": 1e-1, "mixed_float16": 1e-2}
-# Times more for what is computed of the gradient: where rounding tips a ReLU or a pooling to another input, its norm
-# moved by 2e-5 within one update while the loss moved by nothing.
-OF_THE_GRADIENT = {"train/gradient_norm": 30.0, "train/gradient_noise_scale": 30.0}
 EXAMPLES = 2  # that a metric which counts examples may see otherwise, where there are more than these
-NO_SHARES = ("loss", "learning_rate", "gradient_norm", "gradient_noise_scale")  # whatever their values look like
-COUNTED = ("effective_batch_size", "examples_seen", "epoch", "micro_steps")  # exactly, in either split
-OF_THE_CUT = ("train/micro_steps", "train/gradient_noise_scale")  # not the same at another factor or micro-batch
 CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
 
 History = Mapping[str, Mapping[int, float]]  # value by step, by metric
@@ -116,7 +112,9 @@ def compare(
     Returns:
         The differences in the order of updates; within one update the training loss comes first.
     """
-    left_out = tuple(m for m in sorted({*old, *new}) if m not in old or (m in OF_THE_CUT and not same_cut))
+    left_out = tuple(
+        m for m in sorted({*old, *new}) if m not in old or (metric_names.of(m).of_the_cut and not same_cut)
+    )
     old, new = (
         {m: {s: v for s, v in h.items() if until is None or s <= until} for m, h in x.items() if m not in left_out}
         for x in (old, new)
@@ -204,14 +202,15 @@ def _differences(old: History, new: History) -> Iterator[Difference]:
 
 def _within(difference: Difference, precision: str, examples: float | None) -> bool:
     """Whether rounding explains it."""
-    if difference.metric.split("/")[-1] in COUNTED or difference.old is None or difference.new is None:
+    treated = metric_names.of(difference.metric)
+    if treated.counted or difference.old is None or difference.new is None:
         return False
     # 60 doublings pass every bound, and a power of a million would be no float.
     bound = min(MOST[precision], FIRST[precision] * 2.0 ** min(difference.step - 1, 60))
-    if difference.relative <= bound * OF_THE_GRADIENT.get(difference.metric, 1.0):
+    if difference.relative <= bound * treated.rounding:
         return True
     # A share of the examples, such as the accuracy, cannot move by less than one of them.
-    if examples is None or examples <= EXAMPLES or difference.metric.split("/")[-1] in NO_SHARES:
+    if examples is None or examples <= EXAMPLES or not treated.share:
         return False
     then, now = (_count(value, examples) for value in (difference.old, difference.new))
     return then is not None and now is not None and abs(then - now) <= EXAMPLES

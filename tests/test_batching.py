@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from omegaconf import OmegaConf
 
-from pipeline import dataset
+from pipeline import batching, dataset
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 
@@ -28,7 +28,7 @@ def epochs(size, *, seed=0, epochs=2, first_epoch=0, **node):
     """Per epoch, the (number, image) of every example in the order they come."""
     node = OmegaConf.create(node)
     arguments = {"seed": seed, "effective_batch_size": size, "epochs": epochs, "first_epoch": first_epoch}
-    batches = list(dataset.effective_batches(node, numbered(), **arguments).as_numpy_iterator())
+    batches = list(batching.effective_batches(node, numbered(), **arguments).as_numpy_iterator())
     tail = [EXAMPLES % size] * (EXAMPLES % size > 0)
     assert [len(y) for _, y in batches] == ([size] * (EXAMPLES // size) + tail) * epochs
     x, y = (np.concatenate(parts).reshape(epochs, EXAMPLES, -1) for parts in zip(*batches, strict=True))
@@ -79,14 +79,14 @@ def test_ragged_examples_stay_together():
     for node in (IN_MEMORY, STREAMED):
         settings = {"seed": 0, "effective_batch_size": 8, "epochs": 1}
         seen = []
-        for batch, numbers in dataset.effective_batches(OmegaConf.create(node), data, **settings):
+        for batch, numbers in batching.effective_batches(OmegaConf.create(node), data, **settings):
             assert batch.to_list() == [[number] * lengths[number] for number in numbers.numpy()]
             seen += numbers.numpy().tolist()
         assert sorted(seen) == list(range(EXAMPLES))
 
 
 def test_inputs_come_in_the_precision_of_the_run(float64):
-    ((x, y),) = dataset.in_order(numbered().train, EXAMPLES)
+    ((x, y),) = batching.in_order(numbered().train, EXAMPLES)
     assert (x.dtype, y.dtype) == (tf.float64, tf.int64)
     assert y.numpy().tolist() == list(range(EXAMPLES))
 
@@ -118,7 +118,7 @@ def test_the_digits_are_split_once_and_for_all(digits):
 
     data = dataset.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
     assert (data.examples, data.input_shape, data.classes, data.name) == (1437, (8, 8, 1), 10, "digits")
-    splits = [next(dataset.in_order(split, 2000).as_numpy_iterator()) for split in (data.train, data.validation)]
+    splits = [next(batching.in_order(split, 2000).as_numpy_iterator()) for split in (data.train, data.validation)]
     assert [len(y) for _, y in splits] == [1437, 180]
     for x, y in splits:
         assert (x.min(), x.max()) == (0, 1)

@@ -1,0 +1,51 @@
+"""The metrics that an update returns or that are derived from it: one line each, read wherever a metric is treated.
+
+A new metric of an update is computed in `pipeline.accumulation` and has its line here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class UpdateMetric:
+    """How a metric that is ours is treated.
+
+    Attributes:
+        counted: it counts examples, steps or epochs, so two runs agree on it exactly.
+        of_the_cut: its value depends on how a batch is cut into micro-batches.
+        rounding: times the rounding of a loss that it may differ by between two runs.
+        share: it may be a share of the examples, which moves by whole examples.
+    """
+
+    counted: bool = False
+    of_the_cut: bool = False
+    rounding: float = 1.0
+    share: bool = False
+
+
+# Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by 2e-5 within one update while
+# the loss moved by nothing.
+_OF_THE_GRADIENT = 30.0
+
+UPDATE_METRICS = {
+    "loss": UpdateMetric(),
+    "learning_rate": UpdateMetric(),
+    "gradient_norm": UpdateMetric(rounding=_OF_THE_GRADIENT),
+    "gradient_noise_scale": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
+    # The two estimates that the noise scale is made of: an update returns them, no run logs them.
+    "gradient_variance": UpdateMetric(of_the_cut=True),
+    "gradient_square": UpdateMetric(of_the_cut=True),
+    "skipped_updates": UpdateMetric(counted=True),
+    "effective_batch_size": UpdateMetric(counted=True),
+    "micro_steps": UpdateMetric(counted=True, of_the_cut=True),
+    "examples_seen": UpdateMetric(counted=True),
+    "epoch": UpdateMetric(counted=True),
+}
+USERS = UpdateMetric(share=True)  # of a metric under any other name
+
+
+def of(metric: str) -> UpdateMetric:
+    """Return how `metric`, with or without its split as in `train/loss`, is treated."""
+    return UPDATE_METRICS.get(metric.split("/")[-1], USERS)

@@ -1,0 +1,160 @@
+"""The results of updates on their way to the log: kept on the device, fetched in groups, written as rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import tensorflow as tf
+
+from pipeline.accumulation import NoiseScale
+from pipeline.progress import Progress
+from pipeline.sizes import Plan
+
+FETCH_SECONDS = 1.0  # how long results may stay on the device
+FETCH_UPDATES = 200  # how many results may
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient is NaN or infinite."""
+
+
+class Log(Protocol):
+    """Where rows go: `pipeline.tracking.tracker.Tracker`, or nowhere."""
+
+    def update(
+        self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float
+    ) -> None: ...
+
+    def validation(self, update: int, results: Mapping[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Row(NamedTuple):
+    """One update's row, as `Log.update` takes it."""
+
+    update: int
+    results: dict[str, float]
+    performance: dict[str, float]
+    at: float
+
+
+@dataclass
+class Recorder:
+    """Keeps each update's results on the device and fetches them in groups: reading one waits for the device.
+
+    Attributes:
+        log: where the rows go.
+        plan: of the run.
+        log_every: updates from one logged row to the next; `finish` logs the last one.
+        peak_memory: returns the bytes at the peak so far.
+        progress: what a person sees.
+        skips: whether the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does.
+        names: of an update's results, in their order.
+        last: results of the latest update that was fetched.
+    """
+
+    log: Log
+    plan: Plan
+    log_every: int
+    peak_memory: Callable[[], int]
+    progress: Progress
+    skips: bool = False
+    names: tuple[str, ...] = ()
+    last: dict[str, float] = field(default_factory=dict)
+    _skipped: int = 0
+    _noise: NoiseScale = field(default_factory=NoiseScale)
+    _unlogged: Row | None = None  # the latest row, where `log_every` left it out
+    _epoch_sums: dict[str, float] = field(default_factory=dict)
+    _epoch_examples: int = 0
+    _pending: list[tuple[int, float, tf.Tensor]] = field(default_factory=list)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def add(self, update: int, results: tf.Tensor) -> None:
+        """Keep the results of `update`, a vector in the order of `names`; fetch when enough are waiting."""
+        self._pending.append((update, time.time(), results))
+        waited = time.perf_counter() - self._since
+        # The first update is traced as it runs: a group of its own, so that it spoils no other's seconds.
+        if update == 1 or waited >= FETCH_SECONDS or len(self._pending) >= FETCH_UPDATES:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Write the rows of all kept results.
+
+        Raises:
+            NonFiniteError: at the first update whose loss or gradient is not finite; its row is written too.
+        """
+        if not self._pending:
+            return
+        pending = list(self._pending)
+        fetched = tf.stack([results for _, _, results in pending]).numpy().tolist()
+        performance = self._performance([update for update, _, _ in pending])
+        for (update, at, _), values in zip(pending, fetched, strict=True):
+            del self._pending[0]  # a row at a time: what an interrupt leaves here is fetched at the end of the run
+            self.last = self._results(dict(zip(self.names, values, strict=True)))
+            wrong = self._non_finite(self.last)
+            self._write(Row(update, self.last, performance, at), now=bool(wrong))
+            if wrong:
+                self.log.flush()
+                values_of = " and ".join(f"{name}={self.last[name]}" for name in wrong)
+                group = f"updates {pending[0][0]} to {pending[-1][0]}"
+                raise NonFiniteError(f"{values_of} at update {update}, found when {group} were fetched")
+        self.log.flush()
+        self.progress.show(pending[-1][0], self.last, performance["examples_per_second"])
+
+    def finish(self) -> None:
+        """Fetch what is left, and log the last update whatever `log_every` says."""
+        self.fetch()
+        if self._unlogged is not None:
+            self.log.update(*self._unlogged)
+            self.log.flush()
+
+    def restart_clock(self) -> None:
+        """Exclude the time since the last fetch from the update times."""
+        self._since = time.perf_counter()
+
+    def epoch_means(self) -> dict[str, float]:
+        """Return the means over the epoch, each update weighted by its examples; start the next epoch's."""
+        means = {name: total / self._epoch_examples for name, total in self._epoch_sums.items()}
+        self._epoch_sums, self._epoch_examples = {}, 0
+        return means
+
+    def _performance(self, updates: list[int]) -> dict[str, float]:
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return {
+            "update_seconds": seconds / len(updates),
+            "examples_per_second": sum(map(self.plan.batch_size, updates)) / seconds,
+            "peak_memory_bytes": self.peak_memory(),
+        }
+
+    def _results(self, results: dict[str, float]) -> dict[str, float]:
+        """Return an update's results with the gradient noise scale so far in place of its two estimates."""
+        if "gradient_variance" in results:
+            self._noise.add(results.pop("gradient_variance"), results.pop("gradient_square"))
+            if self._noise.value is not None:
+                results["gradient_noise_scale"] = self._noise.value
+        return results
+
+    def _non_finite(self, results: dict[str, float]) -> list[str]:
+        """Return which results end the run; a skipped update, which ends none, is counted in `results`."""
+        wrong = [name for name in ("loss", "gradient_norm") if not math.isfinite(results[name])]
+        if self.skips:
+            skipped = wrong == ["gradient_norm"]
+            self._skipped += skipped
+            results["skipped_updates"] = self._skipped
+            wrong = [] if skipped else wrong
+        return wrong
+
+    def _write(self, row: Row, now: bool) -> None:
+        self._unlogged = None if now or row.update % self.log_every == 0 else row
+        if self._unlogged is None:
+            self.log.update(*row)
+        examples = self.plan.batch_size(row.update)
+        self._epoch_examples += examples
+        for name, value in row.results.items():
+            self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value * examples
