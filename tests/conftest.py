@@ -8,7 +8,21 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import shared
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared.begin()
+        if config.getoption("numprocesses", None):
+            shared.warm_server()  # while the workers collect
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared.end()
 
 
 @pytest.fixture(scope="session", autouse=True)

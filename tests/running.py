@@ -15,6 +15,9 @@ from pathlib import Path
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from tests import shared
+from tests.warm import Python
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.system_metrics=false")
 
@@ -24,12 +27,20 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
 
 
-def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
-    """`pipeline …` as a process group of its own, with its output kept apart."""
+def start(*arguments: str, cwd: Path, warm: bool = False, **more: str) -> subprocess.Popen[str] | Python:
+    """`python -m pipeline …` as a process group of its own, with its output kept apart.
+
+    Args:
+        warm: fork it from a process that has imported TensorFlow, see warm.py.
+        more: environment variables.
+    """
+    command, env = ["-m", "pipeline", *arguments], environment(**more)
+    if warm:
+        return Python(shared.warm_address(), command, cwd=cwd, env=env)
     return subprocess.Popen(
-        [sys.executable, "-m", "pipeline", *arguments],
+        [sys.executable, *command],
         cwd=cwd,
-        env=environment(**more),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -40,10 +51,23 @@ def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
 
 
 def pipeline(
-    *arguments: str, cwd: Path, status: int = 0, timeout: int = 570, **more: str
+    *arguments: str,
+    cwd: Path,
+    status: int = 0,
+    timeout: int = 570,
+    warm: bool = True,
+    new_store: bool = False,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`pipeline …` to its end; its exit status must be `status`."""
-    process = start(*arguments, cwd=cwd, **more)
+    """`pipeline …` to its end; its exit status must be `status`.
+
+    Args:
+        warm: see `start`.
+        new_store: let it make the store of `cwd`, in place of finding an empty one there.
+    """
+    if arguments[0] in ("train", "sweep") and "--cfg" not in arguments and status != 2 and not new_store:
+        shared.place_store(cwd)
+    process = start(*arguments, cwd=cwd, warm=warm, **more)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -55,16 +79,12 @@ def pipeline(
 
 def one_process(lines: dict[str, str], cwd: Path, **more: str) -> dict[str, dict]:
     """What each command line does: its status, what it wrote to either stream, and what it changed in `cwd`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.refused"],
-        input=json.dumps(list(lines.values())),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment(**more),
+    process = Python(
+        shared.warm_address(), ["-m", "tests.refused"], cwd=cwd, env=environment(**more), stdin=subprocess.PIPE
     )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(lines, json.loads(done.stdout), strict=True))
+    out, err = process.communicate(json.dumps(list(lines.values())))
+    assert process.returncode == 0, err
+    return dict(zip(lines, json.loads(out), strict=True))
 
 
 def wait(condition: Callable[[], object], seconds: float = 240) -> None:

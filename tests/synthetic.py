@@ -12,6 +12,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from pipeline.sweep.parent_run import ParentRun, PlannedJob
 from pipeline.tracking.store import Store
+from tests import shared
 
 STARTED = 1_700_000_000_000  # ms since the epoch
 MOST = 1000  # metrics that one call of `log_batch` takes
@@ -95,6 +96,8 @@ class Made:
 
 
 def store(folder: Path) -> Store:
+    """Return a new store, where a command in `folder` looks for it."""
+    shared.place_store(folder)
     return Store(f"sqlite:///{folder}/mlruns/mlflow.db")
 
 

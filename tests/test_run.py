@@ -23,7 +23,7 @@ UPDATES = EPOCHS * 12
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main")
-    return pipeline("train", "hydra.run.dir=run", cwd=folder), Store(folder)
+    return pipeline("train", "hydra.run.dir=run", cwd=folder, warm=False, new_store=True), Store(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,277 @@
+"""Python processes that have TensorFlow and MLflow loaded when they begin: forks of one that has imported them.
+
+    pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, and the shippers of the runs in it
+
+The import is the larger part of what a small run costs. What is forked has its own session, folder, environment, pipes
+and module `__main__`, as if it had been started; no code of the project has run in it but the imports, and no device
+is open. What reads the environment while it is imported, and what is about starting, needs a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+# The first sets what MLflow reads when it is imported.
+IMPORTS = (
+    *("pipeline.tracking.store", "mlflow.store.tracking.sqlalchemy_store", "mlflow.models", "mlflow.keras"),
+    *("tensorflow", "keras", "tensorflow_datasets", "sklearn.datasets", "hydra", "hydra.main"),
+)
+PATIENCE = 180  # seconds for the imports, on a busy machine
+
+
+class Server:
+    """The process that imports and forks; it ends with the process that made it.
+
+    Args:
+        folder: for its socket and its log.
+    """
+
+    def __init__(self, folder: Path):
+        self.address = address_in(folder)
+        with (folder / "warm.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", self.address],
+                cwd=Path(__file__).parents[1],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # A shell's background job ignores Ctrl-C, and so would all that it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def address_in(folder: Path) -> str:
+    """Return the address of a server whose folder is `folder`."""
+    return str(folder / "warm.socket")
+
+
+class Python:
+    """`python ARGUMENTS`, forked; used as a `subprocess.Popen` with text pipes.
+
+    Args:
+        address: of the server.
+        arguments: `-m MODULE …` or `-c CODE …`, after `-P` where the folder is not to be searched for modules.
+        cwd, env: of the process.
+        stdin: None for no input, or `subprocess.PIPE`.
+        stderr: `subprocess.PIPE`, or None for that of this process.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        arguments: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
+        stderr: int | None = subprocess.PIPE,
+    ):
+        self.args, self.returncode = ["python", *arguments], None
+        self.stdin: TextIO | None = None
+        self.stderr: TextIO | None = None
+        request = {"arguments": list(arguments), "folder": str(cwd or Path.cwd()), "environment": dict(env or os.environ)}
+        with contextlib.ExitStack() as given:  # their ends of the pipes
+            out, self.stdout = _pipe(given, "r")
+            if stdin == subprocess.PIPE:
+                commands, self.stdin = _pipe(given, "w")
+            else:
+                commands = os.open(os.devnull, os.O_RDONLY)
+                given.callback(os.close, commands)
+            complaints = 2
+            if stderr == subprocess.PIPE:
+                complaints, self.stderr = _pipe(given, "r")
+            self._connection = _connected(address)
+            socket.send_fds(self._connection, [b" "], [commands, out, complaints])
+            self._connection.sendall(json.dumps(request).encode() + b"\n")
+            self._answers = self._connection.makefile("r")
+            self.pid = int(self._answers.readline())
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the signal's number where one ended it; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(self._answers.readline())
+            self._connection.close()
+        return self.returncode
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        """Return what it wrote to its pipes once both are closed and it has ended."""
+        if self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), self.stdin:
+                self.stdin.write(input or "")
+        until = None if timeout is None else time.monotonic() + timeout
+        texts = ["", ""]
+
+        def read(index: int, stream: TextIO) -> None:
+            texts[index] = stream.read()
+
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in enumerate(streams)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(None if until is None else max(until - time.monotonic(), 0))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(None if until is None else max(until - time.monotonic(), 0))
+        return texts[0], texts[1]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _pipe(given: contextlib.ExitStack, mode: str) -> tuple[int, TextIO]:
+    """Return the end that is given away, which `given` closes, and this process' end, opened in `mode`."""
+    reader, writer = os.pipe()
+    away, kept = (writer, reader) if mode == "r" else (reader, writer)
+    given.callback(os.close, away)
+    return away, os.fdopen(kept, mode)
+
+
+def _connected(address: str) -> socket.socket:
+    until = time.monotonic() + PATIENCE
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+            return connection
+        except OSError:  # it still imports
+            connection.close()
+            if time.monotonic() > until:
+                raise RuntimeError(f"no warm process: {Path(address).with_suffix('.log').read_text()}") from None
+            time.sleep(0.05)
+
+
+def main() -> None:
+    """Fork for each connection until standard input ends; in a fork, become what was asked for."""
+    (address,) = sys.argv[1:]
+    before = dict(os.environ)
+    for name in IMPORTS:
+        importlib.import_module(name)
+    set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
+    gc.collect()
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{address}.new")
+        listener.listen(128)
+        os.rename(f"{address}.new", address)
+        asked = _serve(listener)
+    if asked is not None:
+        request, descriptors = asked
+        request["environment"] = {**set_by_imports, **request["environment"]}
+        _become(address, request, descriptors)
+
+
+def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return what is asked of this process, which is then a fork; None in the server, at its end."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj == 0:
+                    return None
+                if key.fileobj is not listener:  # a fork has ended
+                    pid, connection = key.data
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _say(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                    connection.close()
+                    continue
+                connection, _ = listener.accept()
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+                with connection.makefile("r") as text:
+                    request = json.loads(text.readline())
+                pid = os.fork()
+                if pid == 0:
+                    connection.close()
+                    for other in selector.get_map().values():
+                        if other.data is not None:
+                            os.close(other.fd)
+                            other.data[1].close()
+                    return request, descriptors
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                _say(connection, pid)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+
+
+def _say(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # who asked has ended
+        connection.sendall(f"{number}\n".encode())
+
+
+def _become(address: str, request: dict[str, Any], descriptors: list[int]) -> None:
+    """Make this process `python ARGUMENTS`, started where and as was asked."""
+    os.setsid()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    _fork_shippers(address)
+    arguments = request["arguments"]
+    sys.path[0] = request["folder"]
+    if arguments[0] == "-P":
+        del arguments[0], sys.path[0]
+    how, what, *rest = arguments
+    sys.argv = [how, *rest]
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
+
+
+def _fork_shippers(address: str) -> None:
+    """Have the shipper of a run forked as well where this process would start one: it imports MLflow."""
+    start = subprocess.Popen
+
+    def popen(command: Sequence[str], *more: Any, **options: Any) -> Any:
+        if isinstance(command, str) or "pipeline.tracking.shipper" not in command:
+            return start(command, *more, **options)
+        return Python(address, command[1:], env=options["env"], stdin=options["stdin"], stderr=None)
+
+    subprocess.Popen = popen  # type: ignore[assignment,misc]
+
+
+if __name__ == "__main__":
+    main()
