@@ -91,7 +91,11 @@ class Python:
         self.args, self.returncode = ["python", *arguments], None
         self.stdin: TextIO | None = None
         self.stderr: TextIO | None = None
-        request = {"arguments": list(arguments), "folder": str(cwd or Path.cwd()), "environment": dict(env or os.environ)}
+        request = {
+            "arguments": list(arguments),
+            "folder": str(cwd or Path.cwd()),
+            "environment": dict(env or os.environ),
+        }
         with contextlib.ExitStack() as given:  # their ends of the pipes
             out, self.stdout = _pipe(given, "r")
             if stdin == subprocess.PIPE:
