@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import config as configuration
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line
 from pipeline.hydra_errors import COMPOSITION, refusing
 from pipeline.masking import mask
 
@@ -96,9 +96,14 @@ class RunFolders(Callback):
             RunFolders._made = [made for made in (folder, *folder.parents) if not made.exists()]
 
     @classmethod
+    def wanted(cls, folder: object) -> bool:
+        """Return whether `folder` is one that was missing when Hydra began."""
+        return isinstance(folder, str) and Path(folder).absolute() in cls._made
+
+    @classmethod
     def take_back(cls) -> None:
-        """Removes what was made and is empty, from the run directory upwards."""
-        if cls._made:
+        """Remove what was made and is empty, from the run directory upwards."""
+        if cls._made and cls._made[0].is_dir():
             (cls._made[0] / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
         for folder in cls._made:
             if not folder.is_dir() or any(folder.iterdir()):
@@ -130,6 +135,7 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
             return None
 
     options = _parsed(arguments)
+    _check_digits(options.overrides)
     if options.multirun:
         options.overrides, arguments = _by_environment(options.overrides, arguments)
     flags = [argument for argument in arguments if argument not in options.overrides]
@@ -145,6 +151,11 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     except ConfigError:
         if not raised:
             raise
+    except OSError as error:  # of a multirun; also what a launcher raises
+        if not RunFolders.wanted(error.filename):
+            raise
+        rule = f"must be a folder that can be made ({error.strerror})"
+        raise ConfigError("hydra.sweep.dir", rule, error.filename) from error
     except SystemExit as exit:
         if exit.code not in (0, None):
             raise SystemExit(2) from None  # Hydra has said why
@@ -168,6 +179,17 @@ def _by_environment(overrides: Sequence[str], arguments: Sequence[str]) -> tuple
                 os.environ[name] = str(override.value())
                 places[text] = f"{text.split('=')[0]}=${{oc.env:{name}}}"
     return [places.get(text, text) for text in overrides], [places.get(text, text) for text in arguments]
+
+
+def _check_digits(overrides: Sequence[str]) -> None:
+    """Refuse a number that is longer than Python reads; Hydra refuses everything else."""
+    for text in overrides:
+        try:
+            with suppress(HydraException):
+                OverridesParser.create().parse_override(text)
+        except ValueError as error:
+            key, _, value = text.partition("=")
+            raise ConfigError(key, f"must be a number that Python reads ({first_line(error)})", value) from error
 
 
 def _in_one_line(error: Exception) -> str:

@@ -5,10 +5,11 @@ Imports neither TensorFlow nor MLflow: a wrong config is refused in under a seco
 
 from __future__ import annotations
 
+import math
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -28,6 +29,19 @@ LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
 _NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
+_LONGEST_METRIC = 200  # characters: MLflow takes 250, of which train/, training.metrics. and ._target_ need some
+
+Range = tuple[str, Callable[[float], bool]]  # the rule in words, and whether a number keeps it
+_POSITIVE: Range = ("a positive number", lambda value: 0 < value < math.inf)
+_NOT_NEGATIVE: Range = ("a number of at least 0", lambda value: 0 <= value < math.inf)
+_SHARE: Range = ("from 0 to below 1", lambda value: 0 <= value < 1)
+# Keras computes with most numbers outside of these without a word: it clips nothing, or diverges.
+_OPTIMIZER_RANGES = {
+    **dict.fromkeys(("learning_rate", "clipnorm", "global_clipnorm", "clipvalue"), _POSITIVE),
+    **dict.fromkeys(("beta_1", "beta_2", "rho", "momentum", "ema_momentum"), _SHARE),
+    **dict.fromkeys(("epsilon", "weight_decay"), _NOT_NEGATIVE),
+}
+_MAY_BE_NULL = {"clipnorm", "global_clipnorm", "clipvalue", "weight_decay"}
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 SCHEMA = 1  # of the config; pipeline.rerun.migration says what older records need
@@ -145,12 +159,11 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
         ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
     """
     _check_keys(config)
-    _check_rate(OmegaConf.select(config, "optimizer"))  # first: a schedule computes with it when it is read
+    _check_optimizer(OmegaConf.select(config, "optimizer"))  # first: a schedule computes with its rate when it is read
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError(missing[0], "must be given")
     _check_targets(config)
-    _check_clipping(config.optimizer)
     _check_counts(config)
     for leaf in leaves(plain(config)):
         if not _is_name(leaf):
@@ -189,21 +202,20 @@ def _check_keys(config: DictConfig) -> None:
                 raise ConfigError(dotted, "must be given")
 
 
-def _check_rate(optimizer: Any) -> None:
-    rate = optimizer.get("learning_rate") if isinstance(optimizer, DictConfig) else 1
-    if not _is_positive(rate):
-        raise ConfigError("optimizer.learning_rate", "must be a positive number", rate)
-
-
-def _check_clipping(optimizer: DictConfig) -> None:
-    """Keras clips nothing where the limit is not positive, without a word."""
-    for name in ("clipnorm", "global_clipnorm", "clipvalue"):
-        if optimizer.get(name) is not None and not _is_positive(optimizer[name]):
-            raise ConfigError(f"optimizer.{name}", "must be a positive number, or null", optimizer[name])
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def _check_optimizer(optimizer: Any) -> None:
+    """Refuse numbers of a Keras optimizer that are out of range; of another one only the learning rate is known."""
+    if not isinstance(optimizer, DictConfig):
+        return
+    of_keras = str(optimizer.get("_target_")).startswith("keras.")
+    for name, (rule, holds) in _OPTIMIZER_RANGES.items():
+        value = optimizer.get(name)
+        if name != "learning_rate" and (not of_keras or name not in optimizer):
+            continue
+        if value is None and name in _MAY_BE_NULL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+            null = ", or null" if name in _MAY_BE_NULL else ""
+            raise ConfigError(f"optimizer.{name}", f"must be {rule}{null}", value)
 
 
 def _check_targets(config: DictConfig) -> None:
@@ -218,6 +230,8 @@ def _check_targets(config: DictConfig) -> None:
             received = node.get("_target_") if isinstance(node, DictConfig) else node
             raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", received)
     for name in config.training.metrics:
+        if len(name) > _LONGEST_METRIC:
+            raise ConfigError("training.metrics", f"must have names of at most {_LONGEST_METRIC} characters", name)
         if not _is_name(f"train/{name}") or name in UPDATE_METRICS:
             ours = ", ".join(sorted(UPDATE_METRICS))
             rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours}"

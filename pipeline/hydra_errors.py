@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    ConfigTypeError,
     InterpolationKeyError,
     InterpolationResolutionError,
     InterpolationToMissingValueError,
@@ -97,6 +98,9 @@ def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) 
     key = str(error.full_key)
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         parent, _, name = key.rpartition(".")
+        # The schema's own nodes take no other keys.
+        if isinstance(error.parent_node, DictConfig) and OmegaConf.get_type(error.parent_node) is dict:
+            origin += f"; a new one is added with +{key}=VALUE"
         siblings = [str(sibling) for sibling in error.parent_node if parent or sibling != "hydra"]
         if not parent:
             siblings = sorted({*siblings, *groups(folders)})
@@ -104,6 +108,10 @@ def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) 
     if isinstance(error, ValidationError):
         rule, choices = _type_of(error)
         return ConfigError(key, f"must be {rule}{origin}", error.value, choices)
+    if isinstance(error, ConfigTypeError) and "Cannot merge" in str(
+        error
+    ):  # a list for a mapping, or a mapping for a list; which value, it does not say
+        return ConfigError(key, f"must be {'a list' if error.object_type is list else 'a mapping'}{origin}")
     rules = {
         InterpolationKeyError: "must refer to a key that exists",
         InterpolationToMissingValueError: "must refer to a key that has a value",

@@ -35,6 +35,7 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
     """
     target = locate(node, key)
     _check_names(target, node, key, set(arguments))
+    _check_flags(target, node, key)
     try:
         return instantiate(node, _convert_="all", **arguments)
     except HydraException as error:
@@ -99,6 +100,19 @@ def _check_names(target: Callable[..., Any], node: DictConfig, key: str, others:
         given = name in node or name in others or node.get("_partial_")
         if parameter.default is inspect.Parameter.empty and not given:
             raise ConfigError(f"{key}.{name}", f"must be given: {node._target_} has no default for it")
+
+
+def _check_flags(target: Callable[..., Any], node: DictConfig, key: str) -> None:
+    """Refuse text and numbers for a parameter that is true or false: Python takes most of them as true."""
+    parameters = _parameters(target)
+    for name, value in _arguments(node).items():
+        parameter = parameters.get(name)
+        if parameter is None or isinstance(value, bool) or not isinstance(value, str | int | float):
+            continue
+        annotation = parameter.annotation
+        flag = isinstance(parameter.default, bool) if annotation is inspect.Parameter.empty else annotation
+        if flag in (True, bool, "bool"):
+            raise ConfigError(f"{key}.{name}", "must be true or false", value)
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
 
 
 def build(node: DictConfig, data: Data) -> keras.Model:
-    """The model of `node`, built for one example's shape.
+    """Return the model of `node`, built for one example's shape.
 
     A builder gets `input_shape` (of one example, without the batch) and `classes` where it has parameters of
     those names and the config gives them no value.
@@ -33,7 +33,7 @@ def build(node: DictConfig, data: Data) -> keras.Model:
 def mlp(
     input_shape: Sequence[int], classes: int, hidden: Sequence[int] = (128, 128), dropout: float = 0.0, l2: float = 0.0
 ) -> keras.Model:
-    """Dense layers over the flattened input.
+    """Return dense layers over the flattened input.
 
     Args:
         input_shape: of one example, any rank.
@@ -42,6 +42,7 @@ def mlp(
         dropout: share of each hidden layer's outputs that is dropped.
         l2: factor of the weights' L2 penalty.
     """
+    _check(classes=[classes], hidden=hidden, dropout=dropout, l2=l2)
     inputs = keras.Input(tuple(input_shape))
     x = inputs if len(input_shape) == 1 else layers.Flatten()(inputs)
     return keras.Model(inputs, _head(x, classes, hidden, dropout, l2), name="mlp")
@@ -56,17 +57,19 @@ def cnn(
     dropout: float = 0.0,
     l2: float = 0.0,
 ) -> keras.Model:
-    """Convolutions, each followed by 2×2 pooling while the image is large enough, then dense layers.
+    """Return convolutions, each followed by 2×2 pooling while the image is large enough, then dense layers.
 
     Args:
         input_shape: (height, width, channels).
         classes: width of the output, which are logits.
         filters: channels of each convolution.
         kernel_size: height and width of each convolution.
-        hidden, dropout, l2: of the dense layers, as for `mlp`; `l2` is of the convolutions too.
+        hidden, dropout, l2: as for `mlp`, for the dense layers; `l2` holds for the convolutions too.
     """
     if len(input_shape) != 3:
         raise ValueError(f"input_shape must be (height, width, channels). Received: {tuple(input_shape)}")
+    sizes = {"filters": filters, "kernel_size": [kernel_size], "hidden": hidden, "classes": [classes]}
+    _check(**sizes, dropout=dropout, l2=l2)
     x = inputs = keras.Input(tuple(input_shape))
     for channels in filters:
         x = layers.Conv2D(channels, kernel_size, padding="same", activation="relu", kernel_regularizer=_l2(l2))(x)
@@ -75,8 +78,19 @@ def cnn(
     return keras.Model(inputs, _head(layers.Flatten()(x), classes, hidden, dropout, l2), name="cnn")
 
 
+def _check(*, dropout: float, l2: float, **sizes: Sequence[int]) -> None:
+    """Raise a ValueError for what Keras builds a useless model of, without a word."""
+    for name, values in sizes.items():
+        if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 1 for value in values):
+            raise ValueError(f"{name}: each size must be a whole number of at least 1. Received: {list(values)}")
+    if isinstance(dropout, bool) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be from 0 to below 1. Received: {dropout}")
+    if isinstance(l2, bool) or not 0 <= l2 < float("inf"):
+        raise ValueError(f"l2 must be a number of at least 0. Received: {l2}")
+
+
 def batch_dependent_layers(model: keras.Model) -> list[str]:
-    """Names of the layers whose output for one example depends on the rest of its micro-batch.
+    """Return the names of the layers whose output for one example depends on the rest of its micro-batch.
 
     Their statistics are of a micro-batch, so they differ between factors at one effective batch.
     """

@@ -25,13 +25,17 @@ class Objective:
         loss: of every update and of the validation split.
         metrics: of the updates.
         validation_metrics: the same ones, with state of their own.
-        callbacks: Keras callbacks; one batch of theirs is one update.
+        named_callbacks: Keras callbacks under their names in the config; one batch of theirs is one update.
     """
 
     loss: keras.losses.Loss
     metrics: list[keras.metrics.Metric]
     validation_metrics: list[keras.metrics.Metric]
-    callbacks: list[keras.callbacks.Callback]
+    named_callbacks: dict[str, keras.callbacks.Callback]
+
+    @property
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        return list(self.named_callbacks.values())
 
 
 class FunctionLoss(keras.losses.Loss):
@@ -59,7 +63,7 @@ def build(config: DictConfig) -> Objective:
         _loss(config.loss),
         [_metric(node, name) for name, node in config.metrics.items()],
         [_metric(node, name) for name, node in config.metrics.items()],
-        [_callback(node, name) for name, node in config.callbacks.items()],
+        {str(name): _callback(node, name) for name, node in config.callbacks.items()},
     )
 
 
@@ -69,7 +73,8 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
     Builds what is not built yet of the model, and of the metrics that it was compiled with.
 
     Raises:
-        ConfigError: the loss does not fit the labels or the model's outputs, or the model trains nothing.
+        ConfigError: the loss does not fit the labels or the model's outputs, the model trains nothing, or a callback
+            cannot do its work.
     """
     batch = next(iter(batching.in_order(data.train, min(micro_batch_size, 32))))
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -101,6 +106,33 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
         for compiled in model.metrics:
             if not getattr(compiled, "built", True):  # Keras' callbacks look in it for the metric that they monitor
                 compiled.build(y, outputs)
+    for name, callback in objective.named_callbacks.items():
+        with _refused(f"training.callbacks.{name}", "must be able to do its work", type(callback).__name__):
+            _check_callback(callback, model)
+
+
+def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
+    """Raise where a Keras callback would raise at the first end of an epoch.
+
+    Fresh callbacks are tried in its place, with nothing to write and nothing to stop.
+    """
+    if isinstance(getattr(callback, "monitor", None), str) and hasattr(callback, "mode"):
+        trial = keras.callbacks.EarlyStopping(callback.monitor, mode=callback.mode, patience=1)
+        trial.set_model(model)
+        trial.on_train_begin()
+        trial.on_epoch_end(0, {callback.monitor: 0.0})
+    sets_rate = keras.callbacks.LearningRateScheduler | keras.callbacks.ReduceLROnPlateau
+    if isinstance(callback, sets_rate):
+        rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+        try:
+            model.optimizer.learning_rate = rate
+        except TypeError:
+            raise ValueError("it sets the learning rate, which only schedule=constant allows") from None
+        if isinstance(callback, keras.callbacks.LearningRateScheduler):
+            scheduler = keras.callbacks.LearningRateScheduler(callback.schedule)
+            scheduler.set_model(model)
+            scheduler.on_epoch_begin(0)
+            model.optimizer.learning_rate = rate
 
 
 def _trace(function: Callable[..., Any], *arguments: Any) -> None:

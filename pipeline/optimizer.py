@@ -8,11 +8,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import ops
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline import instantiate
 from pipeline.errors import ConfigError, first_line
 from pipeline.scaling import FACTORS, Rule
+
+# The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
+_LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
 
 
 def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.optimizers.Optimizer:
@@ -53,6 +56,9 @@ def build_schedule(node: DictConfig, updates: int) -> Any:
     """
     lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule"))
     assert isinstance(lengths, DictConfig)
+    boundaries = OmegaConf.select(node, "boundaries")
+    if isinstance(boundaries, ListConfig) and list(lengths.boundaries) != sorted(lengths.boundaries):
+        raise ConfigError("schedule.boundaries", "must rise", list(boundaries))
     schedule = instantiate.build(lengths, "schedule")
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule | float | int):
         raise ConfigError("schedule._target_", "must name a Keras schedule or give a number", node.get("_target_"))
@@ -172,4 +178,18 @@ def _in_updates(value: Any, updates: int, key: str) -> Any:
         if not 0 <= share <= 1:
             raise ConfigError(key, "must be from 0% to 100%", value)
         return max(1, round(share * updates))
+    if isinstance(value, int | float):
+        _check_length(value, updates, key)
     return value
+
+
+def _check_length(value: float, updates: int, key: str) -> None:
+    """Refuse a length that Keras computes with although it is no number of updates within the run."""
+    name = key.rpartition(".")[2]
+    if name not in _LEAST:
+        return
+    warms_up = name.startswith("warmup")
+    whole = not isinstance(value, bool) and value % 1 == 0
+    if not whole or value < _LEAST[name] or (warms_up and value > updates):
+        most = f" to the horizon's {updates}" if warms_up else " on"
+        raise ConfigError(key, f"must be a whole number of updates from {_LEAST[name]}{most}", value)

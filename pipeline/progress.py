@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from tqdm import tqdm
 
@@ -15,17 +16,20 @@ class Progress:
     """Shows the updates of one run on standard error.
 
     Args:
-        updates: of the whole run.
+        updates: number of updates in the whole run.
     """
 
     def __init__(self, updates: int):
         self.updates = updates
-        self._bar = tqdm(total=updates, unit="update", file=sys.stderr) if sys.stderr.isatty() else None
+        self._on_terminal = sys.stderr.isatty()
+        self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
         self._begun = self._shown = self._validated = time.monotonic()
 
     def show(self, update: int, row: Mapping[str, float], examples_per_second: float) -> None:
-        """`row` is that of `update`, the latest one that is known."""
+        """Show the row of `update`, the latest one that is known."""
         rate = f"{examples_per_second:,.0f} examples/s"
+        if self._on_terminal and self._bar is None:
+            self._bar = tqdm(total=self.updates, unit="update", file=sys.stderr)
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}", refresh=False)
             self._bar.update(update - self._bar.n)
@@ -39,6 +43,7 @@ class Progress:
         print(f"update {update}/{self.updates}  {values}  {left:.0f} s left", file=sys.stderr)
 
     def validated(self, update: int, results: Mapping[str, float]) -> None:
+        """Show the results of an evaluation."""
         values = "  ".join(f"val/{name} {value:.4f}" for name, value in results.items())
         if self._bar is not None:
             self._bar.write(f"update {update}  {values}", file=sys.stderr)
@@ -47,5 +52,6 @@ class Progress:
             print(f"update {update}/{self.updates}  {values}", file=sys.stderr)
 
     def close(self) -> None:
+        """End the bar's line."""
         if self._bar is not None:
             self._bar.close()

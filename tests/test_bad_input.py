@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import environment, pipeline
+from tests.running import Store, environment, pipeline, start
 
 # Refused from the command line and the config alone: neither TensorFlow nor MLflow is imported.
 CONFIG = {
@@ -27,7 +27,8 @@ CONFIG = {
     "Choices: effective_batch_size, factor, micro_batch_size. Did you mean 'factor'?",
     "train experimnt=quick": "experimnt must be a key of the config. Received: 'experimnt'. "
     "Choices: accumulation, dataset, experiment, … Did you mean 'experiment'?",
-    "train model.hiden=[8]": "model.hiden must be a key of model. Received: 'hiden'. "
+    "train model.hiden=[8]": "model.hiden must be a key of model; a new one is added with +model.hiden=VALUE. "
+    "Received: 'hiden'. "
     "Choices: _target_, filters, kernel_size, hidden, dropout, l2. Did you mean 'hidden'?",
     "train +note=1": "note must be a key of the config. Received: 'note'. Choices: dataset, model, …",
     "train +hardware.devise=gpu": "hardware.devise must be a key of hardware. Received: 'devise'. "
@@ -50,6 +51,10 @@ CONFIG = {
     "Choices: auto, cpu, gpu.",
     "train hardware.precision=float16": "hardware.precision must be one of its choices. Received: 'float16'. "
     "Choices: float32, float64, mixed_bfloat16, mixed_float16. Did you mean 'float64'?",
+    "train training.loss=[]": "training.loss must be a mapping.",
+    "train training.metrics=[]": "training.metrics must be a mapping.",
+    "train training.callbacks=[]": "training.callbacks must be a mapping.",
+    "train model.hidden={}": "model.hidden must be a list.",
     "train training.loss=mse": "training.loss must be a mapping. Received: 'mse'.",
     "train seed=${training.loss._target_}": "seed must be an integer. Received: 'keras.losses.…'.",
     # sizes and horizons
@@ -79,6 +84,8 @@ CONFIG = {
     "train +dataset.shuffle_buffer=2147483648": "dataset.shuffle_buffer must be at most 2147483647. "
     "Received: 2147483648.",
     "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
+    f"train seed={'9' * 5000}": "seed must be a number that Python reads (…4300 digits…). Received: '99…9…",
+    f"train -m seed={'9' * 5000},1": "seed must be a number that Python reads (…4300 digits…). Received: '99…9…",
     "train seed=-1": "seed must be from 0 to 4294967295. Received: -1.",
     "train optimizer.learning_rate=0": "optimizer.learning_rate must be a positive number. Received: 0.",
     "train optimizer.learning_rate=-0.1": "optimizer.learning_rate must be a positive number. Received: -0.1.",
@@ -86,6 +93,17 @@ CONFIG = {
     "train optimizer.global_clipnorm=-1": "optimizer.global_clipnorm must be a positive number, or null. Received: -1.",
     "train +optimizer.clipvalue=0": "optimizer.clipvalue must be a positive number, or null. Received: 0.",
     "train +optimizer.clipnorm=tight": "optimizer.clipnorm must be a positive number, or null. Received: 'tight'.",
+    "train optimizer.beta_1=-1": "optimizer.beta_1 must be from 0 to below 1. Received: -1.",
+    "train optimizer.beta_1=2": "optimizer.beta_1 must be from 0 to below 1. Received: 2.",
+    "train optimizer.beta_1=nan": "optimizer.beta_1 must be from 0 to below 1. Received: nan.",
+    "train optimizer.beta_1=inf": "optimizer.beta_1 must be from 0 to below 1. Received: inf.",
+    "train optimizer.beta_1=fast": "optimizer.beta_1 must be from 0 to below 1. Received: 'fast'.",
+    "train optimizer.beta_2=1": "optimizer.beta_2 must be from 0 to below 1. Received: 1.",
+    "train optimizer=rmsprop optimizer.rho=1.5": "optimizer.rho must be from 0 to below 1. Received: 1.5.",
+    "train optimizer=momentum optimizer.momentum=-0.9": "optimizer.momentum must be from 0 to below 1. Received: -0.9.",
+    "train optimizer.epsilon=-1": "optimizer.epsilon must be a number of at least 0. Received: -1.",
+    "train optimizer.weight_decay=inf": "optimizer.weight_decay must be a number of at least 0, or null. "
+    "Received: inf.",
     "train hardware.replicas=0": "hardware.replicas must be at least 1. Received: 0.",
     "train hardware.device=cpu hardware.replicas=1000 accumulation.effective_batch_size=1000": (
         "hardware.replicas must be at most … on a CPU. Received: 1000."
@@ -107,6 +125,9 @@ CONFIG = {
     "train '+training.metrics={..: {_target_: keras.metrics.MeanSquaredError}}'": (
         "training.metrics... must have a name that MLflow takes (…) other than … Received: '..'."
     ),
+    f"train '+training.metrics={{{'a' * 244}: {{_target_: keras.metrics.MeanSquaredError}}}}'": (
+        "training.metrics must have names of at most 200 characters. Received: 'aa…a'."
+    ),
     "train '+training.callbacks={a//b: {_target_: keras.callbacks.History}}'": (
         "training.callbacks.a//b._target_ must be a name that MLflow takes for a param: … Received: '…'."
     ),
@@ -125,6 +146,10 @@ CONFIG = {
     "train hydra.run.dir=${nope}": "hydra.run.dir must refer to a key that exists. Received: '${nope}'.",
     "train hydra.run.dir=used": "hydra.run.dir must be a folder without a run in it. Received: '…/used'.",
     "train hydra.run.dir=/proc/nope": "hydra.run.dir must be a folder that can be made (…). Received: '/proc/nope'.",
+    "train hydra.run.dir=file/x": "hydra.run.dir must be a folder that can be made (Not a directory). "
+    "Received: '…file/x'.",
+    "train -m hydra.sweep.dir=file/x seed=1,2": "hydra.sweep.dir must be a folder that can be made (Not a directory). "
+    "Received: 'file/x'.",
     "train seed": "seed must be given as KEY=VALUE. Received: 'seed'.",
     "train =3": "arguments must be given as KEY=VALUE. Received: '=3'.",
     "train seed=[1": "seed must be of Hydra's grammar (no viable alternative at input '[1'). Received: 'seed=[1'.",
@@ -154,6 +179,7 @@ CONFIG = {
 NOT_PREPARED = "dataset=tfds dataset.name=mnist dataset.data_dir={elsewhere}"
 NO_LOGITS = "~training.loss.from_logits"
 ONE_HOT = "dataset._target_=mine.one_hot +model.classes=3 training.loss._target_=keras.losses.CategoricalCrossentropy"
+SCHEDULER = "'+training.callbacks.rate={_target_: keras.callbacks.LearningRateScheduler, schedule: 1}'"
 MLP = "model=mlp"  # builds in no time
 
 # Refused by what TensorFlow, TFDS, Keras or MLflow say of it: no run has been created by then.
@@ -189,15 +215,35 @@ PREPARED = {
     "Choices: input_shape, classes, hidden, dropout, l2. Did you mean 'classes'?",
     f"train {MLP} model.dropout=2": "model must be what pipeline.model.mlp takes (ValueError: …). "
     "Received: {hidden: [128, 128], dropout: 2, l2: 0.0}.",
+    f"train {MLP} model.dropout=1": "model must be what pipeline.model.mlp takes (ValueError: dropout must be from 0 "
+    "to below 1. Received: 1). Received: …",
+    f"train {MLP} model.hidden=[true]": "model must be what pipeline.model.mlp takes (ValueError: hidden: each size "
+    "must be a whole number of at least 1. Received: [True]). Received: …",
+    "train model.kernel_size=0": "model must be what pipeline.model.cnn takes (ValueError: kernel_size: each size must "
+    "be a whole number of at least 1. Received: [0]). Received: …",
+    f"train {MLP} model.l2=-1": "model must be what pipeline.model.mlp takes (ValueError: l2 must be a number of at "
+    "least 0. Received: -1). Received: …",
     f"train {MLP} model._target_=mine.not_a_model": "model._target_ must give a keras.Model. Received: 'int'.",
     f"train {MLP} +optimizer.nope=4": "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) "
     "not recognized: {'nope': 4}). Received: {…, nope: 4}.",
-    f"train {MLP} optimizer.beta_1=fast": "optimizer must be able to apply a gradient (…). Received: 'AdamW'.",
+    f"train {MLP} optimizer.epsilon=null": "optimizer.epsilon must be a number of at least 0. Received: null.",
+    f"train {MLP} +optimizer.ema_overwrite_frequency=often +optimizer.use_ema=true": "optimizer must be …",
     f"train {MLP} +optimizer.gradient_accumulation_steps=4": "optimizer.gradient_accumulation_steps must be left out: "
     "the pipeline accumulates; set accumulation.factor. Received: 4.",
     f"train {MLP} schedule.warmup_steps=150%": "schedule.warmup_steps must be from 0% to 100%. Received: '150%'.",
     f"train {MLP} schedule.warmup_steps=x%": "schedule.warmup_steps must be a share of the horizon such as 5%. "
     "Received: 'x%'.",
+    f"train {MLP} schedule.warmup_steps=-1": "schedule.warmup_steps must be a whole number of updates from 0 to the "
+    "horizon's 120. Received: -1.",
+    f"train {MLP} schedule.warmup_steps=0.1": "schedule.warmup_steps must be a whole number … Received: 0.1.",
+    f"train {MLP} schedule.warmup_steps=1e20": "schedule.warmup_steps must be a whole number … Received: 1e+20.",
+    f"train {MLP} schedule.warmup_steps=121": "schedule.warmup_steps must be a whole number … Received: 121.",
+    f"train {MLP} schedule.decay_steps=0": "schedule.decay_steps must be a whole number of updates from 1 on. "
+    "Received: 0.",
+    f"train {MLP} scaling=linear scaling.warmup=121": "scaling.warmup must be a whole number of updates from 0 to the "
+    "horizon's 120. Received: 121.",
+    f"train {MLP} schedule=piecewise schedule.boundaries=[90%,10%]": "schedule.boundaries must rise. "
+    "Received: ['90%', '10%'].",
     f"train {MLP} schedule.decay_steps=long": "schedule must be what keras.optimizers.schedules.CosineDecay takes (…). "
     "Received: {…decay_steps: 'long'…}.",
     # losses, metrics and callbacks
@@ -236,6 +282,16 @@ PREPARED = {
         "training.callbacks.stop.patienc must be an argument of keras.callbacks.EarlyStopping. Received: 'patienc'. "
         "Choices: monitor, min_delta, patience, … Did you mean 'patience'?"
     ),
+    f"train {MLP} training.loss.from_logits=abc": "training.loss.from_logits must be true or false. Received: 'abc'.",
+    f"train {MLP} model._target_=mine.flagged +model.norm=1": "model.norm must be true or false. Received: 1.",
+    f"train {MLP} '+training.callbacks.stop={{_target_: keras.callbacks.EarlyStopping, monitor: nope}}'": (
+        "training.callbacks.stop must be able to do its work (EarlyStopping callback received monitor=nope, but …). "
+        "Received: 'EarlyStopping'."
+    ),
+    f"train {MLP} schedule=constant {SCHEDULER}": "training.callbacks.rate must be able to do its work ('int' object "
+    "is not callable). Received: 'LearningRateScheduler'.",
+    f"train {MLP} {SCHEDULER}": "training.callbacks.rate must be able to do its work (it sets the learning rate, which "
+    "only schedule=constant allows). Received: 'LearningRateScheduler'.",
     f"train {MLP} +training.callbacks.stop._target_=keras.losses.Huber": "training.callbacks.stop._target_ must give "
     "a keras.callbacks.Callback. Received: 'Huber'.",
     # stores, which another process opens
@@ -262,6 +318,9 @@ def not_a_dataset(data_dir):
     return 3
 
 def not_a_model(**anything):
+    return 3
+
+def flagged(norm: "bool" = None, hidden=(), dropout=0, l2=0):
     return 3
 
 def one_argument(x):
@@ -439,3 +498,16 @@ def test_an_error_of_the_users_own_code_while_running_is_no_config_error(folder,
         status=1,
     )
     assert "UnicodeDecodeError" in done.stderr
+
+
+def test_of_two_runs_at_once_in_one_folder_the_second_is_refused(tmp_path):
+    line = ("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false")
+    # The store is there already, so that both are ready at nearly the same moment.
+    pipeline(*line, cwd=tmp_path)
+    both = [start(*line, "hydra.run.dir=same", cwd=tmp_path) for _ in range(2)]
+    answers = sorted((run.wait(timeout=300), run.stderr.read()) for run in both)
+    assert [status for status, _ in answers] == [0, 2]
+    assert answers[1][1] == (
+        f"pipeline: hydra.run.dir must be a folder without a run in it. Received: '{tmp_path / 'same'}'.\n"
+    )
+    assert [run.info.status for run in Store(tmp_path).runs()] == ["FINISHED", "FINISHED"]

@@ -80,8 +80,15 @@ class Journal:
 
         Returns:
             `run_id`, `experiment_id`.
+
+        Raises:
+            ConfigError: another run has its journal there.
         """
-        self._file = path.open("x", encoding="utf-8")
+        try:
+            self._file = path.open("x", encoding="utf-8")
+        except FileExistsError:  # of another run, begun in the same moment
+            self.abandon()
+            raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent)) from None
         self.write({"start": run, "time": _now()})
         self.flush()
         self._send({"start": str(path)})
