@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 from pipeline import config as configuration
 from pipeline.__main__ import VERBS
@@ -65,7 +67,11 @@ def test_every_training_composes_and_passes_the_checks(line):
 
 
 def settle(overrides: list[str]) -> configuration.Settings:
-    return configuration.check(composed(["--config-dir", str(OWN / "conf"), *overrides]), overrides)
+    configuration.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(configuration.directory(), version_base="1.3"):
+        config = compose("config", [*overrides, f"hydra.searchpath=['file://{OWN / 'conf'}']"])
+    return configuration.check(config, overrides)
 
 
 @pytest.mark.parametrize("line", of("sweep"), ids=str)

@@ -11,13 +11,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from tests.sweep.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
 
-from tests.running import Store, pipeline, start
+from tests.running import ROOT, Store, environment, pipeline, start
+from tests.sweep.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "sinfo")
 CONFIG = """
@@ -93,12 +95,12 @@ def slurm(tmp_path_factory):
 def test_a_sweep_leaves_the_same_runs_on_slurm_as_on_this_machine(tmp_path, slurm):
     """One job finishes and one is killed, which a cluster without a database does not tell submitit."""
     found = {}
-    for launcher, environment in (("submitit_local", {}), ("submitit_slurm", slurm)):
+    for launcher, variables in (("submitit_local", {}), ("submitit_slurm", slurm)):
         folder = tmp_path / launcher
         folder.mkdir()
         (folder / "mine.py").write_text(MINE)
         sweep = ("train", "-m", *TINY, "hardware.precision=float64", f"hydra/launcher={launcher}")
-        done = pipeline(*sweep, MODES, cwd=folder, status=1, **environment)
+        done = pipeline(*sweep, MODES, cwd=folder, status=1, **variables)
         store = Store(folder)
         parent, children = parent_and_children(store)
         assert parent.info.status == "FAILED"
@@ -130,6 +132,28 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(tmp_path, slurm):
     time.sleep(1)
     assert _ask(slurm, "squeue", "--noheader") == ""
     wait(lambda: processes_in(tmp_path) == [], 30)
+
+
+def test_the_batch_script_of_the_examples(tmp_path, slurm):
+    """One run to its end; another one gets SIGTERM, as Slurm sends it before the time limit, and is closed in order."""
+    script = str(ROOT / "examples" / "slurm" / "train.sbatch")
+    path = os.pathsep.join([str(Path(sys.executable).parent), slurm["PATH"]])
+    sbatch = ["sbatch", "--parsable", "--cpus-per-task=1"]  # of a machine that may have no more
+    with_path = environment(**{**slurm, "PATH": path})
+
+    def submit(*arguments: str) -> str:
+        command = [*sbatch, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=with_path, capture_output=True, text=True, check=True).stdout
+
+    submit("--wait", script, *TINY)
+    store = Store(tmp_path)
+    assert store.run().info.status == "FINISHED"
+    job = submit(script, *TINY, "training.epochs=100000", "hydra.run.dir=long").strip()
+    journal = tmp_path / "long" / "journal.jsonl"
+    wait(lambda: journal.exists() and journal.read_text().count("train/loss") > 20)
+    _ask(slurm, "scancel", "--batch", "--signal=TERM", job)
+    wait(lambda: [run.info.status for run in store.runs()] == ["FINISHED", "KILLED"])
+    wait(lambda: _ask(slurm, "squeue", "--noheader") == "", 60)
 
 
 def _ask(environment: dict[str, str], *command: str) -> str:

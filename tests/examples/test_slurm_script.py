@@ -1,0 +1,32 @@
+"""The batch script of the examples, where there is no Slurm: its syntax and its command lines.
+
+tests/launching/test_slurm.py submits it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+from pipeline.compose import composed
+from pipeline.sweep.files import sweep_files
+from tests.running import ROOT
+
+SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
+TEXT = SCRIPT.read_text(encoding="utf-8")
+
+
+def test_its_syntax():
+    done = subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert TEXT.rstrip().splitlines()[-1].startswith('exec pipeline train "$@"')
+
+
+def test_its_command_lines_compose():
+    overrides = re.search(r"^# Command: +sbatch examples/slurm/train\.sbatch ((?:\S+=\S+ ?)+)", TEXT, re.MULTILINE)
+    assert overrides
+    assert composed(overrides[1].split()).model["_target_"] == "pipeline.model.mlp"
+    sweep = re.search(r"^# +pipeline sweep (\S+) (.*)$", TEXT, re.MULTILINE)
+    assert sweep
+    file = ["--config-dir", str(sweep_files()[sweep[1]].parent), "--config-name", sweep[1]]
+    assert composed([*file, *sweep[2].split()])
