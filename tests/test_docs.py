@@ -70,7 +70,7 @@ def settle(overrides: list[str]) -> configuration.Settings:
     configuration.register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(configuration.directory(), version_base="1.3"):
-        config = compose("config", [*overrides, f"hydra.searchpath=['file://{OWN / 'conf'}']"])
+        config = compose("config", [*overrides, "hydra/launcher=basic", f"hydra.searchpath=['file://{OWN / 'conf'}']"])
     return configuration.check(config, overrides)
 
 
