@@ -18,7 +18,7 @@ from pipeline.config import without
 from pipeline.errors import ConfigError, first_line
 from pipeline.trust import gate
 
-_OURS = ("augment", "in_memory", "shuffle_buffer")  # read here; every other key of the group goes to the target
+_OURS = ("augment", "in_memory", "shuffle_buffer")  # read by `batching`; all other keys go to the target
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Data:
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
-    """The data of the `dataset` group.
+    """Load the data that the `dataset` group names.
 
     Args:
         node: the group.
@@ -76,7 +76,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
 
 
 def digits(data_dir: str | None = None, download: bool = True) -> Data:
-    """scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1."""
+    """Load scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1."""
     from pipeline.datasets.digits import Digits
 
     builder = Digits(data_dir=data_dir)
@@ -96,7 +96,7 @@ def from_tfds(
     resize: tuple[int, int] | None = None,
     preprocess: Callable[[dict[str, Any]], tuple] | None = None,
 ) -> Data:
-    """A TFDS dataset by name.
+    """Load a TFDS dataset by name.
 
     Args:
         name: as `tfds.builder` takes it.
@@ -128,7 +128,7 @@ def from_tfds(
 
 
 def _prepare(builder: Any, download: bool) -> None:
-    """Prepares the dataset if it is not there; several processes at once do it one after the other."""
+    """Prepare the dataset if it is not there; of several processes at once one does, and the others wait."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.download import downloader
 
@@ -152,7 +152,7 @@ def _prepare(builder: Any, download: bool) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what TFDS and its downloader print of a dataset that is not there yet: the error says it in one line."""
+    """Silence what TFDS and its downloader print about a dataset that is not there: the error says it in one line."""
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads go on when one has failed
     logger = logging.getLogger("absl")
     level = logger.level

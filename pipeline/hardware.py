@@ -32,7 +32,7 @@ class Hardware:
 
 
 def setup(config: DictConfig, seed: int) -> Hardware:
-    """Chooses the devices and fixes this process' global state. Call it once, before any other TensorFlow call.
+    """Choose the devices and set this process' global state. Call it once, before any other TensorFlow call.
 
     Args:
         config: the `hardware` group.
@@ -77,7 +77,7 @@ def setup(config: DictConfig, seed: int) -> Hardware:
 
 
 def peak_memory(hardware: Hardware) -> int:
-    """Bytes at the peak: of the first GPU's memory, or of this process' resident memory on a CPU.
+    """Return the peak in bytes: of the first GPU's memory, or of this process' resident memory on a CPU.
 
     Of a forked job the libraries that were loaded before the fork count as far as it has used them.
     """

@@ -42,8 +42,8 @@ def remember(uri: str) -> None:
 
 
 def mask(text: str) -> str:
-    """`text` without the user and password of any URI, without those of the URIs in use, and without what secret
-    environment variables hold."""
+    """Mask the user and password of any URI in `text`, those of the URIs in use, and what secret environment
+    variables hold."""
     text = _CREDENTIALS.sub(f"{HIDDEN}@", _WHOLE.sub(rf"\g<1>{HIDDEN}@", text))
     text = _IN_QUERY.sub(rf"\g<1>{HIDDEN}", text)
     values = _remembered | {value for name, value in os.environ.items() if _SECRET_NAMES.search(name)}
@@ -54,7 +54,7 @@ def mask(text: str) -> str:
 
 
 def masked(node: Any) -> Any:
-    """A plain config, each text in it masked: YAML would fold a long secret over two lines."""
+    """Mask each text in a plain config: YAML would fold a long secret over two lines."""
     if isinstance(node, dict):
         return {key: masked(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -63,7 +63,7 @@ def masked(node: Any) -> Any:
 
 
 def _forms(value: str) -> set[str]:
-    """The ways in which Python, JSON and URLs write `value`; each line of it, as a private key has many."""
+    """Return the ways in which Python, JSON and URLs write `value`, and each of its lines: a private key has many."""
     backslashes = value.replace("\\", "\\\\")
     forms = {backslashes, backslashes.replace("'", "\\'"), repr(value)[1:-1], json.dumps(value)[1:-1]}
     forms |= {json.dumps(value, ensure_ascii=False)[1:-1], quote(value, safe=""), quote_plus(value), quote(value)}

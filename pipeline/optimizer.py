@@ -100,7 +100,7 @@ def scaled(schedule: Any, config: DictConfig, effective_batch_size: int, updates
 
 
 def constant(learning_rate: float) -> float:
-    """The same rate at every update; callbacks may still set it."""
+    """Return the same rate for every update; callbacks may still set it."""
     return learning_rate
 
 

@@ -47,16 +47,16 @@ class Batching:
         return text
 
     def share(self, examples: int) -> int:
-        """The most examples that one replica gets of a batch of `examples`."""
+        """Return the most examples that one replica gets of a batch of `examples`."""
         return _ceil(examples, self.replicas)
 
     def micro_steps(self, examples: int) -> int:
-        """Forward+backward passes on each replica for a batch of `examples`."""
+        """Return the forward+backward passes on each replica for a batch of `examples`."""
         return _ceil(self.share(examples), self.micro_batch_size)
 
 
 def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
-    """Any two of the three sizes give the third; all three are accepted when they agree.
+    """Derive the third size from any two; all three are accepted when they agree.
 
     Raises:
         ConfigError: fewer than two are given, one is not positive, or they contradict each other.
@@ -114,23 +114,23 @@ class Plan:
         return _ceil(self.updates, self.updates_per_epoch)
 
     def batch_size(self, update: int) -> int:
-        """Examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
+        """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
         first = ((update - 1) % self.updates_per_epoch) * self.batching.effective_batch_size
         return min(self.batching.effective_batch_size, self.examples - first)
 
     def examples_seen(self, update: int) -> int:
-        """Examples that went into the first `update` updates."""
+        """Return the examples that went into the first `update` updates."""
         epochs, rest = divmod(update, self.updates_per_epoch)
         return epochs * self.examples + rest * self.batching.effective_batch_size
 
     def micro_steps(self, update: int) -> int:
-        """Micro-steps on each replica in the first `update` updates."""
+        """Return the micro-steps on each replica in the first `update` updates."""
         epochs, rest = divmod(update, self.updates_per_epoch)
         full, tail = self.batching.factor, self.batching.micro_steps(self.batch_size(self.updates_per_epoch))
         return epochs * ((self.updates_per_epoch - 1) * full + tail) + rest * full
 
     def epoch(self, update: int) -> float:
-        """Passes over the training split after `update` updates; whole at the end of an epoch."""
+        """Return the passes over the training split after `update` updates; a whole number at the end of an epoch."""
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
@@ -144,7 +144,7 @@ class Plan:
 
 
 def plan(batching: Batching, examples: int, horizon: str, length: int) -> Plan:
-    """Converts the horizon to updates, once, at the edge.
+    """Convert the horizon to updates, once, at the edge.
 
     Args:
         batching: how an effective batch is cut.
@@ -170,7 +170,7 @@ def plan(batching: Batching, examples: int, horizon: str, length: int) -> Plan:
 
 
 def settle_horizon(config: DictConfig, named: set[str]) -> tuple[str, int]:
-    """`epochs`, `updates` or `examples`, and how many; those that do not count are set to null in `config`.
+    """Return `epochs`, `updates` or `examples`, and how many; set those that do not count to null in `config`.
 
     Raises:
         ConfigError: not exactly one is left, or it is not positive.
@@ -191,7 +191,7 @@ def settle_horizon(config: DictConfig, named: set[str]) -> tuple[str, int]:
 
 
 def settle_sizes(config: DictConfig, named: set[str]) -> Batching:
-    """How an effective batch is cut; a size that does not count is set to null in `config`.
+    """Return how an effective batch is cut; set a size that does not count to null in `config`.
 
     Raises:
         ConfigError: the sizes that count do not give one cut.

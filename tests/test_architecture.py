@@ -16,6 +16,7 @@ LEVELS = (
     ("rerun", "report", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
+    ("assembly",),
     ("training",),
     ("recorder",),
     ("augmentation", "batching", "dataset", "datasets", "hardware", "instantiate", "model", "objective", "optimizer"),

@@ -30,7 +30,7 @@ class Evaluation:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest) -> GradientSums:
-        """Adds `batch` to the metrics; returns its loss and weights, with no gradients in them."""
+        """Add `batch` to the metrics; return its loss and weight, without gradients."""
         return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))
 
     def _evaluate(self, batch: Nest) -> GradientSums:

@@ -25,7 +25,7 @@ DECAY = 0.9  # of the moving averages, for each update that is measured
 
 
 def square(gradients: Sequence[tf.Tensor | tuple[()] | None]) -> tf.Tensor:
-    """Σ of the squares of all entries, scalar; `()` or None stands for a gradient that is not there."""
+    """Return the sum of the squares of all entries, scalar; `()` or None stands for a gradient that is not there."""
     # In one pass over each: squares that are written down first cost three times as much.
     return 2 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients if tf.is_tensor(gradient)])
 
@@ -33,7 +33,7 @@ def square(gradients: Sequence[tf.Tensor | tuple[()] | None]) -> tf.Tensor:
 def estimate(
     squares: tf.Tensor, parts: tf.Tensor, of_mean: tf.Tensor, weight: tf.Tensor, examples: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """One update's estimates of tr(Σ), per example, and |G|².
+    """Estimate tr(Σ), per example, and |G|² from one update.
 
     Args:
         squares: Σₖ Wₖ|gₖ|², where Wₖ is the weight of micro-batch k, by which its sum of losses is divided.
@@ -58,7 +58,7 @@ class NoiseScale:
         self._variance = self._square = self._weight = 0.0
 
     def add(self, variance: float, square: float) -> None:
-        """Takes in one update's estimates; ones that are not a number are passed over."""
+        """Add one update's estimates; a pair that is not finite is left out."""
         if math.isfinite(variance) and math.isfinite(square):
             self._variance = DECAY * self._variance + (1 - DECAY) * variance
             self._square = DECAY * self._square + (1 - DECAY) * square
@@ -66,5 +66,5 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """The noise scale in examples; None while nothing was measured, or where |G|² drowns in the noise."""
+        """The noise scale in examples; None while nothing was measured, or |G|² is not positive."""
         return self._variance / self._square if self._weight and self._square > 0 else None

@@ -12,7 +12,7 @@ Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on 
 
 
 def share_of(batch: Nest, replicas: int) -> Nest:
-    """This replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last ones."""
+    """Return this replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last replicas."""
     batch = _parts(batch)
     if replicas == 1:
         return batch
@@ -26,7 +26,7 @@ def share_of(batch: Nest, replicas: int) -> Nest:
 def sum_over_micro_batches(
     micro_step: Callable[[Nest, Nest, Nest], Nest], batch: Nest, micro_batch_size: int, jit_compile: bool = False
 ) -> Nest:
-    """Σ over the micro-batches of `batch` of `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes."""
+    """Sum `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes, over the micro-batches of `batch`."""
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
     parts = _parts(batch)
@@ -49,7 +49,7 @@ def sum_over_micro_batches(
 
 
 def _parts(batch: Nest) -> tuple[Nest, ...]:
-    """`(x, y)` or `(x, y, sample_weight)`, its arrays as tensors: a traced loop slices only those."""
+    """Return `(x, y)` or `(x, y, sample_weight)` with its arrays as tensors: a traced loop slices only those."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if y is None:
         raise ValueError("The batch must be (x, y) or (x, y, sample_weight). Received no y")

@@ -27,7 +27,7 @@ from .weighting import mask_of, weighted_sum
 
 
 class GradientSums(NamedTuple):
-    """What one effective batch, or one replica's share of it, adds up to.
+    """The sums over one effective batch, or over one replica's share of it.
 
     Two sums are kept apart because they are divided by different totals: the loss by the weight of its
     elements, and what the model adds to it (regularisation, `add_loss`) by the number of examples. A total of
@@ -54,11 +54,11 @@ class GradientSums(NamedTuple):
     parts: tf.Tensor
 
     def mean_loss(self) -> tf.Tensor:
-        """The loss that one large batch would have shown, scalar."""
+        """Return the loss that one large batch would have shown, scalar."""
         return _divide(self.loss, self.weight) + _divide(self.added_loss, self.examples)
 
     def gradients(self) -> list[tf.Tensor | None]:
-        """What one large batch would have given, in the order of `model.trainable_variables`.
+        """Return the gradients of one large batch, in the order of `model.trainable_variables`.
 
         Returns:
             One gradient of its variable's shape for each; None where the loss does not depend on it.
@@ -79,7 +79,7 @@ def accumulate_gradients(
     measure_noise: tf.Tensor | bool = False,
     jit_compile: bool = False,
 ) -> GradientSums:
-    """Runs `batch` forward and backward in micro-batches and sums what they give.
+    """Run `batch` forward and backward in micro-batches and sum their losses, weights and gradients.
 
     Peak memory is that of one micro-batch and one gradient, whatever the size of `batch`. Call it inside a
     `tf.function`: it traces the model once a call.
@@ -161,7 +161,7 @@ class Update:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest) -> dict[str, tf.Tensor]:
-        """Applies the gradient of `batch` once. Call it inside a `tf.function`.
+        """Apply the gradient of `batch` once. Call it inside a `tf.function`.
 
         Args:
             batch: the effective batch, as `accumulate_gradients` takes it; every replica gets its share.
@@ -241,7 +241,7 @@ def _noise_weight(loss: keras.losses.Loss, weight: tf.Tensor, examples: tf.Tenso
 def _noise_parts(
     measure: tf.Tensor | bool, loss: keras.losses.Loss, sums: GradientSums, whole: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """W|g|² and 1 for one micro-batch, both 0 where they are not wanted or nothing in it counts.
+    """Return W|g|² and 1 for one micro-batch; both are 0 where they are not wanted or nothing in it counts.
 
     g is its own mean gradient, with what the model adds: the mean of all gₖ is then the gradient that is applied.
     """
@@ -261,7 +261,7 @@ def _noise_parts(
 
 
 def added_loss(losses: Sequence[tf.Tensor], examples: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
-    """What `add_loss` and regularisation add on `examples`, each summed as in Keras, to be divided by `whole`."""
+    """Return the sum of what `add_loss` and regularisation add, as Keras sums it, to be divided by `whole` examples."""
     total = tf.zeros((), examples.dtype)
     for value in losses:
         per_example = value.shape.rank and value.shape[0] is None  # else it is the same of every micro-batch
@@ -284,7 +284,7 @@ def _means(
 
 
 def reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
-    """Of all replicas, on each."""
+    """Sum over replicas; every replica gets the result."""
     return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)
 
 
@@ -293,7 +293,7 @@ def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
 
 
 def update_metrics(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> None:
-    """Takes in one micro-batch; the mask of the outputs weighs it, where there is one."""
+    """Update the metrics with one micro-batch, weighted by the mask of the outputs where there is one."""
     mask = mask_of(outputs)
     weighing = {} if mask is None else {"sample_weight": mask}  # as in `fit`, a metric may have no such argument
     for metric in metrics:

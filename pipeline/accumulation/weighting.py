@@ -13,7 +13,7 @@ Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on 
 def weighted_sum(
     loss: keras.losses.Loss, y_true: Nest, outputs: Nest, sample_weight: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Numerator and denominator of what `loss(y_true, outputs, sample_weight)` divides.
+    """Return the numerator and the denominator of the mean `loss(y_true, outputs, sample_weight)`.
 
     Follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and `sum_over_batch_size` divide by
     the number of loss elements, or of unmasked ones; `mean_with_sample_weight` by the sum of the weights; `sum`
@@ -72,7 +72,7 @@ def _cast(nest: Nest, dtype: tf.DType) -> Nest:
 
 
 def mask_of(nest: Nest) -> tf.Tensor | None:
-    """Where Keras keeps the mask of a layer's output."""
+    """Return the mask that Keras keeps on a layer's output; None where there is none."""
     return getattr(nest, "_keras_mask", None)
 
 
@@ -83,7 +83,7 @@ def _both(first: tf.Tensor | None, second: tf.Tensor | None) -> tf.Tensor | None
 
 
 def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:
-    """`weights` with last axes of one added or removed to have `rank` axes: (examples,) weighs every element."""
+    """Add or remove last axes of size 1 until `weights` has `rank` axes: (examples,) weighs every element."""
     while weights.shape.rank < rank:
         weights = tf.expand_dims(weights, -1)
     while weights.shape.rank > rank and weights.shape[-1] == 1:

@@ -46,7 +46,7 @@ class Tracker:
         model: keras.Model,
         tags: Mapping[str, str],
     ) -> None:
-        """Creates the run with its params, tags, inputs and the artifacts that are known before it starts."""
+        """Create the run with its params, tags, inputs and the artifacts that are known before it starts."""
         resolved = masked(configuration.plain(config))
         params = {key: _text(value) for key, value in configuration.leaves(resolved).items()}
         derived = {
@@ -90,7 +90,7 @@ class Tracker:
             self.journal.write({"artifact": str((self.run_dir / name).absolute())})
 
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
-        """The row of one update.
+        """Write the row of one update.
 
         Args:
             update: completed updates, from 1 on.
@@ -108,7 +108,7 @@ class Tracker:
         self.journal.metrics(update, row, int(at * 1000))
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
-        """The row of one evaluation after `update` updates."""
+        """Write the row of one evaluation after `update` updates."""
         row = {f"val/{name}": value for name, value in results.items()}
         row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
         self.journal.metrics(update, row)
@@ -117,14 +117,14 @@ class Tracker:
         self.journal.flush()
 
     def end(self, status: str, failure: str | None = None) -> str | None:
-        """Closes the run as FINISHED, FAILED or KILLED; returns why something could not be shipped, if so."""
+        """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, if so."""
         if failure:
             self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
         return self.journal.close(status)
 
 
 def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any) -> None:
-    """Logs the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
+    """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
 
     Args:
         uri: of the store that holds the run.

@@ -1,0 +1,124 @@
+"""What a run is made of, built from its config in the order in which data flows; creates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline import batching, dataset, hardware, model, objective, optimizer, sizes, training
+from pipeline.accumulation import Evaluation, Update
+from pipeline.config import Settings
+from pipeline.dataset import Data
+from pipeline.errors import ConfigError, first_line
+from pipeline.hardware import Hardware
+from pipeline.objective import Objective
+from pipeline.sizes import Plan
+from pipeline.tracking import provenance
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a run is made of.
+
+    Attributes:
+        recorded_data: what `provenance.dataset` says of `data`.
+        model: compiled with its built optimizer.
+    """
+
+    config: DictConfig
+    machine: Hardware
+    data: Data
+    recorded_data: dict[str, Any]
+    plan: Plan
+    batches: tf.data.Dataset
+    model: keras.Model
+    objective: Objective
+
+    def update(self) -> Update:
+        """Return what applies one effective batch."""
+        cut = self.plan.batching
+        return Update(
+            self.model,
+            self.objective.loss,
+            self.model.optimizer,
+            cut.micro_batch_size,
+            metrics=self.objective.metrics,
+            strategy=self.machine.strategy,
+            noise_every=self.config.tracking.noise_every if cut.factor * cut.replicas > 1 else 0,
+            jit_compile=self.config.hardware.xla,
+        )
+
+    def evaluate(self) -> Callable[[], dict[str, float]] | None:
+        """Return what evaluates the validation split; None where there is no such split."""
+        if self.data.validation is None:
+            return None
+        cut, metrics = self.plan.batching, self.objective.validation_metrics
+        evaluation = Evaluation(
+            self.model, self.objective.loss, cut.micro_batch_size, metrics=metrics, strategy=self.machine.strategy
+        )
+        return training.evaluator(evaluation, batching.in_order(self.data.validation, cut.effective_batch_size))
+
+    def example(self) -> Any:
+        """Return the inputs of four examples, as NumPy arrays.
+
+        Raises:
+            TypeError: an input is neither a dense tensor nor a dict of them, so a model has no signature for it.
+        """
+        split = self.data.train if self.data.validation is None else self.data.validation
+        inputs = next(iter(batching.in_order(split, 4)))[0]
+        if not all(map(tf.is_tensor, tf.nest.flatten(inputs))) or not isinstance(inputs, tf.Tensor | dict):
+            raise TypeError("an input that is neither a dense tensor nor a dict of them has no signature")
+        return tf.nest.map_structure(lambda leaf: leaf.numpy(), inputs)
+
+
+def assemble(config: DictConfig, settings: Settings, check_dataset: Callable[[dict[str, Any]], None]) -> Parts:
+    """Build everything that can still refuse the config.
+
+    Args:
+        config: checked.
+        settings: what its check derived.
+        check_dataset: takes what `provenance.dataset` says of the data, and may refuse it.
+
+    Raises:
+        ConfigError: the config is wrong.
+    """
+    machine = hardware.setup(config.hardware, config.seed)
+    data = dataset.load(config.dataset)
+    with _reading(config, "dataset"):
+        recorded_data = provenance.dataset(data)
+    check_dataset(recorded_data)
+    plan = sizes.plan(settings.batching, data.examples, settings.horizon, settings.length)
+    size, node = plan.batching.effective_batch_size, config.dataset
+    with _reading(config, "dataset" if node.get("augment") is None else "dataset.augment"):
+        batches = batching.effective_batches(
+            node, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs
+        )
+    # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
+    keras.utils.set_random_seed(config.seed)
+    with machine.strategy.scope():
+        network = model.build(config.model, data)
+        goal = objective.build(config.training)
+        stepping = optimizer.build(config, plan.updates, size)
+        network.compile(stepping, goal.loss, metrics=goal.metrics)  # callbacks and the saved model look for it there
+        objective.check(goal, network, data, plan.batching.micro_batch_size)
+        stepping.build(network.trainable_variables)
+        optimizer.check(stepping, network.trainable_variables)
+    return Parts(config, machine, data, recorded_data, plan, batches, network, goal)
+
+
+@contextmanager
+def _reading(config: DictConfig, key: str) -> Iterator[None]:
+    """Refuse what the config has at `key` where it raises: TensorFlow traces it, and runs it to read the data."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        rule = f"must give examples ({type(error).__name__}: {first_line(error)})"
+        raise ConfigError(key, rule, OmegaConf.select(config, f"{key}._target_")) from error
