@@ -33,13 +33,13 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
 def description(
     name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence[object]] = ()
 ) -> str:
-    """What the parent's page says, in Markdown: the value of the tag `mlflow.note.content`.
+    """Return the text of the parent's page, in Markdown: the value of the tag `mlflow.note.content`.
 
     Args:
-        name: of the sweep.
-        question: that it answers; may be empty.
+        name: name of the sweep.
+        question: the question that it answers; may be empty.
         varied: config keys in which its jobs differ.
-        fragment: from `saved_view`. Without an address, it works on whatever server shows the page.
+        fragment: what `saved_view` returned. Without an address, it works on whatever server shows the page.
         results: a table, its header first; rows that do not fit are counted instead.
     """
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"

@@ -1,15 +1,17 @@
 """The page of MLflow's UI that compares a sweep: a saved view, the link that opens it, the parent's description.
 
 A saved view is a tag of the experiment that MLflow's UI reads and writes; it is no public interface. The keys below
-are those that MLflow 3.17.2 writes. An MLflow that does not know them opens the experiment's plain page.
+are those that MLflow 3.17.2 writes. On a version that is not one of `TRIED` the link opens the experiment's plain page.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 import time
+import urllib.request
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,14 +20,15 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+TRIED = ("3.17", "3.18")  # versions of MLflow in whose UI the saved view was seen to work
 EXAMPLES = {"train": "train/examples_seen", "val": "val/examples_seen"}  # the x axis of `train/…` and of `val/…`
 LOCAL = "http://127.0.0.1:5000"  # where `pipeline ui` serves a store that has no server of its own
 LONGEST_TAG = 5000  # characters; what every MLflow store takes
 TAG = "mlflow.sharedViewState."
 # Okabe and Ito 2008, told apart by colour-blind readers too; without black and yellow, on the UI's two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# Keys under whose name the config may hold null, the one of three sizes that is derived. There is one more reason:
-# the UI takes a group's colour from a hash of its name, and that of factor 8 and 16 is the same under `accumulation.`.
+# The config may hold null for one of these three, which is then derived. Another reason: the UI takes a group's colour
+# from a hash of its name, and under `accumulation.` the hash is the same for factor 8 and 16.
 DERIVED = {f"accumulation.{size}": f"derived.{size}" for size in ("factor", "effective_batch_size", "micro_batch_size")}
 
 
@@ -37,25 +40,28 @@ def saved_view(
     metrics: Iterable[str] = (),
     name: str = "sweep",
 ) -> str:
-    """Saves the view of a sweep, or saves it again; its runs need not be there yet.
+    """Save the view of a sweep, or save it again; its runs need not be there yet.
 
     Args:
         client: of the store.
         experiment_id: of the sweep.
-        sweep_run_id: of its parent run; each of its jobs carries it in the tag `sweep`.
+        sweep_run_id: ID of its parent run; each of its jobs carries it in the tag `sweep`.
         varied: config keys in which the jobs differ.
-        metrics: names of what is measured beside the loss, as in `val/NAME`.
-        name: of the sweep; the UI lists the view under it.
+        metrics: names of the metrics beside the loss, as in `val/NAME`.
+        name: name of the sweep, under which the UI lists the view.
 
     Returns:
-        The part of a URL behind the server's address, from `#/` on.
+        The part of a URL behind the server's address, from `#/` on: of the plain page where MLflow's version was not
+        tried, or where the view is too long for a tag.
     """
+    # A browser that never chose a mode opens every experiment for GenAI, whatever the experiment's tags say.
+    page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    if not version(client.tracking_uri).startswith(tuple(f"{tried}." for tried in TRIED)):
+        return page
     now = int(time.time() * 1000)
     state = json.dumps(view_state(sweep_run_id, varied, metrics), separators=(",", ":")).encode()
     packed = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
     view = json.dumps({"name": f"{name} {sweep_run_id[:6]}", "createdAt": now, "updatedAt": now, "state": packed})
-    # A browser that never chose a mode opens every experiment for GenAI, whatever the experiment's tags say.
-    page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
     if len(view) > LONGEST_TAG:
         return page
     client.set_experiment_tag(experiment_id, TAG + sweep_run_id, view)
@@ -63,7 +69,7 @@ def saved_view(
 
 
 def link(uri: str, fragment: str) -> str:
-    """The address that opens `fragment`, on the server of the store `uri` or on the one that `pipeline ui` starts."""
+    """Return the address that opens `fragment` on the store's server, else on the one that `pipeline ui` starts."""
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
         return f"{LOCAL}/{fragment}"
@@ -71,8 +77,19 @@ def link(uri: str, fragment: str) -> str:
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}/{fragment}"
 
 
+def version(uri: str) -> str:
+    """Return the version of MLflow whose UI shows the store: the server's, else the installed one."""
+    import mlflow
+
+    if uri.startswith(("http://", "https://")):
+        # Asked without the user's password or token: a server that wants one is taken to be of the installed version.
+        with contextlib.suppress(OSError), urllib.request.urlopen(link(uri, "version"), timeout=5) as answer:
+            return str(answer.read(40).decode(errors="replace"))
+    return str(mlflow.__version__)
+
+
 def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
-    """Gives each setting a colour of its own in the UI, which else draws one at random for each run.
+    """Give each setting a colour of its own; without one the UI draws a colour at random for each run.
 
     Args:
         client: of the store.
@@ -85,7 +102,7 @@ def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
 
 
 def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str] = ()) -> dict[str, Any]:
-    """What the UI is to show, as it writes it itself."""
+    """Return what the UI is to show, in the form in which the UI itself writes it."""
     params = [_param(key) for key in varied if key != "seed"]
     ends = ["val/loss", *(f"val/{metric}" for metric in metrics)]
     losses = ["train/loss", *ends]
@@ -105,8 +122,8 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str] 
     ]
     return {
         "searchFilter": f"tags.sweep = '{sweep_run_id}'",
-        # Ordered by `attributes.start_time`, under that name, the UI adds the parent to what the filter found and folds
-        # the jobs under it, where no chart sees them. By the same time under its other name, it lists the jobs alone.
+        # Ordered by `attributes.start_time` the UI adds the parent to what the filter found and folds the jobs below,
+        # where no chart sees them. Ordered by the same time under its other name, it lists the jobs alone.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
         "startTime": "ALL",
@@ -141,10 +158,10 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str] 
 
 
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """One averaged curve a setting, or None for a curve a run.
+    """Return the grouping into one averaged curve for each setting, or None for one curve for each run.
 
     A run's name says more than its group's, so there are groups only where they average seeds, or where one value is
-    all that differs. None too where a config group differs: no one param tells `optimizer=sgd` from `=momentum`.
+    all that differs. Where a config group differs there are none: no one param tells `optimizer=sgd` from `=momentum`.
     """
     keys = [key for key in varied if key != "seed"]
     if not keys or any("." not in key for key in keys) or (len(keys) > 1 and "seed" not in varied):
@@ -154,7 +171,7 @@ def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _param(key: str) -> str:
-    """The param in which a varied config key shows; a config group shows in what it builds."""
+    """Return the param that shows a varied config key; a config group shows in what it builds."""
     return DERIVED.get(key, key) if "." in key else f"{key}._target_"
 
 
@@ -168,8 +185,8 @@ def _card(section: str, kind: str, key: str) -> dict[str, Any]:
 
 
 def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
-    # The UI joins a metric and its x axis by step, after it has thinned out each: the few evaluations among thousands
-    # of updates would not find theirs among the `train/` rows.
+    # The UI joins a metric and its x axis by step, after thinning out both: most of the few evaluations would find no
+    # `train/` row of their step, so `val/` has an axis of its own.
     examples = EXAMPLES[metric.split("/")[0]] if axis == "metric" else ""
     card = _card(section, "LINE", f"{metric} {axis}") | {"metricKey": metric, "selectedMetricKeys": [metric]}
     card |= {"xAxisKey": axis, "selectedXAxisMetricKey": examples, "useGlobalXaxisKey": examples == EXAMPLES["train"]}

@@ -8,20 +8,24 @@ from __future__ import annotations
 import base64
 import json
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pytest
+from mlflow.tracking import MlflowClient
 from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pipeline.sweep import mlflow_view
+from pipeline.sweep import description, mlflow_view
 from pipeline.tracking.store import Store
 from tests import synthetic
 from tests.browser import PREFERENCES, browser, picture, server
@@ -247,7 +251,7 @@ def test_where_the_view_is_not_understood_the_plain_page_opens(shown: Shown, sta
 def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     sweep = shown.factors
     results = [["job", "val/loss"], *([name, "0.5"] for name in sweep.names)]
-    text = mlflow_view.description(sweep.name, "How far does it pay?", sweep.varied, shown.fragment(sweep), results)
+    text = description.description(sweep.name, "How far does it pay?", sweep.varied, shown.fragment(sweep), results)
     shown.store.client().set_tag(sweep.run_id, "mlflow.note.content", text)
     shown.open(f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}?workflowType=machine_learning")
     find = shown.chrome.find_elements
@@ -278,6 +282,27 @@ def test_the_view_of_a_sweep_is_saved_once(shown: Shown) -> None:
     assert sum(key.startswith(mlflow_view.TAG) and shown.factors.run_id in key for key in tags) == 1
 
 
+def test_an_mlflow_that_was_not_tried_gets_the_plain_page(shown: Shown) -> None:
+    assert mlflow_view.version(shown.address) == mlflow_view.version(shown.store.uri) == mlflow.__version__
+
+    class Server(BaseHTTPRequestHandler):
+        """A server of MLflow as far as its version: nothing else may be asked of it."""
+
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/version" else 500)
+            self.end_headers()
+            self.wfile.write(b"3.170.0")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Server) as untried:
+        threading.Thread(target=untried.serve_forever, daemon=True).start()
+        client = MlflowClient(f"http://127.0.0.1:{untried.server_port}")
+        fragment = mlflow_view.saved_view(client, "1", "2" * 32, ["seed"])
+        untried.shutdown()
+    assert fragment == "#/experiments/1/runs?workflowType=machine_learning"
+
+
 @pytest.mark.parametrize(
     ("uri", "start"),
     [
@@ -293,10 +318,10 @@ def test_the_link_names_the_server_and_no_password(uri: str, start: str) -> None
 def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
     rows = [["job", "val/loss"], *([f"factor={number} | x", str(number)] for number in range(1000))]
 
-    text = mlflow_view.description("many", "", ["accumulation.factor"], "#/e", rows)
+    text = description.description("many", "", ["accumulation.factor"], "#/e", rows)
 
     kept = text.count("factor=") - text.count("`accumulation.factor=`")
-    assert len(text) <= mlflow_view.LONGEST_TAG
+    assert len(text) <= description.LONGEST_TAG
     assert kept > 100
     assert text.endswith(f"and {1000 - kept} more")
     assert "| factor=0 \\| x | 0 |" in text
