@@ -2,14 +2,13 @@
 
 run, the default: the charts of one run in MLflow's UI; about two minutes. sweep: the page that compares the 15 runs of
 `pipeline sweep factor_at_fixed_micro_batch`; about eight minutes. trajectories: the plot in the report of `pipeline
-sweep factor_at_fixed_effective_batch`, in float32 and float64; about four minutes. The first two need Debian's chromium
-and chromium-driver.
+sweep factor_at_fixed_effective_batch`, in float32 and float64; about four minutes. All need Debian's chromium and
+chromium-driver.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,11 +46,24 @@ def main(of: str = "run") -> None:
         (experiment,) = client.search_experiments(filter_string="name = 'pipeline'")
         if of == "trajectories":
             (parent,) = client.search_runs([experiment.experiment_id], "tags.`sweep.name` != ''")
-            shutil.copy(client.download_artifacts(parent.info.run_id, "report/difference.png"), HERE / f"{of}.png")
+            photograph_trajectories(Path(client.download_artifacts(parent.info.run_id, "report/report.html", folder)))
             return
         with server(store) as address, browser() as chrome:
             photograph = {"run": photograph_run, "sweep": photograph_sweep}[of]
             photograph(chrome, address, client, experiment.experiment_id)
+
+
+def photograph_trajectories(page: Path) -> None:
+    """Writes the plot of the differences between trajectories, as the report shows it."""
+    with browser(900, 640) as chrome:
+        chrome.get(page.as_uri())
+        WebDriverWait(chrome, 120).until(lambda c: c.execute_script("return document.body.dataset.drawn"))
+        plot = chrome.find_element(By.ID, "difference")
+        # One plot fills the window: on the page there are two or three beside each other.
+        chrome.execute_script("document.querySelector('.plots:has(#difference)').style.display = 'block'")
+        chrome.execute_script("arguments[0].style.height = '480px'; Plotly.Plots.resize(arguments[0])", plot)
+        time.sleep(SETTLE)
+        (HERE / "trajectories.png").write_bytes(plot.find_element(By.XPATH, "..").screenshot_as_png)
 
 
 def photograph_run(chrome: WebDriver, address: str, client: MlflowClient, experiment_id: str) -> None:

@@ -25,7 +25,7 @@ _COST = re.compile(r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh
 
 @dataclass(frozen=True)
 class Curve:
-    """The history of a metric: `values` after `steps` completed updates, rising."""
+    """The history of a metric: `values` after `steps` completed updates; `steps` rise."""
 
     steps: NDArray[np.int64]
     values: Array
@@ -33,12 +33,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job: its latest run, or none.
+    """What a job's latest run left; without a run only the name.
 
     Attributes:
         name: unique in its sweep, such as `factor=8 batch=256 seed=1`.
-        status: MLflow's, or `NO_RUN`.
-        failure: why it failed; empty where it did not.
+        status: MLflow's status of the run, or `NO_RUN`.
+        failure: why the run failed; empty where it did not.
         started, ended: ms since the epoch.
     """
 
@@ -58,12 +58,12 @@ class JobResult:
 
     @property
     def group(self) -> str:
-        """The name without the seed: jobs of one group are repetitions."""
+        """Return the name without the seed: jobs of one group are repetitions."""
         return self._named(*(key for key, _ in self._parts if key != "seed")) or "all jobs"
 
     @property
     def family(self) -> str:
-        """The name without seed and batch sizes: jobs of one family show what factor and batch do."""
+        """Return the name without seed and batch sizes: jobs of one family show what factor and batch do."""
         return self._named(*(key for key, _ in self._parts if key != "seed" and key not in _SIZES))
 
     def _named(self, *keys: str) -> str:
@@ -71,7 +71,7 @@ class JobResult:
 
     @property
     def _parts(self) -> list[tuple[str, str]]:
-        # A trailing number is how jobs with equal values are told apart: repetitions too.
+        # Jobs with equal values are numbered at the end of their name: they are repetitions too.
         words = re.split(r" (?=[^\s=]+=)", re.sub(r" #\d+$", "", self.name))
         return [(key, value) for key, _, value in (word.partition("=") for word in words)]
 
@@ -81,7 +81,7 @@ class JobResult:
 
     @property
     def batch(self) -> int | None:
-        """The effective batch size, in examples."""
+        """Return the effective batch size, in examples."""
         return self._number("derived.effective_batch_size", "accumulation.effective_batch_size")
 
     @property
@@ -98,10 +98,10 @@ class JobResult:
 
     @cached_property
     def seconds(self) -> Curve | None:
-        """Time spent in updates, cumulative: evaluation, checkpoints and start-up are not in it.
+        """Return the cumulative time spent in updates, without evaluation, checkpoints and start-up.
 
-        The first update is traced while it runs, which takes seconds: it counts as a typical one. Where only some
-        updates were logged, each row stands for those since the row before.
+        The first update is traced while it runs, which takes seconds, so it counts as a typical one. Where only some
+        updates were logged, each row stands for all updates since the row before.
         """
         curve = self.curves.get("perf/update_seconds")
         if curve is None:
@@ -110,7 +110,7 @@ class JobResult:
         return Curve(curve.steps, np.cumsum(each * np.diff(curve.steps, prepend=0)))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
-        """`steps` on another axis of `AXES`; NaN where the run does not say."""
+        """Return `steps` on another axis of `AXES`; NaN where the run does not tell."""
         if axis == "updates":
             return steps.astype(float)
         curve = self.seconds if axis == "seconds" else self.curves.get("train/examples_seen")
@@ -124,7 +124,7 @@ class JobResult:
         return float(curve.values[-1]) if curve is not None else float("nan")
 
     def typical(self, metric: str) -> float:
-        """The median over all rows but that of the first update, which is traced while it runs."""
+        """Return the median over all rows but that of the first update, which is traced while it runs."""
         curve = self.curves.get(metric)
         if curve is None:
             return float("nan")
@@ -132,8 +132,8 @@ class JobResult:
         return float(np.median(later if later.size else curve.values))
 
 
-def whole(jobs: Sequence[JobResult]) -> list[JobResult]:
-    """Those that finished, else those that run, else all: a job that ended early would bend a mean over seeds."""
+def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
+    """Return the finished jobs, else the running ones, else all: one that ended early would bend a mean over seeds."""
     for status in ("FINISHED", "RUNNING"):
         if found := [job for job in jobs if job.status == status]:
             return found
@@ -141,9 +141,9 @@ def whole(jobs: Sequence[JobResult]) -> list[JobResult]:
 
 
 def pooled(jobs: Sequence[JobResult], value: Callable[[JobResult], float]) -> Spread | None:
-    """`value` over the seeds of one group; of several groups the mean of their means.
+    """Return the spread of `value` over the seeds of one group; for several groups the mean of their means.
 
-    That has no deviation: what differs between groups is not chance. Its count is the fewest seeds of a group.
+    The latter has no deviation, as what differs between groups is not chance; its count is the fewest seeds of a group.
     """
     groups: dict[str, list[float]] = {}
     for job in jobs:
@@ -156,7 +156,7 @@ def pooled(jobs: Sequence[JobResult], value: Callable[[JobResult], float]) -> Sp
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep with all of its jobs, in the order in which they were planned; `uri` is that of its store."""
+    """A sweep with all of its jobs, in the order in which they were planned, and the URI of its store."""
 
     uri: str
     run_id: str
@@ -182,7 +182,7 @@ class Comparison:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Every metric of quality: losses first, then what was validated, else what was trained on."""
+        """Return the metrics of quality: the losses, then the metrics of validation, else those of training."""
         names = {name for job in self.jobs for name in job.curves}
         own = {"learning_rate", "effective_batch_size", "examples_seen", "gradient_noise_scale", "loss"}
         found = {
@@ -193,22 +193,22 @@ class Comparison:
 
     @property
     def quality(self) -> str | None:
-        """The metric by which jobs are judged at their end: the first beside the losses, else a loss."""
+        """Return the metric by which jobs are judged at their end: the first that is no loss, else a loss."""
         return next(iter([m for m in self.metrics if not m.endswith("/loss")] + self.metrics[::-1]), None)
 
     def lower_is_better(self, metric: str) -> bool:
-        """By its name and that of its class, as Keras names them."""
+        """Return whether it is a cost, by its name and the name of its class, as Keras names them."""
         name = metric.split("/", 1)[1]
         targets = [job.params.get(f"training.metrics.{name}._target_", "") for job in self.jobs]
         return any(_COST.search(text) for text in (name, *(target.rsplit(".", 1)[-1] for target in targets)))
 
     @property
     def window(self) -> int:
-        """Examples over which training losses are averaged before they are compared: the largest batch."""
+        """Return over how many examples training losses are averaged before they are compared: the largest batch."""
         return max((job.batch or 1 for job in self.jobs), default=1)
 
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
-        """`metric` of `job`; a training metric is averaged over the same number of examples in every job."""
+        """Return the job's curve; a training metric is averaged over the same number of examples in every job."""
         curve = job.curves.get(metric)
         if curve is None or not metric.startswith("train/"):
             return curve
@@ -218,13 +218,13 @@ class Comparison:
         return Curve(curve.steps, statistics.trailing_mean(examples, curve.values, self.window))
 
     def final(self, job: JobResult, metric: str) -> float:
-        """The last value; of a training metric the mean over the last `window` examples."""
+        """Return the last value; of a training metric the mean over the last `window` examples."""
         curve = self.smooth(job, metric)
         return float(curve.values[-1]) if curve is not None else float("nan")
 
     @property
     def at_once(self) -> int:
-        """The most jobs that ran at the same time, by when their runs started and ended."""
+        """Return how many jobs ran at the same time at most, by the times at which their runs started and ended."""
         edges = [(job.started, 1) for job in self.jobs if job.started]
         edges += [(job.ended, -1) for job in self.jobs if job.started and job.ended]
         return int(max(np.cumsum([change for _, change in sorted(edges)]), default=0))

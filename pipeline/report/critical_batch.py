@@ -1,4 +1,4 @@
-"""The critical batch size: the largest effective batch that still pays, and what the noise scale says it is."""
+"""The critical batch size: the largest effective batch that still pays, and the noise scale's prediction of it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report import statistics, wording
+from pipeline.report import numbers, statistics
 from pipeline.report.comparison import JobResult
+from pipeline.report.findings import Finding
+from pipeline.report.numbers import count, listed, number
 from pipeline.report.statistics import Spread
-from pipeline.report.target_loss import Target
-from pipeline.report.wording import Finding, count, listed, number
+from pipeline.report.target_loss import TargetLoss
 
 NOISE = "train/gradient_noise_scale"
 PAYS = 2.0  # times the fewest examples: what the critical batch size of McCandlish et al. 2018 costs
 
 
-def findings(family: str, jobs: list[JobResult], aim: Target | None) -> Iterable[Finding]:
-    """The largest batch that still pays, and the noise scale's prediction beside it.
+def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> Iterable[Finding]:
+    """Return the largest batch that still pays, and the noise scale's prediction beside it.
 
-    What cannot be said names no family, so that it can be said once for all of them.
+    A finding without figures names no family, so that it can be said once for all of them.
     """
     about = f"{family}: " if family else ""
     at = {batch: [job for job in jobs if job.batch == batch] for batch in sorted({j.batch for j in jobs if j.batch})}
-    costs = {b: cost for b, of in at.items() if aim and (cost := aim.spread(of, "examples"))}
-    scale = statistics.spread([noise_scale(job, aim) for job in jobs])
+    costs = {b: cost for b, of in at.items() if target and (cost := target.spread(of, "examples"))}
+    scale = statistics.spread([noise_scale(job, target) for job in jobs])
     if len(costs) < 2:
         why = "all jobs have the same one" if len(at) == 1 else "fewer than two batches reached the target"
         yield Finding("largest_batch", f"Which effective batch still pays cannot be said: {why}.")
@@ -38,16 +39,12 @@ def findings(family: str, jobs: list[JobResult], aim: Target | None) -> Iterable
         why += "" if any((job.factor or 0) > 1 for job in jobs) else ", as it takes a factor over 1"
         yield Finding("noise_scale", f"The gradient noise scale predicts nothing here: {why}.")
         return
-    values = [value for job in jobs if math.isfinite(value := noise_scale(job, aim))]
+    values = [value for job in jobs if math.isfinite(value := noise_scale(job, target))]
     text = f"{about}The gradient noise scale predicts a critical batch of {number(scale.mean)} examples: "
     text += f"the mean over {count(len(values), 'run')} of each one's median up to the target"
     text += f", {number(min(values))} to {number(max(values))}." if len(values) > 1 else "."
-    figures: dict[str, Any] = {
-        "family": family,
-        "predicted": scale.mean,
-        "deviation": scale.deviation,
-        "runs": len(values),
-    }
+    figures: dict[str, Any] = {"family": family, "predicted": scale.mean, "deviation": scale.deviation}
+    figures["runs"] = len(values)
     fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
     if fit is not None and min(costs) <= fit.critical <= max(costs):
         figures |= {"measured": fit.critical, "ratio": scale.mean / fit.critical}
@@ -66,7 +63,7 @@ def findings(family: str, jobs: list[JobResult], aim: Target | None) -> Iterable
 
 
 def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dict[int, Spread]) -> Finding:
-    """By the definition of McCandlish et al. 2018 (arXiv:1812.06162, section 2).
+    """Return the largest batch that pays by the definition of McCandlish et al. 2018 (arXiv:1812.06162, section 2).
 
     At the critical batch size a target takes twice the examples that the smallest batches need; a larger batch
     saves fewer updates than it costs examples. So the largest batch that pays is here the largest that reaches the
@@ -80,11 +77,10 @@ def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dic
     largest = max(batch for batch in saves if ratio[batch] <= PAYS)
     missed = [batch for batch in at if batch not in costs]
     text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
-    text += f"{ratio[largest]:.2f} times the fewest examples ({wording.spread(costs[least])}, at {least}), where up to "
+    text += f"{ratio[largest]:.2f} times the fewest examples ({numbers.spread(costs[least])}, at {least}), where up to "
     text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer "
-    text += (
-        f"updates than any smaller batch ({number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)})."
-    )
+    fewest = f"{number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)}"
+    text += f"updates than any smaller batch ({fewest})."
     if largest == max(at):
         text += " It is the largest that was tried, so the limit may lie beyond."
     else:
@@ -93,14 +89,8 @@ def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dic
         text += f" {listed(above)}."
     if min(cost.count for cost in costs.values()) == 1:
         text += " With one seed at some batch, this is one observation."
-    figures: dict[str, Any] = {
-        "family": family,
-        "largest": largest,
-        "least": least,
-        "ratio": ratio,
-        "updates": updates,
-        "open": largest == max(at),
-    }
+    figures: dict[str, Any] = {"family": family, "largest": largest, "least": least, "open": largest == max(at)}
+    figures |= {"ratio": ratio, "updates": updates}
     fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
     if fit is not None:
         figures |= {"critical": fit.critical, "least_examples": fit.examples, "least_updates": fit.updates}
@@ -109,16 +99,16 @@ def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dic
     return Finding("largest_batch", text, figures, "examples_to_target")
 
 
-def noise_scale(job: JobResult, aim: Target | None) -> float:
-    """The median of the run's noise scale up to the target, in examples; NaN where the run has none or ended badly.
+def noise_scale(job: JobResult, target: TargetLoss | None) -> float:
+    """Return the median of the run's noise scale up to the target, in examples; NaN for none or a run that ended badly.
 
-    It grows while the loss falls (McCandlish et al. 2018), so what comes after the target says
-    nothing about reaching it. An estimate that is not positive is no scale and is left out.
+    It grows while the loss falls (McCandlish et al. 2018), so values after the target say nothing about reaching it.
+    An estimate that is not positive is no scale and is left out.
     """
     curve = job.curves.get(NOISE)
     if curve is None or job.status in ("FAILED", "KILLED"):
         return math.nan
-    until = aim.costs.get(job.name, {}).get("updates", math.inf) if aim else math.inf
-    values = curve.values[curve.steps <= until + 1]  # an update more, as a crossing lies between two
+    until = target.cost(job, "updates") if target else math.nan
+    values = curve.values if math.isnan(until) else curve.values[curve.steps <= until + 1]  # it lies between two
     values = values[np.isfinite(values) & (values > 0)]
     return float(np.median(values)) if values.size else math.nan

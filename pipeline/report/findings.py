@@ -5,64 +5,63 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.report import critical_batch, statistics, target_loss, wording
+from pipeline.report import numbers, statistics
 from pipeline.report.comparison import NO_RUN, Comparison, JobResult
+from pipeline.report.numbers import count, listed, number
 from pipeline.report.statistics import Spread
-from pipeline.report.target_loss import Target
-from pipeline.report.trajectories import Parting, partings
-from pipeline.report.wording import Finding, count, listed, number
-from pipeline.sweep import resume
+from pipeline.report.target_loss import TargetLoss
+from pipeline.report.trajectories import Parting
 
-EQUAL = 1e-6  # relative; what ends this close is the same in float32
+EQUAL = 1e-6  # relative; results this close are the same in float32
 
 
-def find(sweep: Comparison) -> list[Finding]:
-    """Everything worth saying, in the order in which it should be read."""
-    aim = target_loss.choose(sweep)
-    pairs = partings(sweep)
-    found = [_jobs(sweep), *_trajectories(sweep, pairs), _final(sweep), _time(sweep, aim), *_cost(sweep)]
-    unsaid: dict[tuple[str, str], list[str]] = {}
-    for family, jobs in sweep.families.items():
-        for finding in critical_batch.findings(family, jobs, aim):
-            if finding.figures:
-                found.append(finding)
-            else:
-                unsaid.setdefault((finding.topic, finding.text), []).append(family)
-    for (topic, text), families in unsaid.items():
-        about = f"{listed([f or 'others' for f in families])}: " if len(families) < len(sweep.families) else ""
-        found.append(Finding(topic, about + text))
-    return [*found, *_next(sweep, found, pairs)]
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        topic: what it is about; a topic may come once for each family of jobs.
+        text: one or two sentences.
+        figures: the numbers in it, by name; empty where nothing could be said.
+        plot: key of the plot that shows it.
+    """
+
+    topic: str
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    plot: str | None = None
 
 
-def _jobs(sweep: Comparison) -> Finding:
+def job_states(sweep: Comparison) -> Finding:
+    """Return how many jobs finished, and which did not and why."""
     states = Counter(job.status for job in sweep.jobs)
     words = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "RUNNING": "still running"}
     words |= {NO_RUN: "not started yet" if sweep.status == "RUNNING" else "without a run", "SCHEDULED": "not started"}
     text = f"{states['FINISHED']} of {count(len(sweep.jobs), 'job')} finished."
     for status, n in states.items():
         if status != "FINISHED":
-            which = [job.name + (f" ({_line(job.failure)})" if job.failure else "") for job in sweep.jobs]
-            which = [entry for entry, job in zip(which, sweep.jobs, strict=True) if job.status == status]
+            those = [job for job in sweep.jobs if job.status == status]
+            which = [job.name + (f" ({_first_line(job.failure)})" if job.failure else "") for job in those]
             text += f" {n} {words.get(status, status.lower())}: {listed(which)}."
     return Finding("jobs", text, {"planned": len(sweep.jobs), **states})
 
 
-def _line(text: str) -> str:
+def _first_line(text: str) -> str:
     first = next(iter(text.strip().splitlines()), "")
     return first if len(first) <= 160 else f"{first[:159]}…"
 
 
-def _trajectories(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
+def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
+    """Return for each precision whether jobs that differ in the cut alone train the same trajectory."""
     if not pairs:
         runs = sum("train/loss" in job.curves for job in sweep.jobs)
         why = "no two jobs share effective batch, seed and the rest of the config" if runs > 1 else "it takes two runs"
         return [Finding("trajectories", f"Trajectories cannot be compared: {why}.")]
-    return [
-        _parting([p for p in pairs if p.precision == precision], precision)
-        for precision in dict.fromkeys(p.precision for p in pairs)
-    ]
+    precisions = dict.fromkeys(pair.precision for pair in pairs)
+    return [_parting([pair for pair in pairs if pair.precision == precision], precision) for precision in precisions]
 
 
 def _parting(pairs: list[Parting], precision: str) -> Finding:
@@ -100,7 +99,8 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
     return Finding("trajectories", text, {**figures, "agree": False, "rounding": not early}, "difference")
 
 
-def _final(sweep: Comparison) -> Finding:
+def final_result(sweep: Comparison) -> Finding:
+    """Return which group ends best, and whether chance explains its lead."""
     metric = sweep.quality
     spreads = _by_group(sweep, lambda job: sweep.final(job, metric) if metric and job.finished else math.nan)
     if metric is None or not spreads:
@@ -109,45 +109,41 @@ def _final(sweep: Comparison) -> Finding:
     order = sorted(spreads, key=lambda group: sign * spreads[group].mean)
     best = spreads[order[0]]
     if len(order) > 1 and abs(best.mean - spreads[order[-1]].mean) <= EQUAL * abs(best.mean):
-        text = f"Final {metric}: all {len(order)} groups end at {wording.spread(best)}."
+        text = f"Final {metric}: all {len(order)} groups end at {numbers.spread(best)}."
         groups = {group: spreads[group].mean for group in order}
         return Finding("final", text, {"metric": metric, "equal": True, "groups": groups}, "final_by_factor")
     if len(order) > 1:
         text = f"Final {metric}, where {'lower' if sign > 0 else 'higher'} is better: {order[0]} ends best, at "
     else:
         text = f"Final {metric} of {order[0]}: "
-    text += f"{wording.spread(best)} ({count(best.count, 'seed')})"
+    text += f"{numbers.spread(best)} ({count(best.count, 'seed')})"
     figures: dict[str, Any] = {"metric": metric, "best": order[0], "value": best.mean, "deviation": best.deviation}
     figures |= {"seeds": best.count, "groups": {group: spreads[group].mean for group in order}}
     if len(order) > 1:
         last = spreads[order[-1]]
-        text += f", {order[-1]} worst, at {wording.spread(last)}. {_versus(order, spreads, wording.plain)}"
+        text += f", {order[-1]} worst, at {numbers.spread(last)}. {_versus(order, spreads, numbers.plain)}"
         figures |= {"worst": order[-1], "difference": statistics.difference(best, spreads[order[1]])}
     return Finding("final", text + ("." if len(order) == 1 else ""), figures, "final_by_factor")
 
 
-def _versus(order: list[str], spreads: dict[str, Spread], scale: wording.Scale) -> str:
-    """Whether the first of `order` is told apart from the second."""
+def _versus(order: list[str], spreads: dict[str, Spread], scale: numbers.Scale) -> str:
+    """Return whether the data tell the first of `order` from the second."""
     one, other = spreads[order[0]], spreads[order[1]]
     interval = statistics.difference(one, other)
-    if interval is None:
-        if min(one.count, other.count) > 1:
-            return _without_chance(order[1], abs(other.mean - one.mean), one.mean, scale)
-        text = f"With one seed in {order[0] if one.count == 1 else order[1]}, chance is not told from effect."
-        return (
-            text if len({s.count for s in spreads.values()}) > 1 else "With one seed, chance is not told from effect."
+    if min(one.count, other.count) < 2:
+        where = (
+            f" in {order[0] if one.count == 1 else order[1]}" if len({s.count for s in spreads.values()}) > 1 else ""
         )
-    by, half = abs(interval[0]), interval[1]
+        return f"With one seed{where}, chance is not told from effect."
+    by = abs(other.mean - one.mean)
     if by <= EQUAL * abs(one.mean):
         return f"{order[1]} does just as well."
-    verdict = "so the data do not tell them apart" if by <= half else "so they differ"
-    return f"The next is {order[1]}, {wording.spread(Spread(by, half, 2), scale)} behind (95%, Welch), {verdict}."
-
-
-def _without_chance(other: str, by: float, mean: float, scale: wording.Scale) -> str:
-    if by <= EQUAL * abs(mean):
-        return f"{other} does just as well."
-    return f"The next is {other}, {number(by, scale)} behind; as neither varies over its seeds, chance is not known."
+    if interval is None:
+        behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
+    else:
+        verdict = "so the data do not tell them apart" if by <= interval[1] else "so they differ"
+        behind = f"{numbers.spread(Spread(by, interval[1], 2), scale)} behind (95%, Welch), {verdict}"
+    return f"The next is {order[1]}, {behind}."
 
 
 def _by_group(sweep: Comparison, value: Callable[[JobResult], float]) -> dict[str, Spread]:
@@ -155,38 +151,36 @@ def _by_group(sweep: Comparison, value: Callable[[JobResult], float]) -> dict[st
     return {group: spread for group, spread in spreads.items() if spread is not None}
 
 
-def _time(sweep: Comparison, aim: Target | None) -> Finding:
-    if aim is None:
+def time_to_target(sweep: Comparison, target: TargetLoss | None) -> Finding:
+    """Return which group reaches the target first, and whether chance explains its lead."""
+    if target is None:
         goes = any(job.status in ("FINISHED", "RUNNING") for job in sweep.jobs)
         why = "no job has a loss that has fallen" if goes else "no job has finished"
         return Finding("time_to_target", f"No target can be chosen: {why}.")
-    times = {group: spread for group, jobs in sweep.groups.items() if (spread := aim.spread(jobs, "seconds"))}
-    n = len(aim.judged)
+    times = {group: spread for group, jobs in sweep.groups.items() if (spread := target.spread(jobs, "seconds"))}
+    n = len(target.judged)
     those = "the one job" if n == 1 else "both jobs" if n == 2 else f"all {n} jobs"
     whose = "that finished" if any(job.finished for job in sweep.jobs) else "still running"
-    reach = (
-        f"the lowest that {those} {whose} reached"
-        if aim.all_reach
-        else "reached by half of the jobs, as others did not get near"
-    )
-    text = f"The target is {aim.metric} ≤ {number(aim.value)}, {reach}"
-    if aim.metric == "train/loss":
+    reach = f"the lowest that {those} {whose} reached"
+    reach = reach if target.all_reach else "reached by half of the jobs, as others did not get near"
+    text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}"
+    if target.metric == "train/loss":
         text += f" (means over {count(sweep.window, 'example')})"
-    figures: dict[str, Any] = {"metric": aim.metric, "target": aim.value, "all_reach": aim.all_reach}
+    figures: dict[str, Any] = {"metric": target.metric, "target": target.value, "all_reach": target.all_reach}
     if not times:
         return Finding("time_to_target", f"{text}; no group reached it with all of its seeds.", figures)
     order = sorted(times, key=lambda group: times[group].mean)
     best = times[order[0]]
     first = f"{order[0]} gets there first," if len(order) > 1 else "It is reached"
-    text += f". {first} after {wording.spread(best, wording.seconds)} of training"
+    text += f". {first} after {numbers.spread(best, numbers.seconds)} of training"
     text += f" ({count(best.count, 'seed')})"
     figures |= {"best": order[0], "seconds": best.mean, "deviation": best.deviation, "seeds": best.count}
     figures["groups"] = {group: times[group].mean for group in order}
     if len(order) > 1:
         apart = statistics.difference(best, times[order[1]])
         figures["told_apart"] = apart is not None and abs(apart[0]) > apart[1]
-        text += f"; {order[-1]} last, after {wording.spread(times[order[-1]], wording.seconds)}. "
-        text += _versus(order, times, wording.seconds)
+        text += f"; {order[-1]} last, after {numbers.spread(times[order[-1]], numbers.seconds)}. "
+        text += _versus(order, times, numbers.seconds)
     else:
         text += "."
     return Finding("time_to_target", text + _shared(sweep), figures, "time_to_target")
@@ -198,74 +192,27 @@ def _shared(sweep: Comparison) -> str:
     return f" Up to {sweep.at_once} jobs ran at the same time: where they shared a device, their seconds say less."
 
 
-def _cost(sweep: Comparison) -> Iterable[Finding]:
+def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
+    """Return for each family what the largest factor costs beside the smallest."""
+    measured = (
+        ("update_seconds", "an update takes", numbers.seconds, JobResult.typical),
+        ("examples_per_second", "examples per second", numbers.plain, JobResult.typical),
+        ("peak_memory_bytes", "peak memory", numbers.size, JobResult.last),
+    )
     for family, jobs in sweep.families.items():
         factors = sorted({job.factor for job in jobs if job.factor and "perf/update_seconds" in job.curves})
         if len(factors) < 2:
             continue
-        ends = []
-        for factor in (factors[0], factors[-1]):
-            of = [job for job in jobs if job.factor == factor]
-            ends.append(
-                [
-                    statistics.spread([job.typical(f"perf/{m}") for job in of])
-                    for m in ("update_seconds", "examples_per_second")
-                ]
-                + [statistics.spread([job.last("perf/peak_memory_bytes") for job in of])]
-            )
-        text = f"{family + ': f' if family else 'F'}rom factor {factors[0]} to {factors[-1]}"
         figures: dict[str, Any] = {"family": family, "factors": factors}
-        names = ("update_seconds", "examples_per_second", "peak_memory_bytes")
-        words = (
-            ("an update takes", wording.seconds),
-            ("examples per second", wording.plain),
-            ("peak memory", wording.size),
-        )
         parts = []
-        for name, (word, scale), low, high in zip(names, words, *ends, strict=True):
+        for name, words, scale, value in measured:
+            low, high = (
+                statistics.spread([value(job, f"perf/{name}") for job in jobs if job.factor == factor])
+                for factor in (factors[0], factors[-1])
+            )
             if low and high and low.mean:
-                parts.append(
-                    f"{word} {number(low.mean, scale)} → {number(high.mean, scale)} (×{high.mean / low.mean:.2f})"
-                )
+                both = f"{number(low.mean, scale)} → {number(high.mean, scale)}"
+                parts.append(f"{words} {both} (×{high.mean / low.mean:.2f})")
                 figures[name] = (low.mean, high.mean)
-        yield Finding("cost", f"{text}, {'; '.join(parts)}.{_shared(sweep)}", figures, "update_seconds")
-
-
-def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
-    """What the findings suggest."""
-    of = {finding.topic: finding for finding in reversed(found)}
-    missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
-    if missing:
-        text = f"Run the {count(len(missing), 'job')} that did not finish: "
-        text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
-        yield Finding("next", text + resume.command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
-    largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
-    best = of["time_to_target"].figures.get("best")
-    if best and len(of["time_to_target"].figures["groups"]) > 1:
-        taken = sweep.groups[best][0]
-        pays = largest.get(taken.family, {}).get("largest")
-        told = of["time_to_target"].figures["told_apart"]
-        text = f"On this machine take {best}: it reached the target first"
-        text += "." if told else ", though not by more than chance may do."
-        if pays and pays > (taken.batch or 0):
-            text += f" With more devices, an effective batch of up to {pays} still pays."
-        yield Finding("next", text, {"recommended": best, "batch": pays})
-    for family, figures in largest.items():
-        if figures["open"]:
-            beyond = 2 * figures["largest"]
-            text = f"Try an effective batch of {beyond}{' with ' + family if family else ''}: none was too large yet."
-            yield Finding("next", text, {"batch": beyond, "family": family})
-    for finding in found:
-        if finding.topic != "noise_scale" or not finding.figures:
-            continue
-        family, predicted = finding.figures["family"], finding.figures["predicted"]
-        tried = max(job.batch or 0 for job in sweep.families[family])
-        if predicted > 2 * tried and family not in largest:  # else the sweep itself has said how far it pays
-            text = f"The noise scale of {number(predicted)} is far above every batch tried: larger ones should pay."
-            yield Finding("next", text, {"predicted": predicted})
-    seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
-    if seeds == 1:
-        yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": seeds})
-    if any(not pair.agrees and not pair.from_the_start and pair.precision != "float64" for pair in pairs):
-        text = "For trajectories that agree at every update, run with hardware.precision=float64."
-        yield Finding("next", text, {"precision": "float64"})
+        text = f"{family + ': f' if family else 'F'}rom factor {factors[0]} to {factors[-1]}, {'; '.join(parts)}."
+        yield Finding("cost", text + _shared(sweep), figures, "update_seconds")

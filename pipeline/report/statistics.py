@@ -19,7 +19,7 @@ class Spread:
     Attributes:
         mean: arithmetic mean.
         deviation: sample standard deviation (n − 1); None with one value, which shows no spread.
-        count: how many values.
+        count: number of values.
     """
 
     mean: float
@@ -28,7 +28,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Of the finite ones among `values`; None where there are none."""
+    """Return mean and deviation of the finite values; None where there are none."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
@@ -37,7 +37,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
-    """`other.mean − one.mean` and the half-width of its 95% interval, in the unit of the values.
+    """Return `other.mean − one.mean` and the half-width of its 95% interval, in the unit of the values.
 
     Welch's interval (Welch 1947, Biometrika 34): the variances need not be equal. None where either has one value, or
     neither varies: then the data do not say how much chance there is.
@@ -55,7 +55,7 @@ def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
 
 
 def relative_difference(one: Array, other: Array) -> Array:
-    """|a − b| / max(|a|, |b|), elementwise: 0 where both are equal or both NaN, infinite where one is not finite."""
+    """Return |a − b| / max(|a|, |b|), elementwise: 0 where equal or both NaN, infinite where one is not finite."""
     with np.errstate(all="ignore"):
         result = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
     result = np.where(np.isfinite(one) & np.isfinite(other), result, np.inf)
@@ -63,13 +63,13 @@ def relative_difference(one: Array, other: Array) -> Array:
 
 
 def first_above(steps: NDArray[np.int64], values: Array, threshold: float) -> int | None:
-    """The first of `steps` whose value exceeds `threshold`."""
+    """Return the first of `steps` whose value exceeds `threshold`."""
     above = np.flatnonzero(values > threshold)
     return int(steps[above[0]]) if above.size else None
 
 
 def reached(x: Array, y: Array, target: float) -> float | None:
-    """The x at which `y` is first at or below `target`, interpolated linearly between two points."""
+    """Return the x at which `y` is first at or below `target`, interpolated linearly between two points."""
     below = np.flatnonzero(y <= target)
     if not below.size:
         return None
@@ -81,7 +81,7 @@ def reached(x: Array, y: Array, target: float) -> float | None:
 
 
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
-    """The mean of `values` over the last `window` examples, each value weighted by its own examples.
+    """Return the mean of `values` over the last `window` examples, each value weighted by its own examples.
 
     Args:
         examples: seen after each value; rising.
@@ -115,7 +115,7 @@ class Tradeoff:
 
 
 def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | None:
-    """Fits (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
+    """Fit (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
 
     With E = B·S it is the line E = E_min + S_min·B, fitted to least squares of the relative residuals.
 
@@ -129,7 +129,6 @@ def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | 
     """
     if len(set(batches)) < 3:
         return None
-    slope, intercept = np.polyfit(
-        np.asarray(batches, float), np.asarray(examples, float), 1, w=1 / np.asarray(examples)
-    )
+    x, y = np.asarray(batches, float), np.asarray(examples, float)
+    slope, intercept = np.polyfit(x, y, 1, w=1 / y)
     return Tradeoff(float(intercept), float(slope)) if slope > 0 and intercept > 0 else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import AXES, Comparison, JobResult, pooled, whole
+from pipeline.report.comparison import AXES, Comparison, JobResult, comparable_jobs, pooled
 from pipeline.report.statistics import Spread
 
 EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
@@ -17,15 +17,15 @@ FELL = 1e-6  # relative; what falls by less is rounding, and reaching it means n
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetLoss:
     """A loss to reach.
 
     Attributes:
         metric: `val/loss`, or `train/loss` averaged over `Comparison.window` examples.
-        value: of the loss.
+        value: the loss itself.
         judged: names of the jobs from which it was chosen.
-        all_reach: whether each of them does; else half of them do.
-        costs: by job that reached it: updates, examples and seconds, interpolated between two points.
+        all_reach: whether all of them reach it; else half of them do.
+        costs: updates, examples and seconds of each job that reached it, interpolated between two points.
     """
 
     metric: str
@@ -34,21 +34,25 @@ class Target:
     all_reach: bool
     costs: dict[str, dict[str, float]]
 
+    def cost(self, job: JobResult, axis: str) -> float:
+        """Return what the job paid on this axis of `AXES`; NaN where it did not reach the target."""
+        return self.costs.get(job.name, {}).get(axis, math.nan)
+
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
-        """Over those of `jobs` that were judged; None unless all of them reached it."""
+        """Return the costs of those jobs that were judged; None unless all of them reached the target."""
         judged = [job for job in jobs if job.name in self.judged]
         if not judged or any(job.name not in self.costs for job in judged):
             return None
-        return pooled(judged, lambda job: self.costs[job.name].get(axis, math.nan))
+        return pooled(judged, lambda job: self.cost(job, axis))
 
 
-def choose(sweep: Comparison) -> Target | None:
-    """The lowest loss that all finished jobs reach, or where that is no progress, the one that half of them do.
+def choose(sweep: Comparison) -> TargetLoss | None:
+    """Return the lowest loss that all finished jobs reach; where that is no progress, the one that half of them reach.
 
-    A job that diverged would otherwise set a target that every job meets at its start. While no job has
-    finished, those that run are judged.
+    A job that diverged would otherwise set a target that every job meets at its start. While no job has finished,
+    running jobs are judged.
     """
-    jobs = whole([job for job in sweep.jobs if job.status in ("FINISHED", "RUNNING")])
+    jobs = comparable_jobs([job for job in sweep.jobs if job.status in ("FINISHED", "RUNNING")])
     for metric in ("val/loss", "train/loss"):
         curves = {job.name: curve for job in jobs if (curve := sweep.smooth(job, metric)) is not None}
         if curves and (metric == "train/loss" or min(len(c.steps) for c in curves.values()) >= EVALUATIONS):
@@ -66,17 +70,13 @@ def choose(sweep: Comparison) -> Target | None:
     all_reach = start - value >= PROGRESS * (start - lowest)
     if not all_reach:
         value = float(np.sort(list(best.values()))[(len(best) - 1) // 2])
-    costs = {}
-    for job in sweep.jobs:
-        cost = _cost(sweep, job, metric, value)
-        if cost is not None:
-            costs[job.name] = cost
-    return Target(metric, value, list(curves), all_reach, costs)
+    costs = {job.name: cost for job in sweep.jobs if (cost := _cost(sweep, job, metric, value))}
+    return TargetLoss(metric, value, list(curves), all_reach, costs)
 
 
-def _cost(sweep: Comparison, job: JobResult, metric: str, value: float) -> dict[str, float] | None:
+def _cost(sweep: Comparison, job: JobResult, metric: str, value: float) -> dict[str, float]:
     curve = sweep.smooth(job, metric)
-    if curve is None or not (curve.values <= value).any():
-        return None
+    if curve is None:
+        return {}
     found = {axis: statistics.reached(job.along(axis, curve.steps), curve.values, value) for axis in AXES}
     return {axis: cost for axis, cost in found.items() if cost is not None}

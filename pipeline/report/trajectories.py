@@ -15,7 +15,7 @@ THRESHOLDS = {"1e-6": 1e-6, "1e-3": 1e-3, "1e-2": 1e-2}
 # The largest relative difference of losses that rounding alone explains, as a multiple of what a precision
 # resolves: the machine epsilon of float64 is 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
 AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}
-# At the first update both ran on the same weights, so nothing has amplified rounding yet.
+# The same bound at the first update: both ran on the same weights, so nothing has amplified rounding yet.
 FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 1e-1}
 # What may differ between two jobs of one trajectory: how a batch is cut, where it runs, what is logged when.
 _FREE = ("accumulation.", "derived.factor", "derived.micro_batch_size", "derived.replicas", "tracking.", "hardware.")
@@ -24,15 +24,15 @@ _ALSO_FREE = {"training.evaluate_every", "training.checkpoint_every"}
 
 @dataclass(frozen=True)
 class Parting:
-    """Two jobs of one trajectory.
+    """Two jobs that should train one trajectory, and the relative difference of their training losses.
 
     Attributes:
-        one, other: their names; the first has the smallest factor.
-        curve: the relative difference of their training losses at each update that both logged.
-        first: at the first of them.
-        start: the first update at which it is not zero, and how much it is there; None where it is zero throughout.
-        largest: over all of them; `at` is the update.
-        above: the first update at which it exceeds each of `THRESHOLDS`; None where it never does.
+        one, other: names of the jobs; the first has the smallest factor.
+        curve: the difference at each update that both logged.
+        first: the difference at the first of these updates.
+        start: the first update with a difference that is not zero, and that difference; None where all are zero.
+        largest: the largest difference; `at` is its update.
+        above: the first update at which the difference exceeds each of `THRESHOLDS`; None where it never does.
         dependent: layers whose output depends on the micro-batch they see; empty where there are none.
     """
 
@@ -53,17 +53,17 @@ class Parting:
 
     @property
     def begins(self) -> int:
-        """The first update that both logged."""
+        """Return the first update that both logged."""
         return int(self.curve.steps[0])
 
     @property
     def from_the_start(self) -> bool:
-        """They differ before anything could have amplified rounding: then it is something else."""
+        """Return whether they differ before anything could have amplified rounding, so for another reason."""
         return self.begins == 1 and self.first > FIRST.get(self.precision, FIRST["float32"])
 
 
 def partings(sweep: Comparison) -> list[Parting]:
-    """Every job beside the one of smallest factor with equal effective batch, seed and config otherwise."""
+    """Pair each job with the one of smallest factor that has its effective batch, seed and other config."""
     same = defaultdict(list)
     for job in sweep.jobs:
         if job.batch is not None and METRIC in job.curves:
@@ -89,14 +89,14 @@ def _compare(one: JobResult, other: JobResult) -> Parting | None:
     differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
     dependent = {job.tags.get("model.batch_dependent_layers", "none") for job in (one, other)} - {"none"}
     return Parting(
-        one.name,
-        other.name,
-        one.precision,
-        Curve(steps, differences),
-        float(differences[0]),
-        next(((int(s), float(d)) for s, d in zip(steps, differences, strict=True) if d > 0), None),
-        float(differences.max()),
-        int(steps[differences.argmax()]),
-        {name: statistics.first_above(steps, differences, level) for name, level in THRESHOLDS.items()},
-        ", ".join(sorted(dependent)),
+        one=one.name,
+        other=other.name,
+        precision=one.precision,
+        curve=Curve(steps, differences),
+        first=float(differences[0]),
+        start=next(((int(s), float(d)) for s, d in zip(steps, differences, strict=True) if d > 0), None),
+        largest=float(differences.max()),
+        at=int(steps[differences.argmax()]),
+        above={name: statistics.first_above(steps, differences, level) for name, level in THRESHOLDS.items()},
+        dependent=", ".join(sorted(dependent)),
     )

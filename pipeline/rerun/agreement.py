@@ -137,14 +137,14 @@ def compare(
     )
 
 
-def of_runs(client: Any, old: Any, new: Any, validation: int | None, picture: Path) -> Agreement:
-    """Compares two runs of a store.
+def of_runs(client: Any, old: Any, new: Any, validation: int | None, page: Path) -> Agreement:
+    """Compare two runs of a store and draw their losses.
 
     Args:
         client: of the store.
         old, new: runs of MLflow.
         validation: examples in their validation split.
-        picture: of both, which is written.
+        page: the HTML file to write.
     """
     before, after = (_histories(client, run) for run in (old, new))
     then, now = old.data.params, new.data.params
@@ -157,12 +157,12 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None, picture: Pa
         same_cut=all(then.get(key) == now.get(key) for key in CUT),
         until=None if old.info.status == "FINISHED" else max((max(h, default=0) for h in before.values()), default=0),
     )
-    plot(before, after, picture, f"{old.info.run_id} and its rerun {new.info.run_id}: {found.verdict}")
+    page.write_text(drawn(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found)))
     return found
 
 
 def _histories(client: Any, run: Any) -> dict[str, dict[int, float]]:
-    """The `train/*` and `val/*` metrics of a run."""
+    """Return the `train/*` and `val/*` metrics of a run."""
     keys = [key for key in run.data.metrics if key.startswith(("train/", "val/"))]
     return {
         key: {point.step: point.value for point in client.get_metric_history(run.info.run_id, key)}
@@ -170,25 +170,29 @@ def _histories(client: Any, run: Any) -> dict[str, dict[int, float]]:
     }
 
 
-def plot(old: History, new: History, path: Path, title: str) -> None:
-    """Both runs' losses by update, and what is between them, as an image."""
-    from matplotlib.figure import Figure  # no pyplot: it holds global state and looks for a display
+def drawn(old: History, new: History, title: str, about: str) -> str:
+    """Return an HTML page that needs no other file: both runs' losses by update, and how far they are apart."""
+    from pipeline.report.document import document, figures
+    from pipeline.report.plotly_figure import Axis, Plot, Series
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    for metric, style in (("train/loss", "-"), ("val/loss", "o-")):
-        for history, name, width in ((old, "then", 3.0), (new, "now", 1.2)):
-            points = history.get(metric, {})
-            above.plot(list(points), list(points.values()), style, lw=width, ms=3, label=f"{metric}, {name}")
-        both = [step for step in old.get(metric, {}) if step in new.get(metric, {})]
-        apart = [Difference(metric, step, old[metric][step], new[metric][step]) for step in both]
-        below.plot(both, [d.relative if d.old != d.new else 0.0 for d in apart], style, ms=3, label=metric)
-    above.set(title=title, ylabel="loss")
-    below.set(xlabel="updates", ylabel="relative difference", yscale="symlog")
-    below.set_yscale("symlog", linthresh=1e-16)
-    above.legend()
-    below.legend()
-    figure.savefig(path, dpi=120)
+    losses: list[Series] = []
+    apart: list[Series] = []
+    for metric, marks in (("train/loss", False), ("val/loss", True)):
+        then, now = (
+            {step: value for step, value in history.get(metric, {}).items() if math.isfinite(value)}
+            for history in (old, new)
+        )
+        for points, name in ((then, f"{metric}, then"), (now, f"{metric}, now")):
+            losses.append(Series(name, list(points), list(points.values()), len(losses), marks=marks))
+        differ = {s: Difference(metric, s, then[s], now[s]).relative for s in then if s in now and then[s] != now[s]}
+        apart.append(Series(metric, list(differ), list(differ.values()), len(losses) - 2, marks=True))
+    x, caption = Axis("updates"), "Updates at which both runs are equal to the bit are left out."
+    plots = [
+        Plot("loss", "Losses", "Loss by update", "", x, Axis("loss"), losses),
+        Plot("apart", "Differences", "How far the runs part", caption, x, Axis("relative difference", True), apart),
+    ]
+    plots = [plot for plot in plots if any(series.x for series in plot.series)]
+    return document(title, about, figures(plots), plots, "Computed from the metrics of both runs in MLflow.")
 
 
 def _differences(old: History, new: History) -> Iterator[Difference]:

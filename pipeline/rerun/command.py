@@ -245,9 +245,9 @@ def _compare(client: Any, recorded: Recorded, request: Request, run_id: str) -> 
     old, new = recorded.run.info.run_id, client.get_run(run_id)
     validation = (recorded.dataset.get("examples") or {}).get("validation")
     with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder) / "comparison.png"
-        found = agreement.of_runs(client, recorded.run, new, validation, picture)
-        client.log_artifact(run_id, str(picture), "rerun")
+        page = Path(folder) / "comparison.html"
+        found = agreement.of_runs(client, recorded.run, new, validation, page)
+        client.log_artifact(run_id, str(page), "rerun")
     client.set_tag(run_id, "rerun.verdict", found.verdict)
     _say(f"rerun {run_id} of {old}: {found}")
     deterministic = new.data.params.get("hardware.deterministic") == "true"

@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.report import comparison, findings, plots, statistics, wording
+from pipeline.report import comparison, numbers, plots, statistics
+from pipeline.report.findings import Finding
 from pipeline.report.statistics import Spread
-from pipeline.report.wording import Finding
+from pipeline.report.summary import summarize
 from pipeline.sweep.parent_run import ParentRun
 from tests import synthetic
 from tests.synthetic import Made
@@ -23,7 +24,7 @@ def store(tmp_path_factory):
 
 def found(made: Made) -> dict[str, Finding]:
     """What is found in a sweep, the first of each topic."""
-    every = findings.find(comparison.read(made.store.uri, made.run_id))
+    every = summarize(comparison.read(made.store.uri, made.run_id))
     return {finding.topic: finding for finding in reversed(every)}
 
 
@@ -87,11 +88,11 @@ def test_the_fit_weighs_every_batch_by_its_relative_residual():
 
 
 def test_numbers_are_written_with_the_digits_that_count():
-    assert wording.spread(Spread(0.97901, 0.00969, 3)) == "0.9790 ± 0.0097"
-    assert wording.spread(Spread(0.303, 0.0862, 3), wording.seconds) == "303 ± 86 ms"
-    assert wording.spread(Spread(7354.2, 40.8, 3)) == "7354 ± 41"
-    assert [wording.number(value) for value in (2.0, 0.25, 1e-7, 12345.6)] == ["2", "0.25", "1e-7", "12346"]
-    assert wording.number(3 * 2**30, wording.size) == "3 GiB"
+    assert numbers.spread(Spread(0.97901, 0.00969, 3)) == "0.9790 ± 0.0097"
+    assert numbers.spread(Spread(0.303, 0.0862, 3), numbers.seconds) == "303 ± 86 ms"
+    assert numbers.spread(Spread(7354.2, 40.8, 3)) == "7354 ± 41"
+    assert [numbers.number(value) for value in (2.0, 0.25, 1e-7, 12345.6)] == ["2", "0.25", "1e-7", "12346"]
+    assert numbers.number(3 * 2**30, numbers.size) == "3 GiB"
 
 
 # --- trajectories ---
@@ -257,7 +258,7 @@ def test_optimizers_are_families_with_a_batch_each(store):
         rate = rate**factor if "adam" in name else rate
         loss = dict(enumerate(2 * rate ** np.arange(1, 41), start=1))
         made.job(name, {"train/loss": list(loss.values()), "val/loss": loss}, factor=factor, batch=32 * factor)
-    every = findings.find(comparison.read(store.uri, made.run_id))
+    every = summarize(comparison.read(store.uri, made.run_id))
     assert [f.figures["family"] for f in every if f.topic == "largest_batch"] == ["optimizer=sgd", "optimizer=adam"]
     assert [f.figures["batch"] for f in every if f.topic == "next" and "Try an" in f.text] == [128]
     assert [f.figures["largest"] for f in every if f.topic == "largest_batch"] == [32, 64]
@@ -279,7 +280,9 @@ def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
     made = Made(store, names, varied=["optimizer", "optimizer.learning_rate"])
     made.job(names[0], {"train/loss": [2, 1]})
     assert found(made)["next"].figures["missing"] == names[1:]
-    ParentRun(store.uri, made.run_id, made.experiment_id).note("sweep.jobs", json.dumps(names[:150]))  # two tags of four
+    ParentRun(store.uri, made.run_id, made.experiment_id).note(
+        "sweep.jobs", json.dumps(names[:150])
+    )  # two tags of four
     assert found(made)["next"].figures["missing"] == names[1:150]
 
 
@@ -332,7 +335,7 @@ def test_the_batch_that_still_pays_is_that_of_the_recommended_family(store):
         loss = dict(enumerate(2 * rate ** np.arange(1, 81), start=1))
         curves = {"train/loss": list(loss.values()), "val/loss": loss}
         made.job(name, curves, factor=factor, batch=32 * factor, seconds=0.01 if "sgd" in name else 0.001)
-    every = findings.find(comparison.read(store.uri, made.run_id))
+    every = summarize(comparison.read(store.uri, made.run_id))
     assert {f.figures["family"]: f.figures["largest"] for f in every if f.topic == "largest_batch"} == {
         "optimizer=sgd": 32,
         "optimizer=adam": 128,
@@ -382,6 +385,6 @@ def test_a_critical_batch_outside_of_what_was_tried_was_not_measured(store):
 def test_a_sweep_without_a_file_is_run_again_as_it_was_run(store):
     made = Made(store, ["seed=0"], name="multirun")
     made.end("FAILED")
-    every = findings.find(comparison.read(store.uri, made.run_id))
+    every = summarize(comparison.read(store.uri, made.run_id))
     text = next(f.text for f in every if "missing" in f.figures)
     assert f"pipeline train -m … tracking.sweep={made.run_id} tracking.uri={store.uri}" in text

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+from plotly import graph_objects
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.errors import ConfigError
-from pipeline.report import comparison, drawing, page, plots
-from pipeline.report.wording import Finding
+from pipeline.report import comparison, page, plotly_figure, plots
+from pipeline.report.findings import Finding
 from tests import synthetic
 from tests.browser import browser, picture
 from tests.synthetic import Made
@@ -76,7 +78,7 @@ def test_a_sweep_of_which_nothing_ran_is_reported(store, tmp_path):
     written = page.write(store.uri, Made(store, ["factor=1", "factor=2"]).run_id, tmp_path / "new" / "folder")
     assert of(written, "jobs").figures == {"planned": 2, "NO RUN": 2}
     assert {finding.topic for finding in written.findings if finding.figures} == {"jobs", "next"}
-    assert all(path.is_file() for path in written.files)
+    assert sorted(path.name for path in written.page.parent.iterdir()) == ["findings.json", "jobs.csv", "report.html"]
 
 
 def test_a_sweep_is_found_by_its_name_and_by_the_start_of_its_run_id(store):
@@ -113,21 +115,15 @@ def test_findings_are_written_as_data_and_as_plain_text(nasty):
     assert str(nasty).startswith("Jobs: 2 of 6 jobs finished.")
 
 
-def test_every_plot_is_an_image_too(by_batch, nasty):
+def test_plotly_knows_every_property_and_draws_the_points_of_the_series(store, by_batch, nasty):
     for written in (by_batch, nasty):
-        images = [path for path in written.files if path.suffix == ".png"]
-        assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in images)
-        assert len(images) == written.page.read_text().count('class="plotly-graph-div"')
-
-
-def test_both_renderers_draw_the_same_points(store, by_batch):
-    for plot in plots.draw(comparison.read(store.uri, by_batch.run_id)):
-        figure = drawing.matplotlib(plot)
-        drawn = [container.lines[0].get_xydata().tolist() for container in figure.axes[0].containers]
-        traces = drawing.plotly(plot)["data"]
-        expected = [[list(point) for point in zip(trace["x"], trace["y"], strict=True)] for trace in traces]
-        assert [len(points) for points in drawn] == [len(points) for points in expected]
-        assert np.concatenate(drawn) == pytest.approx(np.concatenate(expected), rel=1e-6)
+        for plot in plots.draw(comparison.read(store.uri, written.run_id)):
+            made = plotly_figure.plotly_json(plot)
+            figure = graph_objects.Figure(made["data"], made["layout"])  # refuses what it does not know
+            assert len(figure.data) == len(plot.series)
+            for trace, series in zip(figure.data, plot.series, strict=True):
+                assert list(trace.y) == pytest.approx(list(series.y), rel=1e-6)
+                assert [html.unescape(x) if isinstance(x, str) else x for x in trace.x] == pytest.approx(list(series.x))
 
 
 def test_the_page_needs_no_network_and_escapes_what_the_store_says(nasty):
@@ -151,8 +147,8 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_colours_stand_out_from_their_ground():
-    assert min(contrast(colour, "#ffffff") for colour in drawing.LIGHT) >= 3
-    assert min(contrast(colour, "#0f1318") for colour in drawing.DARK) >= 3
+    assert min(contrast(colour, "#ffffff") for colour in plotly_figure.LIGHT) >= 3
+    assert min(contrast(colour, "#0f1318") for colour in plotly_figure.DARK) >= 3
 
 
 def opened(chrome: WebDriver, page: Path, scheme: str) -> list[str]:
@@ -167,7 +163,7 @@ def opened(chrome: WebDriver, page: Path, scheme: str) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("which", ["by_batch", "nasty"])
-def test_the_page_on_a_phone(which, scheme, request, tmp_path):
+def test_the_page_on_a_phone(which, scheme, store, request, tmp_path):
     written = request.getfixturevalue(which)
     with browser(360, 740) as chrome:
         colours = opened(chrome, written.page, scheme)
@@ -175,7 +171,7 @@ def test_the_page_on_a_phone(which, scheme, request, tmp_path):
         assert chrome.get_log("browser") == []
         count = "return document.querySelectorAll(arguments[0]).length"
         asked = chrome.execute_script(count, ".plotly-graph-div")
-        assert asked == len([path for path in written.files if path.suffix == ".png"]) > 5
+        assert asked == len(plots.draw(comparison.read(store.uri, written.run_id))) > 5
         assert chrome.execute_script(count, ".plotly-graph-div .main-svg:first-of-type") >= asked
         assert chrome.execute_script(count, ".plotly-graph-div .trace") >= asked
         assert chrome.execute_script("return document.documentElement.scrollWidth") == 360

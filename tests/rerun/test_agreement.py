@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -169,8 +171,15 @@ def test_a_counter_is_exact():
         assert found.verdict == "different"
 
 
-def test_the_picture_has_both_runs(tmp_path):
-    one = history(train_loss={1: 1.0, 2: NAN}, val_loss={2: 1.0})
-    agreement.plot(one, history(train_loss={1: 1.0}), tmp_path / "it.png", "a title")
-    agreement.plot({}, {}, tmp_path / "empty.png", "nothing")
-    assert (tmp_path / "it.png").stat().st_size > (tmp_path / "empty.png").stat().st_size > 5000
+def test_the_page_draws_both_runs_and_what_differs():
+    old, new = history(train_loss={1: 1.0, 2: NAN, 3: 0.5}, val_loss={3: 1.0}), history(train_loss={1: 1.0, 3: 0.4})
+    page = agreement.drawn(old, new, "old & new", "different")
+    data = re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL)
+    losses, apart = json.loads(data[1])
+    drawn = {trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in losses["data"]}
+    assert drawn["train/loss, then"] == {1: 1.0, 3: 0.5}
+    assert drawn["train/loss, now"] == {1: 1.0, 3: 0.4}
+    assert drawn["val/loss, then"] == {3: 1.0}
+    assert (apart["data"][0]["x"], apart["data"][0]["y"]) == ([3], [pytest.approx(0.2)])
+    assert "<h1>old &amp; new</h1>" in page
+    assert 'class="plotly-graph-div"' not in agreement.drawn({}, {}, "nothing", "")

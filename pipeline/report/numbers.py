@@ -1,33 +1,13 @@
-"""A finding, and numbers as a person reads them."""
+"""Numbers and counts as a person reads them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from pipeline.report.statistics import Spread
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was found.
-
-    Attributes:
-        topic: what it is about; the same topic may come once for each family of jobs.
-        text: one or two sentences.
-        figures: the numbers in it, by name; empty where nothing could be said.
-        plot: key of the plot that shows it.
-    """
-
-    topic: str
-    text: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    plot: str | None = None
-
-
-Scale = Callable[[float], tuple[float, str]]  # of a value: by what it is divided, and the unit that is then written
+Scale = Callable[[float], tuple[float, str]]  # value -> what it is divided by, and the unit that is then written
 
 
 def plain(value: float) -> tuple[float, str]:
@@ -44,7 +24,7 @@ def size(value: float) -> tuple[float, str]:
 
 
 def number(value: float, scale: Scale = plain) -> str:
-    """Three or four digits that count, and the unit; whole numbers whole."""
+    """Return three or four digits that count, and the unit; whole numbers whole."""
     if not math.isfinite(value):
         return str(value)
     by, unit = scale(value)
@@ -58,7 +38,7 @@ def number(value: float, scale: Scale = plain) -> str:
 
 
 def spread(value: Spread, scale: Scale = plain) -> str:
-    """`mean ± deviation`, to two digits of the deviation; the mean alone where there is one value."""
+    """Return `mean ± deviation`, to two digits of the deviation; the mean alone where there is one value."""
     if value.deviation is None or not math.isfinite(value.deviation):
         return number(value.mean, scale)
     by, unit = scale(value.mean)

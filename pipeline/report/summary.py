@@ -1,0 +1,75 @@
+"""Everything worth saying about a sweep, in the order in which it should be read, and what to run next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.report import critical_batch, findings, target_loss
+from pipeline.report.comparison import NO_RUN, Comparison
+from pipeline.report.findings import Finding
+from pipeline.report.numbers import count, listed, number
+from pipeline.report.trajectories import Parting, partings
+from pipeline.sweep import resume
+
+
+def summarize(sweep: Comparison) -> list[Finding]:
+    """Return all findings, in the order in which they should be read."""
+    target = target_loss.choose(sweep)
+    pairs = partings(sweep)
+    found = [
+        findings.job_states(sweep),
+        *findings.same_trajectory(sweep, pairs),
+        findings.final_result(sweep),
+        findings.time_to_target(sweep, target),
+        *findings.cost_of_the_factor(sweep),
+    ]
+    unsaid: dict[tuple[str, str], list[str]] = {}
+    for family, jobs in sweep.families.items():
+        for finding in critical_batch.findings(family, jobs, target):
+            if finding.figures:
+                found.append(finding)
+            else:
+                unsaid.setdefault((finding.topic, finding.text), []).append(family)
+    for (topic, text), families in unsaid.items():
+        about = f"{listed([f or 'others' for f in families])}: " if len(families) < len(sweep.families) else ""
+        found.append(Finding(topic, about + text))
+    return [*found, *_next(sweep, found, pairs)]
+
+
+def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
+    """Return what the findings suggest to run next."""
+    timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
+    missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
+    if missing:
+        text = f"Run the {count(len(missing), 'job')} that did not finish: "
+        text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
+        yield Finding("next", text + resume.command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
+    largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
+    best = timed.get("best")
+    if best and len(timed["groups"]) > 1:
+        taken = sweep.groups[best][0]
+        pays = largest.get(taken.family, {}).get("largest")
+        text = f"On this machine take {best}: it reached the target first"
+        text += "." if timed["told_apart"] else ", though not by more than chance may do."
+        if pays and pays > (taken.batch or 0):
+            text += f" With more devices, an effective batch of up to {pays} still pays."
+        yield Finding("next", text, {"recommended": best, "batch": pays})
+    for family, figures in largest.items():
+        if figures["open"]:
+            beyond = 2 * figures["largest"]
+            text = f"Try an effective batch of {beyond}{' with ' + family if family else ''}: none was too large yet."
+            yield Finding("next", text, {"batch": beyond, "family": family})
+    for finding in found:
+        if finding.topic != "noise_scale" or not finding.figures:
+            continue
+        family, predicted = finding.figures["family"], finding.figures["predicted"]
+        tried = max(job.batch or 0 for job in sweep.families[family])
+        if predicted > 2 * tried and family not in largest:  # else the sweep itself has said how far it pays
+            text = f"The noise scale of {number(predicted)} is far above every batch tried: larger ones should pay."
+            yield Finding("next", text, {"predicted": predicted})
+    seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
+    if seeds == 1:
+        yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": seeds})
+    if any(not pair.agrees and not pair.from_the_start and pair.precision != "float64" for pair in pairs):
+        text = "For trajectories that agree at every update, run with hardware.precision=float64."
+        yield Finding("next", text, {"precision": "float64"})
