@@ -58,6 +58,11 @@ def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
+def test_the_table_of_commands_has_every_verb():
+    table = PAGES["README.md"].split("## Commands")[1].split("\n\n")[1]
+    assert set(re.findall(r"^\| `pipeline (\w+)", table, re.MULTILINE)) == set(VERBS)
+
+
 @pytest.mark.parametrize("line", of("train"), ids=str)
 def test_every_training_composes_and_passes_the_checks(line):
     words = shlex.split(line)[1:]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from tests.running import ROOT, environment
+from tests.shared import warm_address
+from tests.warm import Python
+
+SCRIPT = ROOT / "examples" / "own_loop" / "train.py"
 
 
 def test_it_learns(tmp_path):
-    script = ROOT / "examples" / "own_loop" / "train.py"
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
-    )
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("epoch")]
+    code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    process = Python(warm_address(), ["-c", code], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("epoch")]
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.3
