@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import config as configuration
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError, first_line, say
 from pipeline.hydra_errors import COMPOSITION, refusing
 from pipeline.masking import mask
 
@@ -71,6 +71,9 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
     """
     settings = HydraConfig.get()
     try:
+        parent = config.tracking.sweep
+        if parent is not None and settings.mode == RunMode.RUN:
+            raise ConfigError("tracking.sweep", "must be left out of a single run: it is of a multirun", parent)
         # Unresolved: an override may hold an interpolation, which is the config's to resolve.
         overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
         return task(config, overrides, Path(settings.runtime.output_dir))
@@ -129,7 +132,7 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.
-                print(mask(traceback.format_exc()), end="", file=sys.stderr)
+                say(*traceback.format_exc().splitlines())
                 raise RuntimeError(mask(_in_one_line(error))) from None
             raised.append(error)  # raised again below: else Hydra prints a line of its own about it
             return None

@@ -28,6 +28,8 @@ from pipeline.scaling import Rule
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+_PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folder or a URI
 _NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
 _LONGEST_METRIC = 200  # characters: MLflow takes 250, of which train/, training.metrics. and ._target_ need some
 
@@ -95,6 +97,7 @@ class TrackingConfig:
     system_metrics: bool = True
     sweep: str | None = None
     job: str | None = None
+    confined: bool = False
 
 
 @dataclass
@@ -121,7 +124,16 @@ class Config:
 def register() -> None:
     """Makes the schema and the resolvers known to Hydra. Safe to call again."""
     ConfigStore.instance().store(name="schema", node=Config)
-    OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
+    OmegaConf.register_new_resolver("times", _times, replace=True)
+
+
+def _times(a: Any, b: Any) -> int | float:
+    """Return the product of two numbers; text times a number, or digits without end, would fill the memory."""
+    for factor in (a, b):
+        if not (isinstance(factor, float) or (_is_integer(factor) and abs(factor) < 2**63)):
+            raise ConfigError("${times:…}", "must be given numbers", factor)
+    product: int | float = a * b
+    return product
 
 
 def directory(name: str = "conf") -> str:
@@ -181,9 +193,34 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
     every = config.training.evaluate_every
     if every != "epoch" and (not _is_integer(every) or every < 1):
         raise ConfigError("training.evaluate_every", "must be a positive number of updates, or 'epoch'", every)
+    if config.schema != SCHEMA:
+        raise ConfigError("schema", f"must be {SCHEMA}, the one of this program", config.schema)
+    check_allowed(config.trust.allow)
     if not 0 <= config.seed < 2**32:
         raise ConfigError("seed", "must be from 0 to 4294967295", config.seed)
     return Settings(batching, horizon, length)
+
+
+def check_allowed(allow: Iterable[str]) -> None:
+    """Refuse what is neither a dotted name nor a place for artifacts.
+
+    Raises:
+        ConfigError: an entry of `trust.allow` or `--allow` is neither.
+    """
+    for entry in allow:
+        if not (DOTTED.fullmatch(entry) or _PLACE.fullmatch(entry)):
+            rule = "must list dotted names, such as mypkg.models, and places, such as /folder or https://host/path"
+            raise ConfigError("trust.allow", rule, entry)
+
+
+def allowed_names(allow: Iterable[str]) -> list[str]:
+    """Return the dotted names in `trust.allow`."""
+    return [entry for entry in allow if DOTTED.fullmatch(entry)]
+
+
+def allowed_places(allow: Iterable[str]) -> list[str]:
+    """Return the folders and URIs in `trust.allow`."""
+    return [entry for entry in allow if _PLACE.fullmatch(entry)]
 
 
 def _check_keys(config: DictConfig) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, TextIO
 
 from pipeline.masking import mask
 
@@ -65,6 +66,17 @@ def printable(text: str, kept: str = "") -> str:
         kept: signs that are no letters and stay, as the ends of its lines may.
     """
     return "".join(sign if sign.isprintable() or sign in kept else "?" for sign in text)
+
+
+def say(*lines: str, to: TextIO | None = None) -> None:
+    """Print to standard error, or `to`: without secrets and without what would speak to the terminal.
+
+    Args:
+        lines: one each, also where what a store said would make more of it.
+        to: another stream.
+    """
+    for line in lines:
+        print(printable(mask(line)), file=to or sys.stderr, flush=True)
 
 
 def said(value: object) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from omegaconf import DictConfig
 
 from pipeline import compose
 from pipeline import config as configuration
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
 from pipeline.sweep import resume
 from pipeline.sweep.files import sweep_files
+from pipeline.tracking.foreign_store import ForeignStore
+from pipeline.trust import artifact_locations
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -24,17 +28,7 @@ def train(arguments: Sequence[str]) -> int:
     Returns:
         0 when the run, or every job, finished; else 1.
     """
-    try:
-        compose.run(partial(compose.in_run_dir, _run), arguments)
-    except BaseException as error:
-        if isinstance(error, ConfigError):
-            compose.RunFolders.take_back()
-        begun = _sweep_of_this_process()
-        if begun is not None:
-            begun.close("FAILED" if isinstance(error, Exception) else "KILLED")
-        raise
-    current = _sweep_of_this_process()
-    return 0 if current is None else _conclude(current)
+    return _train(arguments, lambda run_id: ["train", *_repeated(arguments), f"tracking.sweep={run_id}"])
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -43,6 +37,7 @@ def sweep(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(files)}")
     parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
+    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="what a sweep's record may name")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
     if not arguments:
         raise ConfigError("NAME", "must name a sweep", "", files)
@@ -52,23 +47,60 @@ def sweep(arguments: Sequence[str]) -> int:
     file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
     if folders := _searched(files[options.name], options.config_dir):
         file.append(f"hydra.searchpath=[{','.join(folders)}]")
-    if options.again:
-        rest = _resumed(options, file, rest)
-    return train(["-m", *file, *rest])
+    missing = _resumed(options, file, rest) if options.again else rest
+    given = [*(["--config-dir", options.config_dir] if options.config_dir else []), *_repeated(rest)]
+    given += [f"--allow={entry}" for entry in options.allow]
+    return _train(["-m", *file, *missing], lambda run_id: ["sweep", options.name, "--again", run_id, *given])
+
+
+def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
+    """Train; where jobs of a sweep are missing at its end, say the command `again` that runs them."""
+    # Who takes up a sweep reads its store.
+    confined = ["tracking.confined=true"] * any(text.startswith("tracking.sweep=") for text in arguments)
+    try:
+        compose.run(partial(compose.in_run_dir, _run), [*arguments, *confined])
+    except BaseException as error:
+        if isinstance(error, ConfigError):
+            compose.RunFolders.take_back()
+        begun = _sweep_of_this_process()
+        if begun is not None:
+            begun.close("FAILED" if isinstance(error, Exception) else "KILLED")
+            _say_missing(again(begun.run_id))
+        raise
+    current = _sweep_of_this_process()
+    if current is None:
+        return 0
+    status: int = current.close()
+    if status:
+        _say_missing(again(current.run_id))
+    _publish(current)
+    return status
+
+
+def _say_missing(command: list[str]) -> None:
+    say(f"run what is missing with: {shlex.join(['pipeline', *command])}")
+
+
+def _repeated(arguments: Sequence[str]) -> list[str]:
+    """Return those of `arguments` that hold for the rest of a sweep as well: its folder has jobs in it by then."""
+    return [text for text in arguments if not text.startswith(("hydra.sweep.dir=", "tracking.sweep="))]
 
 
 def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> list[str]:
     """Return `rest` with the recorded overrides of the sweep `options.again` before them."""
-    from pipeline.sweep import parent_run
-
     # What is swept composes to no one config.
-    where = [argument for argument in rest if argument.startswith(("tracking.", "trust.", "dataset.data_dir="))]
+    where = [
+        argument for argument in rest if argument.startswith(("tracking.", "tracking=", "trust.", "dataset.data_dir="))
+    ]
     own = compose.composed([*file, *where])
-    parent = parent_run.find(own.tracking.uri, options.again)
+    own.trust.allow = [*own.trust.allow, *options.allow]
+    parent = ForeignStore.open(own.tracking.uri, own.trust.allow).sweep(options.again)
     if parent.data.tags["sweep.name"] != options.name:
         raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
+    allowed = [f"trust.allow={list(own.trust.allow)}"] if options.allow else []
     # What is given now counts more: Hydra takes the last.
-    return [*resume.replayed(parent.data.tags, rest, own), *rest, f"tracking.sweep={parent.info.run_id}"]
+    recorded = resume.trusted_overrides(parent.data.tags, rest, own)
+    return [*recorded, *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
 
 
 def _searched(file: Path, config_dir: str | None) -> list[str]:
@@ -82,7 +114,9 @@ def _searched(file: Path, config_dir: str | None) -> list[str]:
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
     from pipeline import job
 
-    return job.run(config, overrides, run_dir).loss
+    places = configuration.allowed_places(config.trust.allow)
+    with artifact_locations.confined(config.tracking.uri, places) if config.tracking.confined else nullcontext():
+        return job.run(config, overrides, run_dir).loss
 
 
 def _sweep_of_this_process() -> Any:
@@ -90,13 +124,11 @@ def _sweep_of_this_process() -> Any:
     return module.take() if module is not None else None
 
 
-def _conclude(current: Any) -> int:
-    """Close the sweep, complete its page and write its report; return the exit status."""
+def _publish(current: Any) -> None:
+    """Complete the page of a sweep that ended, and write its report."""
     from pipeline.report import command
     from pipeline.sweep import description
 
-    status: int = current.close()
     children = description.complete(current)
     if any("train/loss" in run.data.metrics for run in children.values()):
-        command.publish(current.uri, current.run_id)
-    return status
+        command.publish(current.uri, current.run_id, current.places)

@@ -162,6 +162,13 @@ CONFIG = {
     "train --config-name nope": "--config-name must be a config that exists. Received: 'nope'.",
     "trian": "VERB must be a verb of pipeline. Received: 'trian'. Choices: train, … Did you mean 'train'?",
     "ui tracking.ur=x": "tracking.ur must be a key of tracking. Received: 'ur'. Choices: uri, … Did you mean 'uri'?",
+    # what belongs to a store and its records
+    "train schema=2": "schema must be 1, the one of this program. Received: 2.",
+    "train tracking.sweep=nope": "tracking.sweep must be left out of a single run: it is of a multirun. "
+    "Received: 'nope'.",
+    "train 'trust.allow=[a b]'": "trust.allow must list dotted names, such as mypkg.models, and places, such as "
+    "/folder or https://host/path. Received: 'a b'.",
+    "train 'model.dropout=${times:ab,3}'": "model.dropout …must be given numbers… Received: '${times:ab,3}'.",
     # a user's own config files
     "train --config-dir mine model=latin": "…/mine/model/latin.yaml:3 must be UTF-8. "
     r"Received: b'name: caf\xe9'.",

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pipeline import compose
-from pipeline.errors import ConfigError
-from pipeline.sweep import parent_run
+from pipeline.errors import ConfigError, say
+from pipeline.tracking.foreign_store import ForeignStore
 
 
 def report(arguments: Sequence[str]) -> int:
     """Compare the jobs of a sweep, as plots and a table, from MLflow alone."""
     parser = argparse.ArgumentParser(prog="pipeline report", description=report.__doc__, allow_abbrev=False)
     parser.add_argument("sweep", metavar="SWEEP", help="run ID of the sweep, the start of it, or its run name")
+    parser.add_argument("--allow", action="append", default=[], metavar="PLACE", help="where artifacts may lie as well")
     if not arguments:
         raise ConfigError("SWEEP", "must name a sweep of the store", "")
     options, overrides = parser.parse_known_args(list(arguments))
-    publish(compose.composed(overrides).tracking.uri, options.sweep)
+    own = compose.composed(overrides)
+    publish(own.tracking.uri, options.sweep, [*own.trust.allow, *options.allow])
     return 0
 
 
-def publish(uri: str, sweep: str) -> None:
-    """Write the report, log it to the parent run under `report/`, and print what was found and where it is."""
+def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
+    """Write the report, log it to the parent run under `report/`, and print what was found and where it is.
+
+    Args:
+        uri: of the store.
+        sweep: run ID of the sweep, the start of it, or its run name.
+        allow: what the user allows a store to name.
+    """
     from pipeline.report import page
 
-    client = parent_run.client_of(uri)
-    with tempfile.TemporaryDirectory() as folder:
-        written = page.write(uri, sweep, Path(folder))
-        client.log_artifacts(written.run_id, folder, "report")
-    print(written)
-    print(f"report: {_place(client.get_run(written.run_id).info.artifact_uri)}/report/{written.page.name}")
+    store = ForeignStore.open(uri, allow)
+    with store.confined(), tempfile.TemporaryDirectory() as folder:
+        written = page.write(uri, sweep, Path(folder), allow)
+        store.client().log_artifacts(written.run_id, folder, "report")
+        place = store.client().get_run(written.run_id).info.artifact_uri
+    say(*str(written).splitlines(), f"report: {_shown(place)}/report/{written.page.name}", to=sys.stdout)
 
 
-def _place(uri: str) -> str:
+def _shown(uri: str) -> str:
     return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri

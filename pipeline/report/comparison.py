@@ -6,15 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.errors import ConfigError
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
+from pipeline.tracking.foreign_store import ForeignStore, listed
 
 AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
 NO_RUN = "NO RUN"  # the status of a job that was planned and left nothing
@@ -230,32 +229,27 @@ class Comparison:
         return int(max(np.cumsum([change for _, change in sorted(edges)]), default=0))
 
 
-def read(uri: str, sweep: str) -> Comparison:
-    """Reads a sweep, whatever its state.
+def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
+    """Read a sweep, whatever its state.
 
     Args:
         uri: of the store.
         sweep: the parent's run ID, the start of it, or its run name.
+        allow: what the user allows a store to name.
 
     Raises:
         ConfigError: the store does not answer, or holds no such sweep, or several.
     """
-    from pipeline.sweep import parent_run
-    from pipeline.tracking.store import SQLITE, Store, StoreError
+    from pipeline.sweep.parent_run import ParentRun
 
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).split("?")[0]).exists():
-        raise ConfigError("tracking.uri", "must be a store that exists, as a report reads one", uri)
-    try:
-        client = Store(uri).client()
-    except StoreError as error:
-        raise ConfigError("tracking.uri", f"must be a store that answers ({error})", uri) from error
-    parent = parent_run.find(uri, sweep)
+    store = ForeignStore.open(uri, allow)
+    client, parent = store.client(), store.sweep(sweep)
     tags, info = parent.data.tags, parent.info
-    runs = parent_run.ParentRun(uri, info.run_id, info.experiment_id).children()
-    planned = parent_run.noted(tags, "sweep.jobs")
+    runs = ParentRun(uri, info.run_id, info.experiment_id).children()
+    planned = listed(tags, "sweep.jobs")
     names = [*planned, *(name for name in runs if name not in planned)]
     jobs = [_job(client, name, runs.get(name)) for name in names]
-    varied = parent_run.noted(tags, "sweep.varied")
+    varied = listed(tags, "sweep.varied")
     return Comparison(uri, info.run_id, info.experiment_id, tags["sweep.name"], info.status, varied, jobs)
 
 

@@ -56,7 +56,7 @@ class Report:
         return "\n".join(["".join(c if c.isprintable() else " " for c in line) for line in lines])
 
 
-def write(uri: str, sweep: str, out: Path) -> Report:
+def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     """Write the report of a sweep that finished, failed or still runs.
 
     Args:
@@ -67,7 +67,7 @@ def write(uri: str, sweep: str, out: Path) -> Report:
     Raises:
         ConfigError: there is no such sweep, or several, or the store does not answer.
     """
-    read = comparison.read(uri, sweep)
+    read = comparison.read(uri, sweep, allow)
     found, drawn, columns = summarize(read), plots.draw(read), _columns(read, target_loss.choose(read))
     out.mkdir(parents=True, exist_ok=True)
     page = out / "report.html"

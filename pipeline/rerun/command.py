@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
 from pipeline import hydra_errors, imports
-from pipeline.errors import ConfigError, first_line, printable
+from pipeline.errors import ConfigError, first_line, printable, say
 from pipeline.masking import HIDDEN, mask
 from pipeline.rerun import migration
-from pipeline.rerun.recorded_run import Recorded, fetch, relinked
+from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
 from pipeline.rerun.request import Request, parsed
 from pipeline.tracking import provenance
-from pipeline.trust import artifact_locations
-from pipeline.trust.gate import Gate, check_config, strict
+from pipeline.tracking.foreign_store import ForeignStore
+from pipeline.trust.gate import Gate, check_config, drop_writers, strict
 
 DIFFERENT = 3  # exit status
 # What says where the data are or how they are read, and not which they are.
@@ -31,70 +33,224 @@ _OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the 
 
 
 def rerun(arguments: Sequence[str]) -> int:
-    """`pipeline rerun RUN_ID [overrides]`: runs it again from its record, and compares the two."""
+    """Run a recorded run again and compare the two."""
     request = parsed(arguments, rerun.__doc__)
     own = _own_config(request)
-    client = _client(own.tracking.uri)
+    store = ForeignStore.open(own.tracking.uri, own.trust.allow)
     if request.sweep:
-        return _sweep(own, request)
-    with artifact_locations.confined(own.tracking.uri):
-        recorded = fetch(client, request.run_id)
-        allowed = [*own.trust.allow, *request.allow]
-        gate = Gate(
-            _run_dir(request),
-            _data_dir(own, request),
-            allowed,
-            own.tracking.uri,
-            downloads=request.values().get("dataset.download") is True,
-        )
-        said = _say_plan(recorded, gate, request)
-        experiment = _experiment(client, recorded, own, request)
-        status = _run(client, recorded, _checked(recorded, own, experiment, gate, request), gate, request)
-        _say_differences(recorded, said)  # of CUDA and cuDNN only TensorFlow knows, which is loaded by now
-        return status
+        return _rerun_sweep(store, request)
+    with store.confined():
+        return Rerun(request, own, store, fetch(store, request.run_id)).run()
 
 
 def _own_config(request: Request) -> DictConfig:
-    """The user's own config: where the store is, and what is trusted. Never the fetched one."""
+    """Return the user's own config: where the store is, and what is trusted. Never the fetched one."""
     from pipeline import compose
 
-    own = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
-    return compose.composed([*request.own, *own])
+    overrides = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
+    own = compose.composed([*request.own, *overrides])
+    own.trust.allow = [*own.trust.allow, *request.allow]
+    return own
 
 
-def _client(uri: str) -> Any:
-    from pipeline.tracking.store import Store, StoreError
+@dataclass(frozen=True)
+class Rerun:
+    """One run that runs again.
 
-    try:
-        store = Store(uri)
-        if store.is_new:
-            store.close()
-            raise StoreError("there is no store")
-        return store.client()
-    except StoreError as error:
-        raise ConfigError("tracking.uri", f"must be a store that holds the run ({error})", uri) from error
+    Attributes:
+        request: what the command line asks for.
+        own: the user's own config.
+        store: that holds the run, and will hold the new one.
+        recorded: what the run left of itself.
+    """
 
+    request: Request
+    own: DictConfig
+    store: ForeignStore
+    recorded: RecordedRun
 
-def _say_plan(recorded: Recorded, gate: Gate, request: Request) -> list[str]:
-    info = recorded.run.info
-    _say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
-    if not recorded.is_whole():
-        _say("  differs: the record: its config is not the one that its tag config.hash was taken of")
-    for override in request.changing:
-        _say(f"  changed: {override}")
-    dataset = recorded.config.get("dataset")
-    then = dataset.get("data_dir") if isinstance(dataset, dict) else None
-    if isinstance(then, str) and gate.data_dir is None:
-        _say(f"  differs: dataset.data_dir: {then} then, its default now: an override dataset.data_dir=… changes it")
-    return _say_differences(recorded, [])
+    @property
+    def run_id(self) -> str:
+        """The recorded run's."""
+        return str(self.recorded.run.info.run_id)
 
+    @cached_property
+    def gate(self) -> Gate:
+        """What the record may reach."""
+        values = self.request.values()
+        data_dir = values.get("dataset.data_dir", OmegaConf.select(self.own, "dataset.data_dir"))
+        return Gate(
+            _run_dir(self.request),
+            None if data_dir is None else Path(str(data_dir)).absolute(),
+            configuration.allowed_names(self.own.trust.allow),
+            self.own.tracking.uri,
+            downloads=values.get("dataset.download") is True,
+        )
 
-def _say_differences(recorded: Recorded, said: list[str]) -> list[str]:
-    """Says what differs of the surroundings and was not said yet; returns all of it."""
-    lines = provenance.differences(recorded.environment, provenance.environment(Path()))
-    for line in (line for line in lines if line not in said):
-        _say(f"  differs: {line}")
-    return lines
+    def run(self) -> int:
+        """Return the exit status: whether the two runs agree."""
+        said = self._say_plan()
+        config = self._config(self._experiment())
+        run_ids = self._train(config)
+        status = self._compare(run_ids[0]) if run_ids else 0
+        self._say_differences(said)  # of CUDA and cuDNN only TensorFlow knows, which is loaded by now
+        return status
+
+    def _say_plan(self) -> list[str]:
+        info = self.recorded.run.info
+        say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
+        if not self.recorded.is_unchanged():
+            say("  differs: the record: its config is not the one that its tag config.hash was taken of")
+        for override in self.request.changing:
+            say(f"  changed: {override}")
+        dataset = self.recorded.config.get("dataset")
+        then = dataset.get("data_dir") if isinstance(dataset, dict) else None
+        if isinstance(then, str) and self.gate.data_dir is None:
+            say(f"  differs: dataset.data_dir: {then} then, its default now: an override dataset.data_dir=… changes it")
+        return self._say_differences([])
+
+    def _say_differences(self, said: list[str]) -> list[str]:
+        """Say what differs of the surroundings and was not said yet; return all of it."""
+        lines = provenance.differences(self.recorded.environment, provenance.environment(Path()))
+        say(*(f"  differs: {line}" for line in lines if line not in said))
+        return lines
+
+    def _experiment(self) -> str:
+        """Return the experiment: the recorded one, unless another is asked for or its artifacts lie elsewhere.
+
+        Raises:
+            ConfigError: the artifacts of the user's own experiment lie elsewhere, too.
+        """
+        mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking")
+        theirs = tracking.get("experiment") if isinstance(tracking, dict) else None
+        if "tracking.experiment" not in self.request.values() and isinstance(theirs, str) and theirs != mine:
+            try:
+                self.store.check_experiment(theirs)
+                return theirs
+            except ConfigError as error:
+                say(f"  changed: tracking.experiment={mine}, since {error}")
+        self.store.check_experiment(mine)
+        return mine
+
+    def _config(self, experiment: str) -> dict[str, Any]:
+        """Return the recorded config with what belongs to this place put in, once the gate has let it through."""
+        values, groups, links = self.request.values(), self.request.groups(), self.recorded.links
+        config = self._placed(experiment)
+        migration.check(config, self.run_id, self.recorded.environment)
+        # What an override replaces is neither read nor checked.
+        for key, value in values.items():
+            if key in self.request.deleted:  # by Hydra, which must find it
+                continue
+            if key in groups or (key != "dataset.data_dir" and not isinstance(value, dict)):
+                _drop(config, key.split("."))
+        config, writers = drop_writers(config, self.gate.allowed)
+        for key, target in writers.items():
+            say(f"  left out: {key}, a {target}: it writes files, which --allow {target} allows")
+        # As text, before anything else reads it: YAML makes an endless config of a small file.
+        config = check_config(config, self.gate, recorded_run_dir=self.recorded.run_dir, imports=False)
+        config = migration.migrate(config, self.run_id)
+        self._check_secrets(config)
+        with imports.without_chatter():
+            check_config(config, self.gate)
+        if "optimizer.learning_rate" in values and not links and not any(key.startswith("sched") for key in values):
+            rule = "must come with an override of the schedule: this record does not say what follows it"
+            raise ConfigError("optimizer.learning_rate", rule, values["optimizer.learning_rate"])
+        return relinked(config, links, values)
+
+    def _placed(self, experiment: str) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            key: dict(value) if isinstance(value, dict) else value for key, value in self.recorded.config.items()
+        }
+        config.pop("trust", None)
+        config["tracking"] = config.get("tracking") or {}
+        if not isinstance(config["tracking"], dict):
+            raise ConfigError("tracking", "must be a mapping", type(config["tracking"]).__name__)
+        name = printable(f"rerun of {self.recorded.run.info.run_name}")
+        here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
+        config["tracking"] |= here
+        if isinstance(config.get("dataset"), dict) and "data_dir" in config["dataset"]:
+            config["dataset"]["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
+        return config
+
+    def _check_secrets(self, config: dict[str, Any]) -> None:
+        for key, value in configuration.leaves(config).items():
+            # The store's address is the user's own, and an experiment's name is masked in the store as well.
+            deleted = any(f"{key}.".startswith(f"{name}.") for name in self.request.deleted)
+            if isinstance(value, str) and HIDDEN in value and not key.startswith("tracking.") and not deleted:
+                raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
+
+    def _train(self, config: dict[str, Any]) -> list[str]:
+        """Run the config; return the new run's ID, or none with --dry."""
+        from pipeline import compose, job
+
+        run_ids: list[str] = []
+        command = " ".join(["pipeline rerun", self.run_id, *map(mask, self.request.overrides)])
+        tags = {"rerun.of": self.run_id, "mlflow.source.name": command}
+
+        def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
+            with strict(self.gate):
+                with hydra_errors.refusing():
+                    resolved = configuration.plain(composed)
+                check_config(resolved, self.gate, imports=False)  # once more: a link of the record led somewhere
+                if self.request.dry:
+                    self._check_without_running(composed, overrides)
+                    return 0.0
+                done = job.run(composed, overrides, run_dir, tags=tags, check_dataset=self._check_dataset)
+            run_ids.append(done.run_id)
+            return done.loss
+
+        compose.run_recorded(config, self.request.for_hydra(self.gate.run_dir), task, self.request.folders[1:])
+        return run_ids
+
+    def _check_dataset(self, now: dict[str, Any]) -> None:
+        """Refuse other data than the record's, unless the overrides ask for others."""
+        if not any(key.startswith("train/") for key in self.recorded.run.data.metrics):
+            raise ConfigError("RUN_ID", "must have logged an update, to compare its rerun with", self.run_id)
+        keys = self.request.values()
+        try:
+            if self.recorded.dataset:
+                provenance.check_dataset(self.recorded.dataset, now, self.run_id)
+        except ConfigError as error:
+            if not any(f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key) for key in keys):
+                raise
+            say(f"  differs: {error}")
+
+    def _check_without_running(self, config: DictConfig, overrides: Sequence[str]) -> None:
+        """Say all that can be said without running: the config's errors, and whether the data are the record's."""
+        configuration.check(config, overrides)
+        with imports.without_chatter():
+            from pipeline import dataset
+
+            try:
+                self._check_dataset(provenance.dataset(dataset.load(config.dataset, prepare=False)))
+            except ConfigError as error:
+                say(f"  differs: {error}")
+
+    def _compare(self, run_id: str) -> int:
+        from pipeline.rerun import agreement
+
+        client = self.store.client()
+        new = client.get_run(run_id)
+        validation = (self.recorded.dataset.get("examples") or {}).get("validation")
+        with tempfile.TemporaryDirectory() as folder:
+            page = Path(folder) / "comparison.html"
+            found = agreement.of_runs(client, self.recorded.run, new, validation, page)
+            client.log_artifact(run_id, str(page), "rerun")
+        client.set_tag(run_id, "rerun.verdict", found.verdict)
+        say(f"rerun {run_id} of {self.run_id}: {found}")
+        deterministic = new.data.params.get("hardware.deterministic") == "true"
+        if found.verdict != "bit-equal" and not self.request.changing and not deterministic:
+            say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
+        self._link_back(client, run_id)
+        return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
+
+    def _link_back(self, client: Any, run_id: str) -> None:
+        """Tag the recorded run with its rerun; one that cannot be written any more does not undo the verdict."""
+        try:
+            earlier = client.get_run(self.run_id).data.tags.get("rerun.by")
+            client.set_tag(self.run_id, "rerun.by", f"{earlier}, {run_id}" if earlier else run_id)
+        except Exception as error:
+            say(f"run {self.run_id} has no link to its rerun: {first_line(error)}")
 
 
 def _run_dir(request: Request) -> Path:
@@ -105,85 +261,6 @@ def _run_dir(request: Request) -> Path:
     return Path(named).absolute()
 
 
-def _data_dir(own: DictConfig, request: Request) -> Path | None:
-    found = request.values().get("dataset.data_dir", OmegaConf.select(own, "dataset.data_dir"))
-    return None if found is None else Path(str(found)).absolute()
-
-
-def _experiment(client: Any, recorded: Recorded, own: DictConfig, request: Request) -> str:
-    """That the new run belongs to: the recorded one, unless another is asked for or its artifacts lie elsewhere.
-
-    Raises:
-        ConfigError: the artifacts of the user's own experiment lie elsewhere, too.
-    """
-    mine, tracking = str(own.tracking.experiment), recorded.config.get("tracking")
-    theirs = tracking.get("experiment") if isinstance(tracking, dict) else None
-    if "tracking.experiment" in request.values() or not isinstance(theirs, str):
-        theirs = mine
-    try:
-        _check_experiment(client, theirs, own.tracking.uri)
-    except ConfigError as error:
-        if theirs == mine:
-            raise
-        _say(f"  changed: tracking.experiment={mine}, since {error}")
-        _check_experiment(client, mine, own.tracking.uri)
-        return mine
-    return theirs
-
-
-def _check_experiment(client: Any, name: str, tracking_uri: str) -> None:
-    found = client.get_experiment_by_name(name)
-    if found is not None:  # else the run creates it
-        artifact_locations.check(found.artifact_location, tracking_uri)
-
-
-def _checked(recorded: Recorded, own: DictConfig, experiment: str, gate: Gate, request: Request) -> dict[str, Any]:
-    """The recorded config with what belongs to this place put in, once the gate has let it through."""
-    values, groups = request.values(), request.groups()
-    config = _placed(recorded, own, experiment, gate)
-    migration.check(config, request.run_id, recorded.environment)
-    # What an override replaces is neither read nor checked.
-    for key, value in values.items():
-        if key in request.deleted:  # by Hydra, which must find it
-            continue
-        if key in groups or (key != "dataset.data_dir" and not isinstance(value, dict)):
-            _drop(config, key.split("."))
-    # As text, before anything else reads it: YAML makes an endless config of a small file.
-    config = check_config(config, gate, recorded_run_dir=recorded.run_dir, imports=False)
-    config = migration.migrate(config, request.run_id)
-    for key, value in configuration.leaves(config).items():
-        # The store's address is the user's own, and an experiment's name is masked in the store as well.
-        deleted = any(f"{key}.".startswith(f"{name}.") for name in request.deleted)
-        if isinstance(value, str) and HIDDEN in value and not key.startswith("tracking.") and not deleted:
-            raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
-    with imports.without_chatter():
-        check_config(config, gate)
-    if (
-        "optimizer.learning_rate" in values
-        and not recorded.links
-        and not any(key.startswith("sched") for key in values)
-    ):
-        rule = "must come with an override of the schedule: this record does not say what follows it"
-        raise ConfigError("optimizer.learning_rate", rule, values["optimizer.learning_rate"])
-    return relinked(config, recorded.links, values)
-
-
-def _placed(recorded: Recorded, own: DictConfig, experiment: str, gate: Gate) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in recorded.config.items()
-    }
-    config.pop("trust", None)
-    config["tracking"] = config.get("tracking") or {}
-    if not isinstance(config["tracking"], dict):
-        raise ConfigError("tracking", "must be a mapping", type(config["tracking"]).__name__)
-    name = printable(f"rerun of {recorded.run.info.run_name}")
-    here = {"sweep": None, "job": None, "uri": own.tracking.uri, "experiment": experiment, "run_name": name}
-    config["tracking"] |= here
-    if isinstance(config.get("dataset"), dict) and "data_dir" in config["dataset"]:
-        config["dataset"]["data_dir"] = None if gate.data_dir is None else str(gate.data_dir)
-    return config
-
-
 def _drop(node: Any, path: list[str]) -> None:
     *parents, last = path
     for part in parents:
@@ -192,104 +269,24 @@ def _drop(node: Any, path: list[str]) -> None:
         node.pop(last, None)
 
 
-def _run(client: Any, recorded: Recorded, config: dict[str, Any], gate: Gate, request: Request) -> int:
-    from pipeline import compose, job
+def _rerun_sweep(store: ForeignStore, request: Request) -> int:
+    """Run all jobs of a sweep again, one after the other, each in a process of its own."""
+    from pipeline.sweep.parent_run import ParentRun
 
-    old, outcomes = recorded.run.info.run_id, []
-    other_data = [key for key in request.values() if f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key)]
-    command = " ".join(["pipeline rerun", request.run_id, *map(mask, request.overrides)])
-    tags = {"rerun.of": old, "mlflow.source.name": command}
-
-    def check_dataset(now: dict[str, Any]) -> None:
-        if not any(key.startswith("train/") for key in recorded.run.data.metrics):
-            raise ConfigError("RUN_ID", "must have logged an update, to compare its rerun with", old)
-        try:
-            if recorded.dataset:
-                provenance.check_dataset(recorded.dataset, now, old)
-        except ConfigError as error:
-            if not other_data:
-                raise
-            _say(f"  differs: {error}")
-
-    def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
-        with strict(gate):
-            with hydra_errors.refusing():
-                resolved = configuration.plain(composed)
-            check_config(resolved, gate, imports=False)  # once more: a link of the record led somewhere
-            if request.dry:
-                return _dry(composed, overrides, check_dataset)
-            done = job.run(composed, overrides, run_dir, tags=tags, check_dataset=check_dataset)
-        outcomes.append(done.run_id)
-        return done.loss
-
-    compose.run_recorded(config, request.for_hydra(gate.run_dir), task, request.folders[1:])
-    return 0 if request.dry else _compare(client, recorded, request, outcomes[0])
-
-
-def _dry(config: DictConfig, overrides: Sequence[str], check_dataset: Any) -> float:
-    """All that can be said without running: the config's errors, and whether the data are those of the record."""
-    configuration.check(config, overrides)
-    with imports.without_chatter():
-        from pipeline import dataset
-
-        try:
-            check_dataset(provenance.dataset(dataset.load(config.dataset, prepare=False)))
-        except ConfigError as error:
-            _say(f"  differs: {error}")
-    return 0.0
-
-
-def _compare(client: Any, recorded: Recorded, request: Request, run_id: str) -> int:
-    from pipeline.rerun import agreement
-
-    old, new = recorded.run.info.run_id, client.get_run(run_id)
-    validation = (recorded.dataset.get("examples") or {}).get("validation")
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "comparison.html"
-        found = agreement.of_runs(client, recorded.run, new, validation, page)
-        client.log_artifact(run_id, str(page), "rerun")
-    client.set_tag(run_id, "rerun.verdict", found.verdict)
-    _say(f"rerun {run_id} of {old}: {found}")
-    deterministic = new.data.params.get("hardware.deterministic") == "true"
-    if found.verdict != "bit-equal" and not request.changing and not deterministic:
-        _say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
-    _link_back(client, old, run_id)
-    return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
-
-
-def _link_back(client: Any, old: str, new: str) -> None:
-    """The verdict stands in the new run: an old one that is read-only by now does not undo it."""
-    try:
-        earlier = client.get_run(old).data.tags.get("rerun.by")
-        client.set_tag(old, "rerun.by", f"{earlier}, {new}" if earlier else new)
-    except Exception as error:
-        _say(f"run {old} has no link to its rerun: {first_line(error)}")
-
-
-def _sweep(own: DictConfig, request: Request) -> int:
-    """All jobs of a sweep, one after the other, each in a process of its own."""
-    from pipeline.sweep import parent_run
-
-    parent = parent_run.find(own.tracking.uri, request.run_id)
-    children = parent_run.ParentRun(own.tracking.uri, parent.info.run_id, parent.info.experiment_id).children()
+    parent = store.sweep(request.run_id)
+    sweep = ParentRun(store.uri, parent.info.run_id, parent.info.experiment_id)
+    children = sweep.children()
     if not children:
         raise ConfigError("RUN_ID", "must be a sweep with runs", request.run_id)
-    options = [*request.own, *(f"--allow={prefix}" for prefix in request.allow), *(["--dry"] if request.dry else [])]
+    options = [*request.own, *(f"--allow={entry}" for entry in request.allow), *(["--dry"] if request.dry else [])]
     given = [override for override in request.overrides if not override.startswith("hydra.run.dir=")]
     folder, statuses = _run_dir(request), []
     for number, (name, run) in enumerate(children.items()):
-        if not re.fullmatch("[0-9a-f]{32}", run.info.run_id):  # it becomes an argument, and comes from the store
-            raise ConfigError("RUN_ID", "must be a sweep of runs with MLflow's own IDs", run.info.run_id)
-        _say(f"{name}:")
+        say(f"{name}:")
         quoted = str(folder / str(number)).replace("'", "\\'")
         command = [run.info.run_id, *options, *given, f"hydra.run.dir='{quoted}'"]
         statuses.append(subprocess.call([sys.executable, "-m", "pipeline", "rerun", *command]))
     same = sum(status == 0 for status in statuses)
     verdict = "can be run again" if request.dry else "agree"
-    _say(f"rerun of sweep {parent.info.run_id}: {same} of {len(statuses)} runs {verdict}")
+    say(f"rerun of sweep {sweep.run_id}: {same} of {len(statuses)} runs {verdict}")
     return max(statuses, key=lambda status: (status not in (0, DIFFERENT), status))
-
-
-def _say(line: str) -> None:
-    """One line, also where what a store said would make another."""
-    print(printable(mask(line)), file=sys.stderr, flush=True)

@@ -7,12 +7,11 @@ record becomes a newer one. A key that is new needs nothing: the schema's own de
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.config import SCHEMA
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
 
 
 def _from_0(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def migrate(config: Mapping[str, Any], run_id: str) -> dict[str, Any]:
     """
     migrated, version = dict(config), config.get("schema", 0)
     if version != SCHEMA:
-        print(f"the record of {run_id} is of schema {version}: brought to schema {SCHEMA}", file=sys.stderr)
+        say(f"the record of {run_id} is of schema {version}: brought to schema {SCHEMA}")
     while version != SCHEMA:
         migrated = MIGRATIONS[version](migrated)
         version += 1

@@ -16,6 +16,7 @@ import yaml
 from pipeline import config as configuration
 from pipeline.errors import ConfigError, first_line
 from pipeline.tracking import provenance
+from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
 
 _PLACE = {"tracking", "trust", "hydra"}  # a store's address, with its password, is of no other key
@@ -23,7 +24,7 @@ LARGEST = 16 * 2**20  # bytes of one file of a record
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """What a run left of itself.
 
     Attributes:
@@ -45,33 +46,35 @@ class Recorded:
         named = self.environment.get("run_dir")
         return named if isinstance(named, str) else None
 
-    def is_whole(self) -> bool:
-        """Whether the config is still the one that its hash was taken of. Older schemas took it otherwise."""
+    def is_unchanged(self) -> bool:
+        """Return whether the config is still the one that its hash was taken of. Older schemas took it otherwise."""
         if self.config.get("schema") != configuration.SCHEMA:
             return True
         if not gate.is_small(self.config):
             return False
-        return bool(provenance.config_hash(self.config, self.run_dir) == self.run.data.tags.get("config.hash"))
+        try:
+            same = provenance.config_hash(self.config, self.run_dir) == self.run.data.tags.get("config.hash")
+        except TypeError:  # of keys that JSON has not: the gate refuses them
+            return False
+        return bool(same)
 
 
-def fetch(client: Any, run_id: str) -> Recorded:
-    """The record of `run_id`.
+def fetch(store: ForeignStore, start: str) -> RecordedRun:
+    """Return the record of the run whose ID begins with `start`.
 
     Raises:
         ConfigError: there is no such run, or none that can be read.
     """
     from mlflow.exceptions import MlflowException
 
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        raise ConfigError("RUN_ID", "must be a run of the store", run_id) from error
+    run = store.run(start)
+    run_id = run.info.run_id
     if run.info.lifecycle_stage != "active":
         raise ConfigError("RUN_ID", "must be a run that is not deleted: restore it first (mlflow runs restore)", run_id)
     if "sweep.name" in run.data.tags:
         raise ConfigError("RUN_ID", "is a sweep: rerun it with --sweep, or one of its runs", run_id)
     try:
-        texts = _texts(client, run_id)
+        texts = _texts(store.client(), run_id)
         if "config.yaml" not in texts:
             raise ConfigError("RUN_ID", "must be a run that recorded its config (config.yaml)", run_id)
         config = _mapping(yaml.safe_load(texts.pop("config.yaml")), "config.yaml")
@@ -85,7 +88,7 @@ def fetch(client: Any, run_id: str) -> Recorded:
             _mapping(dataset.get(name), f"{name} of dataset.json")
         if dataset and not (dataset.keys() >= {"name", "version"}):
             raise ValueError("dataset.json lacks name or version")
-        return Recorded(run, config, environment, dataset, {str(key): str(link) for key, link in links.items()})
+        return RecordedRun(run, config, environment, dataset, {str(key): str(link) for key, link in links.items()})
     except (MlflowException, OSError, RecursionError, yaml.YAMLError, ValueError) as error:
         raise ConfigError("RUN_ID", f"must have a record that can be read ({first_line(error)})", run_id) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ HEARTBEAT, GONE = 20.0, 120.0  # seconds between two signs of life, and of silen
 
 
 def beat(client: Any, run_id: str, closed: threading.Event) -> None:
-    """Tells the store again and again, from a thread, that this process works on the sweep; until `closed` is set."""
+    """Tell the store again and again, from a thread, that this process works on the sweep; until `closed` is set."""
 
     def tell() -> None:
         while not closed.is_set():
@@ -29,7 +30,7 @@ def beat(client: Any, run_id: str, closed: threading.Event) -> None:
 
 
 def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
-    """Closes the runs that were left RUNNING by processes that are gone.
+    """Close the runs that were left RUNNING by processes that are gone.
 
     Args:
         client: of the store.
@@ -40,7 +41,8 @@ def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
         ConfigError: a process of the sweep has lately given a sign of life.
     """
     running = [run for run in children if run.info.status == "RUNNING"]
-    signs = [int(parent.data.tags.get(ALIVE, 0))] if parent.info.status == "RUNNING" else []
+    alive = parent.data.tags.get(ALIVE, "")
+    signs = [int(alive) if re.fullmatch("[0-9]{1,15}", alive) else 0] if parent.info.status == "RUNNING" else []
     for run in running:
         histories = [client.get_metric_history(run.info.run_id, key) for key in SIGNS if key in run.data.metrics]
         signs += [run.info.start_time, *(point.timestamp for history in histories for point in history)]
@@ -53,7 +55,7 @@ def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
 
 
 def close_lost(client: Any, run: Any) -> None:
-    """Ends the run of a job that can no longer do so itself."""
+    """End the run of a job that can no longer do so itself."""
     client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
     client.set_terminated(run.info.run_id, "KILLED")
 

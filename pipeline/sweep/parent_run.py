@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline import config as configuration
 from pipeline import imports
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
 from pipeline.sweep import description, heartbeat, resume
+from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
 LAST = ("val", "train")  # splits whose last loss a job gives, the first of them that it has
@@ -49,6 +50,7 @@ class ParentRun:
         uri: of the store.
         run_id, experiment_id: of the parent.
         name: of the sweep file; `multirun` where there is none.
+        places: where its artifacts may lie, other than with the store.
         names: of all jobs, in the order in which they were planned.
         varied, metrics: config keys in which they differ, and what they measure beside the loss.
         lost: why a job gave no result, by its name.
@@ -60,6 +62,7 @@ class ParentRun:
     run_id: str
     experiment_id: str
     name: str = ""
+    places: tuple[str, ...] = ()
     names: list[str] = field(default_factory=list)
     varied: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
@@ -68,36 +71,43 @@ class ParentRun:
     closed: threading.Event = field(default_factory=threading.Event)
 
     def client(self) -> Any:
-        """Of the store."""
+        """Return MLflow's client of the store."""
         return client_of(self.uri)
 
     def children(self) -> dict[str, Any]:
-        """The latest run of each job, by the job's name."""
-        runs = client_of(self.uri).search_runs(
+        """Return the latest run of each job, by the job's name.
+
+        Raises:
+            ConfigError: one of them does not say which job it is.
+        """
+        runs = self.client().search_runs(
             [self.experiment_id], f"tags.sweep = '{self.run_id}'", max_results=50000, order_by=["start_time ASC"]
         )
+        for run in runs:
+            if "sweep.job" not in run.data.tags or not RUN_ID.fullmatch(run.info.run_id):
+                raise ConfigError("SWEEP", "must have runs with MLflow's IDs and a tag sweep.job", run.info.run_id)
         return {run.data.tags["sweep.job"]: run for run in runs}
 
     def finished(self) -> dict[str, float]:
-        """The jobs that need not run again, each with the last loss that it gave."""
+        """Return the jobs that need not run again, each with the last loss that it gave."""
         done = {name: run for name, run in self.children().items() if run.info.status == "FINISHED"}
         losses = {name: [run.data.metrics.get(f"{split}/loss") for split in LAST] for name, run in done.items()}
         return {name: next((loss for loss in found if loss is not None), WORST) for name, found in losses.items()}
 
     def plan(self, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> None:
-        """Notes jobs before they start; a sweeper that searches plans some more after each batch."""
+        """Note jobs before they start; a sweeper that searches plans some more after each batch."""
         self.names += [job.name for job in jobs if job.name not in self.names]
         self.note("sweep.varied", json.dumps(list(varied)))
         self.note("sweep.jobs", json.dumps(self.names))
 
     def note(self, key: str, text: str) -> None:
-        """A tag of the parent run; what is too long for one goes on in KEY.1, KEY.2 and so on: see `noted`."""
+        """Set a tag of the parent run; what is too long for one goes on in KEY.1, KEY.2 and so on: see `listed`."""
         for part, first in enumerate(range(0, len(text), LONGEST_TAG)):
             tag = f"{key}.{part}" if part else key
-            client_of(self.uri).set_tag(self.run_id, tag, text[first : first + LONGEST_TAG])
+            self.client().set_tag(self.run_id, tag, text[first : first + LONGEST_TAG])
 
     def close(self, status: str | None = None) -> int:
-        """Ends the parent run and prints what became of the jobs.
+        """End the parent run and print what became of the jobs.
 
         Args:
             status: `KILLED` where the sweep was interrupted, `FAILED` where something other than a job failed; by
@@ -106,7 +116,7 @@ class ParentRun:
         Returns:
             0 when every job finished, else 1.
         """
-        client = client_of(self.uri)
+        client = self.client()
         self.closed.set()
         try:
             rows = self._rows(self._settled(), interrupted=status == "KILLED")
@@ -115,18 +125,15 @@ class ParentRun:
             client.set_terminated(self.run_id, "KILLED")
             raise
         width = max((len(name) for name, *_ in rows), default=0)
-        for name, ended, why in rows:
-            print(f"  {name:{width}}  {ended:8}  {why}".rstrip(), file=sys.stderr)
+        say(*(f"  {name:{width}}  {ended:8}  {why}".rstrip() for name, ended, why in rows))
         done = sum(ended == "FINISHED" for _, ended, _ in rows)
-        print(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished", file=sys.stderr)
-        whole = done == len(rows)
-        if not whole or status is not None:
-            print(f"run what is missing with: {resume.command(self.name, self.run_id, self.uri)}", file=sys.stderr)
-        client.set_terminated(self.run_id, status or ("FINISHED" if whole else "FAILED"))
-        return 0 if whole else 1
+        say(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished")
+        complete = done == len(rows)
+        client.set_terminated(self.run_id, status or ("FINISHED" if complete else "FAILED"))
+        return 0 if complete else 1
 
     def _rows(self, children: Mapping[str, Any], interrupted: bool) -> list[tuple[str, str, str]]:
-        """Name, status and reason of every job."""
+        """Return name, status and reason of every job."""
         rows = []
         for name in self.names:
             run, lost = children.get(name), self.lost.get(name, "")
@@ -140,7 +147,7 @@ class ParentRun:
         return rows
 
     def _settled(self) -> dict[str, Any]:
-        """The children, none of them RUNNING: a job's shipper outlives the job by some seconds.
+        """Return the children, none of them RUNNING: a job's shipper outlives the job by some seconds.
 
         Where it did not, because the machine or Slurm ended it with the job, the run is closed from here.
         """
@@ -152,7 +159,7 @@ class ParentRun:
                 return children
             for name, run in mine.items():
                 if time.monotonic() > self.ended[name] + PATIENCE:
-                    heartbeat.close_lost(client_of(self.uri), run)
+                    heartbeat.close_lost(self.client(), run)
             time.sleep(0.5)
 
 
@@ -160,7 +167,7 @@ _current: ParentRun | None = None
 
 
 def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
-    """The sweep of this process: its parent run is created, or taken up again, on the first call.
+    """Return the sweep of this process: its parent run is created, or taken up again, on the first call.
 
     Args:
         config: what all jobs share, and Hydra's.
@@ -171,7 +178,7 @@ def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str])
     if _current is None:
         file = config.hydra.job.config_name
         name = resume.MULTIRUN if file == "config" else file
-        _current = _again(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
+        _current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
         _current.varied, _current.metrics = list(varied), [str(name) for name in config.training.metrics]
         _current.plan(jobs, varied)
         heartbeat.beat(_current.client(), _current.run_id, _current.closed)
@@ -182,51 +189,19 @@ def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str])
 
 
 def current() -> ParentRun | None:
-    """The sweep that `begin` began in this process."""
+    """Return the sweep that `begin` began in this process."""
     return _current
 
 
 def take() -> ParentRun | None:
-    """The sweep that `begin` began in this process, once."""
+    """Return the sweep that `begin` began in this process, once."""
     global _current
     taken, _current = _current, None
     return taken
 
 
-def find(uri: str, sweep: str) -> Any:
-    """The parent run of `sweep`.
-
-    Args:
-        uri: of the store.
-        sweep: the parent's run ID, the start of it, or its run name.
-
-    Raises:
-        ConfigError: there is none, or several.
-    """
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///").split("?")[0]).exists():
-        raise ConfigError("SWEEP", f"must name one sweep of the store {uri}, which does not exist", sweep)
-    client = client_of(uri)
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    runs = client.search_runs(experiments, "tags.`sweep.name` != ''", max_results=50000)
-    found = [run for run in runs if run.info.run_id.startswith(sweep) or run.info.run_name == sweep]
-    if len(found) != 1:
-        rule = "must name one sweep of the store" if not found else f"must name one sweep, not {len(found)}"
-        choices = [f"{run.info.run_id} ({run.info.run_name})" for run in (found or runs)[:10]]
-        raise ConfigError("SWEEP", rule, sweep, choices)
-    return found[0]
-
-
-def noted(tags: Mapping[str, str], key: str) -> list[str]:
-    """The list that `ParentRun.note` wrote as JSON, empty where it wrote none."""
-    parts = [tags.get(key, "[]")]
-    while (part := tags.get(f"{key}.{len(parts)}")) is not None:
-        parts.append(part)
-    # What follows the list is left over from a longer one.
-    return [str(entry) for entry in json.JSONDecoder().raw_decode("".join(parts))[0]]
-
-
 def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
-    """A unique name for each job by what differs, such as `factor=8 batch=256`.
+    """Return a unique name for each job by what differs, such as `factor=8 batch=256`.
 
     Args:
         values: of each job, by config key.
@@ -271,16 +246,26 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
         "dataset._target_": config.dataset.get("_target_"),
     }
     client.log_batch(run.info.run_id, params=[_param(key, value) for key, value in params.items()])
-    print(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs", file=sys.stderr)
-    return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name)
+    say(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs")
+    return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, _own_place(run))
 
 
-def _again(config: DictConfig, name: str) -> ParentRun:
-    parent = find(config.tracking.uri, config.tracking.sweep)
-    names = noted(parent.data.tags, "sweep.jobs")
-    taken = ParentRun(config.tracking.uri, parent.info.run_id, parent.info.experiment_id, name, names)
-    heartbeat.take_over(client_of(config.tracking.uri), parent, taken.children().values())
-    client_of(config.tracking.uri).update_run(parent.info.run_id, "RUNNING")
+def _own_place(run: Any) -> tuple[str, ...]:
+    """Return where the artifacts of a run lie that the user's own store has just created."""
+    return tuple(configuration.allowed_places([run.info.artifact_uri]))
+
+
+def _take_up(config: DictConfig, name: str) -> ParentRun:
+    if not config.tracking.confined:  # which `train` adds where it sees the sweep that is meant
+        raise ConfigError("tracking.sweep", "must be given on the command line", config.tracking.sweep)
+    _load_mlflow()
+    store = ForeignStore.open(config.tracking.uri, config.trust.allow)
+    parent = store.sweep(config.tracking.sweep)
+    store.check_experiment(config.tracking.experiment)
+    names = listed(parent.data.tags, "sweep.jobs")
+    taken = ParentRun(store.uri, parent.info.run_id, parent.info.experiment_id, name, store.places, names)
+    heartbeat.take_over(taken.client(), parent, taken.children().values())
+    taken.client().update_run(parent.info.run_id, "RUNNING")
     return taken
 
 
@@ -291,6 +276,7 @@ def _param(key: str, value: Any) -> Any:
 
 
 def client_of(uri: str) -> Any:
+    """Return MLflow's client of the store at `uri`."""
     _load_mlflow()
     from mlflow.tracking import MlflowClient
 

@@ -6,9 +6,10 @@ no host; what else it holds has to be given again by hand.
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from hydra.core.override_parser.types import Override, Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline import config as configuration
 from pipeline.errors import ConfigError, first_line
 from pipeline.masking import HIDDEN, mask
+from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep that has no file
 # Where one call of the command works, and nothing of the sweep.
-_PLACES = ("tracking.uri", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.mode", "hydra.searchpath")
+_PLACES = (
+    *("tracking", "tracking.uri", "tracking.sweep", "tracking.confined"),
+    *("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.mode", "hydra.searchpath"),
+)
 _CHOICES = {
     "hydra/launcher": ("local", "submitit_local", "submitit_slurm", "basic"),
     "hydra/sweeper": ("basic", "search"),
@@ -36,23 +42,27 @@ _OF_HYDRA = re.compile(
 _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # a line of a batch script is made of it
 _SWEPT = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
+_DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")  # what a dataset is fetched by
+_MOST = 10_000  # values that one override is swept over
 
 
 def command(name: str, run_id: str, uri: str) -> str:
-    """What runs the rest of the sweep `run_id` in the store `uri`."""
-    store = "" if uri == DEFAULT_STORE else f" tracking.uri={mask(uri)}"
+    """Return what runs the rest of the sweep `run_id` in the store `uri`, as far as a store can tell."""
+    store = [] if uri == DEFAULT_STORE else [f"tracking.uri={mask(uri)}"]
     if name == MULTIRUN:
-        return f"pipeline train -m … tracking.sweep={run_id}{store}"
-    return f"pipeline sweep {name} --again {run_id}{store}"
+        return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store])}"
+    return shlex.join(["pipeline", "sweep", name, "--again", run_id, *store])
 
 
 def recordable(overrides: Iterable[str]) -> list[str]:
-    """Those of a command line's `overrides` that make the sweep what it is, without secrets."""
+    """Return those of a command line's `overrides` that make the sweep what it is, without secrets."""
     return [mask(text) for text in overrides if _key(text) not in _PLACES]
 
 
-def replayed(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> list[str]:
-    """The recorded overrides of a sweep, each of them harmless, or given again.
+def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> list[str]:
+    """Return the recorded overrides of a sweep that are not given again; each of them is harmless.
+
+    The user's files and command line are trusted: only what the record says passes the gate.
 
     Args:
         tags: of the sweep's parent run.
@@ -62,15 +72,16 @@ def replayed(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> 
     Raises:
         ConfigError: one of them could name code, a file or a host, or was a secret, and is not among `given`.
     """
-    again = {mask(text) for text in given}
-    recorded = [text for text in json.loads(tags.get("sweep.overrides", "[]")) if text not in again]
+    given_again = {mask(text) for text in given}
+    recorded = [text for text in listed(tags, "sweep.overrides") if text not in given_again]
     values: dict[str, Any] = {}
     try:
         for text in recorded:
             for key, value in _values(text):
                 _put(values, key.split("."), value)
         data_dir = OmegaConf.select(own, "dataset.data_dir")
-        gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), list(own.trust.allow))
+        names = configuration.allowed_names(own.trust.allow)
+        gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), names)
         check_config(values, gate, imports="_target_" in str(values))
     except ConfigError as error:
         rule = "come from the store, and this one must be given again on the command line"
@@ -79,9 +90,10 @@ def replayed(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> 
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Each key that `text` sets, with a list of the values that it is swept over; nothing for what is harmless."""
+    """Yield each key that `text` sets, with a list of the values it is swept over; nothing where it is harmless."""
     try:
         override = OverridesParser.create().parse_override(text)
+        alternatives = _alternatives(override)
     except (HydraException, TypeError) as error:
         raise ConfigError("override", f"must be one of Hydra's ({first_line(error)})", str(text)) from None
     key, value = override.key_or_group, text.partition("=")[2]
@@ -99,17 +111,37 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
         yield from _values(f"{key.removeprefix(_SWEPT)}={inner}")
     elif override.package is not None or re.split(r"[./]", key)[0] in (*_NEVER, ""):
         raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
-    elif not override.is_delete():
-        yield key.replace("/", "."), _alternatives(override)
+    else:
+        for alternative in alternatives:
+            _check_leaves(configuration.leaves(alternative, key.replace("/", ".")), text)
+        if not override.is_delete():
+            yield key.replace("/", "."), alternatives if override.is_sweep_override() else alternatives[0]
 
 
-def _alternatives(override: Override) -> Any:
+def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
+    """Refuse what is harmless by itself and reaches out with what the user's files hold beside it."""
+    for key, value in leaves.items():
+        if key in _PLACES:
+            raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
+        if key in _DOWNLOADING or "from_tfds" in str(value):
+            raise ConfigError(key, "may start a download", text)
+        known = f"{key.rpartition('.')[0]}._target_" in leaves  # then the gate knows what its arguments do
+        texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        if key.startswith("training.callbacks") and not known and any(isinstance(entry, str) for entry in texts):
+            raise ConfigError(key, "may name a file that is written", text)
+
+
+def _alternatives(override: Override) -> list[Any]:
+    """Return the values that `override` sets one after the other; one where it is not swept over."""
     if not override.is_sweep_override():
-        return override.value()
+        return [override.value()]
     if override.is_interval_sweep():
-        return None  # between two numbers
+        return [None]  # between two numbers
     parse = OverridesParser.create().parse_override
-    return [parse(f"x={text}").value() for text in override.sweep_iterator(transformer=Transformer.encode)]
+    texts = list(islice(override.sweep_iterator(transformer=Transformer.encode), _MOST + 1))
+    if len(texts) > _MOST:
+        raise ConfigError(override.key_or_group, f"must be swept over at most {_MOST} values")
+    return [parse(f"x={text}").value() for text in texts]
 
 
 def _put(values: dict[str, Any], path: list[str], value: Any) -> None:

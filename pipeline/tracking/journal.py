@@ -51,7 +51,7 @@ class Journal:
             text=True,
             start_new_session=True,
         )
-        self._send({"open": uri, "experiment": experiment, "confined": artifact_locations.are_confined()})
+        self._send({"open": uri, "experiment": experiment, "places": artifact_locations.allowed_places()})
 
     @property
     def pid(self) -> int:

@@ -61,7 +61,8 @@ class Shipper:
         created = self.client.create_run(self.experiment_id, started, run["tags"], run["name"])
         self.run_id = created.info.run_id
         try:
-            artifact_locations.accept(created.info.artifact_uri)
+            if (places := artifact_locations.allowed_places()) is not None:
+                artifact_locations.check(created.info.artifact_uri, store.uri, places)
             self._describe(store, run)
         except Exception:
             with contextlib.suppress(Exception):  # the first failure is what the trainer is told
@@ -152,7 +153,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
     command = _command()
     if command is not None:
-        with artifact_locations.confined(command["open"]) if command["confined"] else nullcontext():
+        places = command["places"]  # None: the user's own store, whose artifacts may lie anywhere
+        with nullcontext() if places is None else artifact_locations.confined(command["open"], places):
             _serve(command)
 
 

@@ -7,15 +7,13 @@ files or run code, and for callbacks, that are on no list.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from hydra.utils import get_object
 
+from pipeline.config import DOTTED
 from pipeline.errors import ConfigError
-
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 BUILDERS = frozenset(
     {
@@ -63,13 +61,9 @@ REFUSED = {
 # Callbacks are listed, since most others write: what Keras adds is refused until somebody has read it.
 _QUIET = ("EarlyStopping", "History", "LearningRateScheduler", "ProgbarLogger", "ReduceLROnPlateau")
 CALLBACKS = {f"keras.callbacks.{name}" for name in (*_QUIET, "SwapEMAWeights", "TerminateOnNaN")}
-# Target → the argument that says where it writes, and how that must end: no callback overwrites the run's own record.
-WRITERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "keras.callbacks.BackupAndRestore": ("backup_dir", ()),
-    "keras.callbacks.CSVLogger": ("filename", (".csv", ".tsv", ".txt", ".log")),
-    "keras.callbacks.ModelCheckpoint": ("filepath", (".keras", ".h5")),
-    "keras.callbacks.TensorBoard": ("log_dir", ()),
-}
+_WRITING = ("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "TensorBoard")
+WRITERS = {f"keras.callbacks.{name}" for name in _WRITING}
+REFUSED |= dict.fromkeys(WRITERS, "must not write files unless you allow it")
 # Target → the argument that is a path where it is text.
 READERS = {
     "keras.layers.IntegerLookup": "vocabulary",
@@ -94,7 +88,7 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
     if target in REFUSED:
         raise ConfigError(key, f"of a config from a tracking store {REFUSED[target]}", target)
     if namespace == "keras.callbacks":
-        if target in CALLBACKS or target in WRITERS:
+        if target in CALLBACKS:
             return
     elif namespace == "keras.applications":
         if name[0].isupper():

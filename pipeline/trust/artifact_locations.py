@@ -1,18 +1,20 @@
 """Where a store may keep its artifacts: a store that is not trusted must not choose what is read, sent or written.
 
 MLflow reads and writes wherever the store says that a run, an experiment or a model has its artifacts, and sends the
-user's credentials for the tracking server to any host that it names. So, for a rerun, only these are accepted:
+user's credentials for the tracking server to any host that it names. The verbs that read a store accept only these:
 
     mlflow-artifacts:, http(s):  of the very scheme, host and port of the tracking URI
     file:, a path                in a folder of artifacts beside the SQLite database, or in MLflow's own `./mlruns`
     s3:, gs:, wasbs:, abfss:     any bucket: their clients sign for their own service, whatever the store says
+    any folder or URI            in a place that `trust.allow` or `--allow` names
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -27,51 +29,52 @@ _OF_THE_SERVER = re.compile(r"mlflow-artifacts:(/(?!/).*)?")
 _BUCKET = re.compile(r"(s3|gs)://.+|(wasbs|abfss)://[\w$\-]+@\w+\.(blob|dfs)\.core\.windows\.net(/.*)?", re.A)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
-_tracking_uri: str | None = None  # of this process, in all of its threads: of the store that artifacts must be of
+_places: Sequence[str] | None = None  # that the user allows, in all threads of this process; None: it is not confined
 
 
 @contextmanager
-def confined(tracking_uri: str) -> Iterator[None]:
-    """Until it is left, this process reads and writes artifacts only where `check` lets it."""
-    from mlflow.store.artifact.artifact_repository_registry import _artifact_repository_registry as registry
+def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
+    """Let this process read and write artifacts only where `check` accepts it.
 
-    global _tracking_uri
-    before, opened = _tracking_uri, registry.get_artifact_repository
-    _tracking_uri = tracking_uri
+    The check is made where MLflow opens a place, not before: a server may answer differently when asked again.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
-    # Everything of MLflow passes here: runs, and the models that it keeps apart from them.
-    def checked(artifact_uri: str, *arguments: Any, **named: Any) -> Any:
-        accept(artifact_uri)
-        return opened(artifact_uri, *arguments, **named)
+    global _places
+    # Scheme → what opens a place, whatever MLflow calls it: each of its calls looks it up here.
+    repositories: dict[str, Any] = get_registered_artifact_repositories()
+    before, opened = _places, dict(repositories)
+    _places = places
 
-    registry.get_artifact_repository = checked  # type: ignore[method-assign]
+    def checked(open_place: Any, artifact_uri: str, *arguments: Any, **named: Any) -> Any:
+        check(artifact_uri, tracking_uri, places)
+        return open_place(artifact_uri, *arguments, **named)
+
+    # `runs:` and `models:` lead to another address, which is looked up as well.
+    names = [scheme for scheme in opened if scheme not in ("runs", "models")]
+    repositories.update({scheme: partial(checked, opened[scheme]) for scheme in names})
     try:
         yield
     finally:
-        _tracking_uri, registry.get_artifact_repository = before, opened  # type: ignore[method-assign]
+        _places = before
+        repositories.update(opened)
 
 
-def accept(uri: str) -> None:
-    """`check` within `confined`; elsewhere the store is the user's own, and nothing is checked."""
-    # Either leads to another address, which passes here too.
-    if _tracking_uri is not None and not uri.startswith(("runs:/", "models:/")):
-        check(uri, _tracking_uri)
+def allowed_places() -> list[str] | None:
+    """Return the places that the user allows beside the store; None where this process is not `confined`."""
+    return None if _places is None else list(_places)
 
 
-def are_confined() -> bool:
-    """Whether this process is within `confined`."""
-    return _tracking_uri is not None
-
-
-def check(uri: str, tracking_uri: str) -> None:
-    """Refuses artifacts that lie where the store has none.
+def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
+    """Refuse artifacts that lie neither with the store nor in one of `places`.
 
     Raises:
         ConfigError: `uri` leads elsewhere.
     """
-    if not (uri.isprintable() and "\\" not in uri and _lies_in_the_store(uri, tracking_uri)):
-        rule = f"must be a store that keeps artifacts with itself, or in a bucket, to rerun from: these lie in {uri}"
-        raise ConfigError("tracking.uri", rule, tracking_uri)
+    readable = uri.isprintable() and "\\" not in uri
+    if not readable or not (_lies_in_the_store(uri, tracking_uri) or any(_lies_in(uri, place) for place in places)):
+        rule = f"must be a store that keeps artifacts with itself or in a bucket: these lie in {uri}"
+        raise ConfigError("tracking.uri", f"{rule}; trust.allow or --allow may name that place", tracking_uri)
 
 
 def _lies_in_the_store(uri: str, tracking_uri: str) -> bool:
@@ -85,16 +88,25 @@ def _lies_in_the_store(uri: str, tracking_uri: str) -> bool:
             port = int(found["port"][1:]) if found["port"] else _DEFAULT_PORTS[scheme]
             host = found["host"].strip("[]").lower()
             return (scheme, host, port) == (ours.scheme, ours.hostname, ours.port or _DEFAULT_PORTS[ours.scheme])
-    elif uri.startswith("file:///"):  # of which MLflow leaves out a query and a fragment
-        return not re.search("[?#;]", uri) and _is_beside(Path(unquote(uri.removeprefix("file://"))), tracking_uri)
-    elif ":" not in uri:
-        return _is_beside(Path(uri), tracking_uri)
+    elif (path := _path(uri)) is not None:
+        folders = [Path("mlruns")]
+        if tracking_uri.startswith("sqlite:///"):
+            database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).absolute()
+            folders += [database.parent / name for name in _BESIDE]
+        return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
     return _BUCKET.fullmatch(uri) is not None
 
 
-def _is_beside(path: Path, tracking_uri: str) -> bool:
-    folders = [Path("mlruns")]
-    if tracking_uri.startswith("sqlite:///"):
-        database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).absolute()
-        folders += [database.parent / name for name in _BESIDE]
-    return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
+def _lies_in(uri: str, place: str) -> bool:
+    path, folder = _path(uri), _path(place)
+    if path is not None and folder is not None:
+        return path.resolve().is_relative_to(folder.resolve())
+    upwards = ".." in re.split("[/?#;]", unquote(uri))
+    return folder is None and not upwards and f"{uri}/".startswith(f"{place.rstrip('/')}/")
+
+
+def _path(uri: str) -> Path | None:
+    """Return the local path that `uri` names; None where it names none."""
+    if uri.startswith("file:///"):  # of which MLflow leaves out a query and a fragment
+        return None if re.search("[?#;]", uri) else Path(unquote(uri.removeprefix("file://")))
+    return Path(uri) if ":" not in uri else None

@@ -29,8 +29,6 @@ from pipeline.trust import allowlist
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
 # A home, a URL or a drive, a share.
 _ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
-# What ModelCheckpoint fills in. A wider format reaches attributes, and its fill character may be a slash.
-_PLACEHOLDER = re.compile(r"\{[A-Za-z]\w*(:0?\d{0,2}(\.\d{1,2})?[defg]?)?\}", re.ASCII)
 _MOST_VALUES, _DEEPEST = 100_000, 40  # YAML's anchors make a small file of a huge or an endless config
 
 
@@ -54,11 +52,6 @@ class Gate:
     allowed: Sequence[str] = ()
     tracking_uri: str | None = None
     downloads: bool = False
-
-    def __post_init__(self) -> None:
-        for prefix in self.allowed:
-            if not allowlist.DOTTED.fullmatch(prefix):
-                raise ConfigError("the allowed prefixes", "must be dotted names", prefix)
 
     @property
     def roots(self) -> list[Path]:
@@ -110,7 +103,7 @@ def check_config(
         imports: also whether the names are what they seem; that imports Keras and what the user allowed.
 
     Returns:
-        A copy in which the paths of writers and readers are absolute.
+        A copy in which the paths of readers are absolute.
 
     Raises:
         ConfigError: something in it is not trusted. Nothing that is refused by its name was imported, nor anything
@@ -129,6 +122,27 @@ def check_config(
     return dict(checked)
 
 
+def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Leave out the callbacks of a fetched config that write files, but for those that the user allows.
+
+    Returns:
+        The config without them, and what each of them is by its dotted name.
+    """
+    training = config.get("training")
+    callbacks = training.get("callbacks") if isinstance(training, dict) else None
+    if not isinstance(training, dict) or not isinstance(callbacks, dict):
+        return config, {}
+    targets = {name: node.get("_target_") for name, node in callbacks.items() if isinstance(node, dict)}
+    writers = {
+        name: target
+        for name, target in targets.items()
+        if isinstance(target, str) and target in allowlist.WRITERS and not allowlist.is_under(target, allowed)
+    }
+    kept = {name: node for name, node in callbacks.items() if name not in writers}
+    dropped = {f"training.callbacks.{name}": target for name, target in writers.items()}
+    return {**config, "training": {**training, "callbacks": kept}}, dropped
+
+
 def is_small(config: Any) -> bool:
     """Whether it has an end, and is of no more values than a config may have: else writing it down has none."""
     rest, values = [config], 0
@@ -138,9 +152,7 @@ def is_small(config: Any) -> bool:
     return not rest
 
 
-def confine(
-    path: str | Path, roots: Sequence[Path], key: str = "path", *, base: Path | None = None, beneath: bool = False
-) -> str:
+def confine(path: str | Path, roots: Sequence[Path], key: str = "path", *, base: Path | None = None) -> str:
     """`path`, absolute and with its symlinks followed.
 
     Args:
@@ -148,13 +160,12 @@ def confine(
         roots: the folders that it must lie in.
         key: for the error.
         base: of a relative path; the current directory where it is left out.
-        beneath: it must not be one of the roots itself.
 
     Raises:
         ConfigError: it leads elsewhere.
     """
     text = os.fspath(path)
-    rule = f"must lie {'beneath' if beneath else 'in'} {' or '.join(map(str, roots))}"
+    rule = f"must lie in {' or '.join(map(str, roots))}"
     if not text or _ELSEWHERE.match(text) or _upwards(text):
         raise ConfigError(key, rule, text)
     try:
@@ -162,7 +173,7 @@ def confine(
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is too long, a null byte
         raise ConfigError(key, f"{rule} ({first_line(error)})", text) from error
     for root in (root.resolve() for root in roots):
-        if whole.is_relative_to(root) and not (beneath and whole == root):
+        if whole.is_relative_to(root):
             return str(whole)
     raise ConfigError(key, rule, text)
 
@@ -181,7 +192,7 @@ class _Walk:
         self._values = 0
 
     def read(self, value: Any, key: str, depth: int = 0) -> Any:
-        """A copy of `value`, in which the paths that are written to or read from are absolute."""
+        """A copy of `value`, in which the paths that are read from are absolute."""
         self._values += 1
         if depth > _DEEPEST or self._values > _MOST_VALUES:
             rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
@@ -245,7 +256,7 @@ class _Walk:
 
     def _paths(self, target: str, node: dict[Any, Any], key: str) -> dict[str, Any]:
         application = target.startswith("keras.applications.")
-        if not (application or target in allowlist.WRITERS or target in allowlist.READERS):
+        if not (application or target in allowlist.READERS):
             return {}
         for name in ("_args_", "_partial_"):  # either would bring the path in unseen
             if node.get(name):
@@ -256,8 +267,6 @@ class _Walk:
             rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
             raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
         named = {"name": node["name"]} if target == "pipeline.dataset.from_tfds" else {}  # which is no path
-        if target in allowlist.WRITERS:
-            return self._written(target, node, key)
         name = allowlist.READERS.get(target, "")
         path, where = node.get(name), _join(key, name)
         if isinstance(path, dict):  # what it builds could be any text
@@ -265,20 +274,6 @@ class _Walk:
         if type(path) is not str:  # a vocabulary may be a list; null is the reader's default
             return named
         return {**named, name: confine(self._plain(path, where), self.gate.roots, where, base=self.base)}
-
-    def _written(self, target: str, node: dict[Any, Any], key: str) -> dict[str, Any]:
-        name, endings = allowlist.WRITERS[target]
-        path, where = node.get(name), _join(key, name)
-        if type(path) is not str:
-            raise ConfigError(where, f"of {target} must be a path beneath {self.gate.run_dir}", str(path))
-        if endings and not path.endswith(endings):
-            raise ConfigError(where, f"of {target} must end in {' or '.join(endings)}", path)
-        if re.search(r"[{}]", _PLACEHOLDER.sub("", path)):
-            raise ConfigError(where, f"of {target} must have placeholders such as {{epoch:02d}} only", path)
-        whole = confine(self._plain(path, where), [self.gate.run_dir], where, base=self.base, beneath=True)
-        if os.path.isfile(whole) or (os.path.isdir(whole) and os.listdir(whole)):  # it would be read, or lost
-            raise ConfigError(where, f"of {target} must not be there yet", path)
-        return {name: whole}
 
 
 def _identify(walk: _Walk) -> None:

@@ -46,8 +46,8 @@ def landed(tmp_path_factory):
             "rerun": f"rerun {runs[RUN].info.run_id}",
             "report": f"report {MULTIRUN}",
             "nothing left": f"sweep seeds --again {SEEDS} hydra/launcher=basic",
-            "nothing left of a multirun": f"train -m {ASKED} accumulation.factor=1,2,4 tracking.sweep={parent[MULTIRUN]} "
-            "hydra/launcher=basic",
+            "nothing left of a multirun": f"train -m {ASKED} accumulation.factor=1,2,4 hydra/launcher=basic "
+            f"tracking.sweep={parent[MULTIRUN]}",
         },
         folder,
     )
@@ -69,7 +69,7 @@ def test_a_run_reruns_to_the_same_points(landed):
 
 
 def test_a_sweep_reports(landed):
-    store, answers, _, _ = landed
+    _, answers, _, _ = landed
     assert answers["report"]["status"] == 0, answers["report"]["err"]
     assert "Jobs: 3 of 3 jobs finished." in answers["report"]["out"]
     assert [path for path in answers["report"]["changed"] if path.endswith("report/report.html")]

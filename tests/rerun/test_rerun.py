@@ -106,10 +106,10 @@ def again(made, tmp_path_factory):
     lines = {f"optimizer {key[1]}": f"rerun {run} {uri}" for key, run in runs.items() if key[0] == "optimizers"}
     adamw, mine, shifted = made[2]["optimizers", "AdamW"], made[2]["own", "AdamW"], made[2]["shifted", "AdamW"]
     lines |= {
-        "dry": f"rerun {adamw} --dry {uri} optimizer.beta_1=0.5",
+        "dry": f"rerun {adamw[:12]} --dry {uri} optimizer.beta_1=0.5",
         "beta": f"rerun {adamw} {uri} optimizer.beta_1=0.5 'hydra.run.dir=my runs'",
         "lion": f"rerun {adamw} {uri} optimizer=lion optimizer.learning_rate=0.02 training.updates=2",
-        "shifted": f"rerun {shifted} {uri} dataset.data_dir=data",
+        "shifted": f"rerun {shifted} {uri} dataset.data_dir=data --allow keras.callbacks.CSVLogger",
         "flipped": f"rerun {shifted} {uri} dataset.data_dir=flipped",
         "flipped, streamed": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.in_memory=false",
         "flipped, other shifts": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.augment.pixels=2",
@@ -245,6 +245,13 @@ def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(made, again):
     assert "differs: dataset" not in answers["dry"]["err"]
     assert re.search("differs: dataset .* the file digits-train", answers["flipped dry"]["err"])
     assert re.search("differs: dataset.data_dir must hold digits.*, prepared", answers["not prepared"]["err"])
+
+
+def test_a_callback_that_writes_is_left_out_unless_it_is_allowed(again):
+    said = "  left out: training.callbacks.rows, a keras.callbacks.CSVLogger: it writes files, which --allow "
+    said += "keras.callbacks.CSVLogger allows"
+    assert said in again[1]["other place"]["err"].splitlines()
+    assert "left out" not in again[1]["shifted"]["err"]
 
 
 def test_an_override_takes_a_key_of_the_record_away(again):

@@ -22,7 +22,7 @@ PLAN = "hydra.launcher._target_=hydra_plugins.planned.Planned"
 
 
 def replay(*recorded: str, given: tuple[str, ...] = ()) -> list[str]:
-    return resume.replayed({"sweep.overrides": json.dumps(recorded)}, given, OmegaConf.create(OWN))
+    return resume.trusted_overrides({"sweep.overrides": json.dumps(recorded)}, given, OmegaConf.create(OWN))
 
 
 HARMLESS = [
@@ -78,6 +78,24 @@ HOSTILE = [
     "-cd",
     "/hydra/launcher=basic",
     "tracking.token=***",
+    "tracking=server",
+    "tracking.uri=http://evil.example",
+    "tracking.sweep=x",
+    "tracking.confined=false",
+    "dataset.name='huggingface:glue'",
+    "dataset.name=mnist,cifar10",
+    "dataset.download=true",
+    "~dataset.download",
+    "+dataset={_target_: pipeline.dataset.from_tfds, name: mnist}",
+    "training.callbacks.rows.filename=other.csv",
+    "training.callbacks.rows.filename=a.csv,b.csv",
+    "training={callbacks: {rows: {filename: other.csv}}}",
+    "training={callbacks: {rows: {filename: a.csv}}},{callbacks: {}}",
+    "+training.callbacks.log={_target_: keras.callbacks.CSVLogger, filename: rows.csv}",
+    "dataset={name: mnist}",
+    "dataset={download: true}",
+    "seed=range(0,1000000000)",
+    "model=glob(*)",
     "not an override",
     "",
 ]

@@ -5,6 +5,7 @@ The records of the second half are written through MLflow's own client, as someb
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import io
 import json
@@ -17,12 +18,11 @@ from urllib.parse import quote
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
 
+from pipeline import compose, hydra_errors, masking
 from pipeline import config as configuration
-from pipeline import masking
 from pipeline.errors import ConfigError
 from pipeline.masking import mask, masked, remember
 from pipeline.rerun.recorded_run import relinked
@@ -317,6 +317,16 @@ def test_what_follows_another_key_is_recorded_and_followed():
     assert relinked(resolved, evil, ["a.rate"]) == resolved
 
 
+@pytest.mark.parametrize("values", ["'ab', 3", "[1], 3", "2, null", f"{10**20}, 2"])
+def test_only_numbers_are_multiplied(values):
+    """Text times a number, or digits that grow with each link, would fill the memory of who reruns a record."""
+    config = OmegaConf.create({"it": f"${{times:{values}}}"})
+    configuration.register()
+    with pytest.raises(ConfigError, match=r"it .*must be given numbers"), hydra_errors.refusing():
+        configuration.plain(config)
+    assert configuration.plain(OmegaConf.create({"it": "${times:3,0.5}"})) == {"it": 1.5}
+
+
 def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
     resolved = {"dataset": {"x": 1, "tracking.x": 2}, "tracking": {"uri": "u"}, "model": {"table": {0: 1.0, 1: 5.0}}}
     for link in (
@@ -333,11 +343,7 @@ def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
 
 def base() -> dict:
     """A resolved config, as a run records it."""
-    configuration.register()
-    with initialize_config_dir(configuration.directory(), version_base="1.3"):
-        return configuration.plain(
-            compose("config", overrides=["model=mlp", "training.updates=2", "training.epochs=null"])
-        )
+    return configuration.plain(compose.composed(["model=mlp", "training.updates=2", "training.epochs=null"]))
 
 
 def put(container: dict, **values: object) -> dict:
@@ -386,7 +392,9 @@ HOSTILE = {
     "metric": ({"training.metrics": {"it": EVIL}}, "evil.run"),
     "callback": ({"training.callbacks": {"it": EVIL}}, "evil.run"),
     "sends": ({"training.callbacks": {"it": {"_target_": "keras.callbacks.RemoteMonitor"}}}, "RemoteMonitor"),
-    "writes": ({"training.callbacks": {"it": SAVE}}, "/etc/it.keras"),
+    "writes, hidden": ({"model": {"_target_": "keras.Sequential", "layers": [SAVE]}}, "ModelCheckpoint"),
+    "a date": ({"model.table": {datetime.date(2020, 1, 1): 1}}, "model.table must have plain names for its keys"),
+    "null": ({"model.table": {None: 1, "a": 2}}, "model.table must have plain names for its keys"),
     "reads": ({"model": {"_target_": "keras.layers.StringLookup", "vocabulary": "/etc/passwd"}}, "/etc/passwd"),
     "interpolated name": ({"model": {"_target_": "${seed}"}}, "${seed}"),
     "an environment variable": ({"model.dropout": "${oc.env:HOME}"}, "${oc.env:HOME}"),

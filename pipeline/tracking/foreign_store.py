@@ -1,0 +1,139 @@
+"""A store that is read need not be the user's own: every verb that reads one does so through here.
+
+In: its address and what the user allows. Out: runs with IDs of MLflow's own, whose artifacts lie where they may.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import config as configuration
+from pipeline.errors import ConfigError, first_line
+from pipeline.trust import artifact_locations
+
+SHORTEST = 4  # digits of the start of a run ID
+_MOST = 50_000  # runs that are looked through
+RUN_ID = re.compile("[0-9a-f]{32}")
+_START = re.compile(f"[0-9a-f]{{{SHORTEST},32}}")
+
+
+@dataclass(frozen=True)
+class ForeignStore:
+    """A store that exists and answers: made by `open`.
+
+    Attributes:
+        uri: of the store; the user's own.
+        places: where artifacts may lie, other than with the store.
+    """
+
+    uri: str
+    places: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, uri: str, allow: Sequence[str] = ()) -> ForeignStore:
+        """Return the store at `uri`.
+
+        Args:
+            uri: of the user's own config.
+            allow: `trust.allow`, with what `--allow` adds to it.
+
+        Raises:
+            ConfigError: there is none, or it does not answer.
+        """
+        from pipeline.tracking.store import SQLITE, Store, StoreError
+
+        configuration.check_allowed(allow)
+        if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).split("?")[0]).exists():
+            raise ConfigError("tracking.uri", "must be a store that exists", uri)
+        try:
+            Store(uri)
+        except StoreError as error:
+            raise ConfigError("tracking.uri", f"must be a store that answers ({error})", uri) from error
+        return cls(uri, tuple(configuration.allowed_places(allow)))
+
+    def client(self) -> Any:
+        """Return MLflow's client of the store."""
+        from pipeline.tracking import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
+
+        from mlflow.tracking import MlflowClient  # isort: skip
+
+        return MlflowClient(self.uri)
+
+    def confined(self) -> AbstractContextManager[None]:
+        """Let this process touch artifacts of this store only where the user allows it."""
+        return artifact_locations.confined(self.uri, self.places)
+
+    def run(self, start: str) -> Any:
+        """Return the run whose ID begins with `start`.
+
+        Raises:
+            ConfigError: there is none, or there are several.
+        """
+        from mlflow.exceptions import MlflowException
+
+        if RUN_ID.fullmatch(start):
+            try:
+                return self._only("RUN_ID", "run", start, [self.client().get_run(start)])
+            except MlflowException as error:
+                raise ConfigError("RUN_ID", "must be a run of the store", start) from error
+        if not _START.fullmatch(start):
+            rule = f"must be the ID of a run, or at least {SHORTEST} digits of its start"
+            raise ConfigError("RUN_ID", rule, start)
+        return self._only("RUN_ID", "run", start, self._search(f"attributes.run_id LIKE '{start}%'"))
+
+    def sweep(self, start: str) -> Any:
+        """Return the parent run of the sweep whose run ID begins with `start`, or whose run name it is.
+
+        Raises:
+            ConfigError: there is none, or there are several.
+        """
+        runs = self._search("tags.`sweep.name` != ''")
+        found = [run for run in runs if run.info.run_id.startswith(start) or run.info.run_name == start]
+        return self._only("SWEEP", "sweep", start, found, runs)
+
+    def check_experiment(self, name: str) -> None:
+        """Refuse an experiment whose artifacts lie elsewhere; one that does not exist yet will lie with the store."""
+        found = self.client().get_experiment_by_name(name)
+        if found is not None:
+            artifact_locations.check(found.artifact_location, self.uri, self.places)
+
+    def _search(self, condition: str) -> list[Any]:
+        client = self.client()
+        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+        return list(client.search_runs(experiments, condition, max_results=_MOST))
+
+    def _only(self, key: str, kind: str, start: str, found: Sequence[Any], known: Sequence[Any] = ()) -> Any:
+        """Return the one run of `found`, checked; `known` are the choices where there is none."""
+        if len(found) != 1:
+            rule = f"must name one {kind}, not {len(found)}" if found else f"must name one {kind} of the store"
+            choices = [f"{run.info.run_id} ({run.info.run_name})" for run in (found or known)[:10]]
+            raise ConfigError(key, rule, start, choices)
+        (run,) = found
+        if not RUN_ID.fullmatch(run.info.run_id):  # it becomes an argument and an override
+            raise ConfigError(key, f"must be a {kind} with an ID of MLflow's own", run.info.run_id)
+        artifact_locations.check(run.info.artifact_uri, self.uri, self.places)
+        return run
+
+
+def listed(tags: Mapping[str, str], key: str) -> list[str]:
+    """Return the list of texts in a run's tag `key`, which goes on in KEY.1, KEY.2 and so on; empty where it is absent.
+
+    Raises:
+        ConfigError: the tag holds no list of texts.
+    """
+    parts = [tags.get(key, "[]")]
+    while (part := tags.get(f"{key}.{len(parts)}")) is not None:
+        parts.append(part)
+    try:
+        found = json.JSONDecoder().raw_decode("".join(parts))[0]  # what follows is left over from a longer list
+        if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+            raise ValueError("it is no list of texts")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("SWEEP", f"must have a tag {key} that can be read ({first_line(error)})") from error
+    return found
