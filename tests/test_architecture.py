@@ -23,7 +23,7 @@ LEVELS = (
     ("accumulation", "tracking", "trust"),
     ("compose",),
     ("config", "hydra_errors", "metric_names", "scaling", "sizes"),
-    ("errors", "imports", "masking", "progress"),
+    ("errors", "imports", "masking", "mlflow_internals", "progress"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -25,8 +25,8 @@ from pipeline.trust import artifact_locations
 with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
     from pipeline.tracking.store import ExperimentError, Store  # first: it sets what MLflow reads when it is imported
 
+    from pipeline import mlflow_internals  # isort: skip
     from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag  # isort: skip
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # isort: skip
     from mlflow.tracking import MlflowClient  # isort: skip
 
 AT_ONCE = 1000  # metrics in one request, at most; MLflow's limit
@@ -75,7 +75,7 @@ class Shipper:
             self.client.log_batch(self.run_id, params=params[first : first + 100])
         self._log_inputs([_dataset_input(entry) for entry in run["inputs"]])
         # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
-        self._system = SystemMetricsMonitor(self.run_id, tracking_uri=store.uri) if run["system_metrics"] else None
+        self._system = mlflow_internals.system_sampler(store.uri, self.run_id) if run["system_metrics"] else None
         self._samples = 0
 
     def _log_inputs(self, inputs: list[DatasetInput]) -> None:
@@ -107,12 +107,8 @@ class Shipper:
         """Takes one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
         if self._system is None:
             return
-        self._system.collect_metrics()
-        now = int(time.time() * 1000)
-        for key, value in self._system.aggregate_metrics().items():
-            self._points.append(Metric(f"system/{key}", value, now, self._samples))
-        for monitor in self._system.monitors:
-            monitor.clear_metrics()
+        sampled, now = self._system(), int(time.time() * 1000)
+        self._points += [Metric(f"system/{key}", value, now, self._samples) for key, value in sampled.items()]
         self._samples += 1
 
     def ship(self) -> None:

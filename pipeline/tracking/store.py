@@ -25,10 +25,9 @@ logging.getLogger("alembic").setLevel(logging.WARNING)
 from filelock import FileLock  # noqa: E402
 from mlflow.entities import ExperimentTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
-from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine  # noqa: E402
 from mlflow.tracking import MlflowClient  # noqa: E402
-from sqlalchemy import event  # noqa: E402
 
+from pipeline import mlflow_internals  # noqa: E402
 from pipeline.masking import mask, remember  # noqa: E402
 
 SQLITE = "sqlite:///"
@@ -135,10 +134,7 @@ class Store:
         self._new = Path(name)
         try:
             os.close(handle)
-            engine = create_sqlalchemy_engine(f"{SQLITE}{name}")
-            event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
-            _initialize_tables(engine)  # sixty migrations: waiting for the disk after each took longer than all else
-            engine.dispose()
+            mlflow_internals.create_tables(self._new)
             with self._new.open("rb") as file:
                 os.fsync(file.fileno())
         except BaseException:
