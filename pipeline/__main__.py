@@ -9,7 +9,8 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from pipeline.errors import ConfigError, printable
+from pipeline.errors import ConfigError, say
+from pipeline.masking import mask
 
 VERBS = {  # name → where it is, and what it does
     "train": (
@@ -38,19 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complete(arguments)
         return _run(arguments)
     except ConfigError as error:
-        from pipeline.masking import mask
-
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            print(printable(mask(traceback.format_exc()), "\n"), end="", file=sys.stderr)
-        print(f"pipeline: {mask(str(error))}", file=sys.stderr)
+            say(*mask(traceback.format_exc()).splitlines())
+        say(f"pipeline: {error}")
         return 2
     except KeyboardInterrupt:
-        print("pipeline: interrupted", file=sys.stderr)
+        say("pipeline: interrupted")
         return 130
     except Exception:
-        from pipeline.masking import mask
-
-        print(printable(mask(traceback.format_exc()), "\n"), end="", file=sys.stderr)
+        say(*mask(traceback.format_exc()).splitlines())
         return 1
     except BaseException as error:
         if type(error).__name__ != "Terminated":  # of pipeline.job, which is not imported for its name alone

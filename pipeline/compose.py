@@ -132,7 +132,7 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.
-                say(*traceback.format_exc().splitlines())
+                say(*mask(traceback.format_exc()).splitlines())
                 raise RuntimeError(mask(_in_one_line(error))) from None
             raised.append(error)  # raised again below: else Hydra prints a line of its own about it
             return None

@@ -58,14 +58,9 @@ class ConfigError(Exception):
         return printable(" ".join(line.split()))
 
 
-def printable(text: str, kept: str = "") -> str:
-    """`text` without what would speak to the terminal: a store's names and messages are foreign.
-
-    Args:
-        text: anything.
-        kept: signs that are no letters and stay, as the ends of its lines may.
-    """
-    return "".join(sign if sign.isprintable() or sign in kept else "?" for sign in text)
+def printable(text: str) -> str:
+    """Return `text` without what would speak to the terminal: a store's names and messages are foreign."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def say(*lines: str, to: TextIO | None = None) -> None:

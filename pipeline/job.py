@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from omegaconf import DictConfig
 
 from pipeline import config as configuration
 from pipeline import imports
-from pipeline.errors import ConfigError, printable
+from pipeline.errors import ConfigError, say
 from pipeline.masking import mask
 from pipeline.tracking.journal import Journal
 
@@ -86,7 +85,7 @@ def run(
     with _closing(tracker, recorder):
         tracker.start(config, overrides, parts.data, parts.recorded_data, parts.model, {**dependent, **tags})
         say(f"{parts.machine.description}; {parts.plan}")
-        say(f"run directory {run_dir}\nMLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
+        say(f"run directory {run_dir}", f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
         recorder.restart_clock()
         loss = _train(parts, recorder)
         recorder.progress.close()
@@ -184,8 +183,3 @@ def _shown(config: DictConfig) -> str:
 def _terminate(signum: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second would interrupt the closing of the run
     raise Terminated("SIGTERM")
-
-
-def say(text: str) -> None:
-    """Print one or more lines for the person who started the run."""
-    print(printable(mask(text), "\n"), file=sys.stderr, flush=True)

@@ -234,7 +234,8 @@ PREPARED = {
     f"train {MLP} +optimizer.nope=4": "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) "
     "not recognized: {'nope': 4}). Received: {…, nope: 4}.",
     f"train {MLP} optimizer.epsilon=null": "optimizer.epsilon must be a number of at least 0. Received: null.",
-    f"train {MLP} +optimizer.loss_scale_factor=much": "optimizer must be able to apply a gradient (…). Received: 'AdamW'.",
+    f"train {MLP} +optimizer.loss_scale_factor=much": "optimizer must be able to apply a gradient (…). "
+    "Received: 'AdamW'.",
     f"train {MLP} +optimizer.gradient_accumulation_steps=4": "optimizer.gradient_accumulation_steps must be left out: "
     "the pipeline accumulates; set accumulation.factor. Received: 4.",
     f"train {MLP} schedule.warmup_steps=150%": "schedule.warmup_steps must be from 0% to 100%. Received: '150%'.",

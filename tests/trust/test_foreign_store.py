@@ -221,7 +221,7 @@ def test_only_what_the_user_allows_is_written_elsewhere(hostile):
         ("rest, tfds", "dataset.name may start a download"),
         ("rest, download", "dataset.download may start a download"),
         ("rest, csv", "must not write files unless you allow it"),
-        ("rest, name", "training.callbacks may name a file that is written"),
+        ("rest, name", "training.callbacks.rows.filename may name a file that is written"),
         ("rest, overrides", "SWEEP must have a tag sweep.overrides that can be read"),
         ("report, jobs", "SWEEP must have a tag sweep.jobs that can be read"),
         ("report, varied", "SWEEP must have a tag sweep.varied that can be read"),
