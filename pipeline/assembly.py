@@ -108,7 +108,7 @@ def assemble(config: DictConfig, settings: Settings, check_dataset: Callable[[di
         network.compile(stepping, goal.loss, metrics=goal.metrics)  # callbacks and the saved model look for it there
         objective.check(goal, network, data, plan.batching.micro_batch_size)
         stepping.build(network.trainable_variables)
-        optimizer.check(stepping, network.trainable_variables)
+    optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     return Parts(config, machine, data, recorded_data, plan, batches, network, goal)
 
 
