@@ -17,6 +17,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = project
 myst_heading_anchors = 3
+default_role = "code"
 autodoc_mock_imports = ["keras", "tensorflow"]  # their docstrings are not needed, and they take seconds to import
 autodoc_typehints = "none"
 napoleon_use_ivar = True
