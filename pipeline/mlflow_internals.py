@@ -1,6 +1,5 @@
 """What this package uses of MLflow's private parts; read in MLflow 3.17.2.
 
-_initialize_tables      makes the tables of a new store: in a file of another name, which is put in place whole
 SystemMetricsMonitor    samples the machine: its own thread would read the whole run before each of its writes
 
 Import `pipeline.tracking.store` first: it sets what MLflow reads when it is imported.
@@ -9,20 +8,8 @@ Import `pipeline.tracking.store` first: it sets what MLflow reads when it is imp
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import sqlalchemy
-from mlflow.store.db.utils import _initialize_tables
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-
-def create_tables(database: Path) -> None:
-    """Make MLflow's tables in an empty SQLite file."""
-    engine = sqlalchemy.create_engine(f"sqlite:///{database}")
-    # Sixty migrations: waiting for the disk after each took longer than all else.
-    sqlalchemy.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
-    _initialize_tables(engine)
-    engine.dispose()
 
 
 def system_sampler(uri: str, run_id: str) -> Callable[[], dict[str, float]]:

@@ -155,34 +155,28 @@ def main() -> None:
 
 
 def _serve(command: dict[str, Any]) -> None:
-    store = None
     try:
-        try:
-            store = Store(command["open"])
-            store.check(command["experiment"])
-        except ExperimentError as error:
-            _answer({"error": _said(error), "key": "tracking.experiment"})
-            return
-        except Exception as error:
-            _answer({"error": _said(error)})
-            return
-        _answer({})
-        start = _command()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if start is None:
-            return
-        try:
-            shipper = Shipper(store, Path(start["start"]))
-        except Exception as error:
-            _answer({"error": _said(error)})
-            return
-        _answer({"run_id": shipper.run_id, "experiment_id": shipper.experiment_id})
-        gc.freeze()  # what is loaded by now stays: collecting it again and again doubled the cost of a batch
-        _follow(shipper)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if store is not None:
-            store.close()
+        store = Store(command["open"])
+        store.check(command["experiment"])
+    except ExperimentError as error:
+        _answer({"error": _said(error), "key": "tracking.experiment"})
+        return
+    except Exception as error:
+        _answer({"error": _said(error)})
+        return
+    _answer({})
+    start = _command()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if start is None:
+        return
+    try:
+        shipper = Shipper(store, Path(start["start"]))
+    except Exception as error:
+        _answer({"error": _said(error)})
+        return
+    _answer({"run_id": shipper.run_id, "experiment_id": shipper.experiment_id})
+    gc.freeze()  # what is loaded by now stays: collecting it again and again doubled the cost of a batch
+    _follow(shipper)
 
 
 def _follow(shipper: Shipper) -> None:

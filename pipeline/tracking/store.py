@@ -1,11 +1,10 @@
-"""Opening an MLflow store: refuse what cannot work, create a SQLite store whole or not at all."""
+"""Opening an MLflow store: what cannot work is refused, a SQLite store is created whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import sqlite3
 import tempfile
@@ -27,7 +26,6 @@ from mlflow.entities import ExperimentTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.tracking import MlflowClient  # noqa: E402
 
-from pipeline import mlflow_internals  # noqa: E402
 from pipeline.masking import mask, remember  # noqa: E402
 
 SQLITE = "sqlite:///"
@@ -59,7 +57,6 @@ class Store:
         remember(uri)
         self.uri = uri
         self.database: Path | None = None
-        self._new: Path | None = None  # a schema made ready beside the database that is not there yet
         if uri.startswith(SQLITE):
             self._open_sqlite(Path(uri.removeprefix(SQLITE).split("?")[0]).absolute())
         elif uri.lower().startswith(("http://", "https://")):
@@ -69,37 +66,27 @@ class Store:
         else:
             raise StoreError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
 
-    @property
-    def is_new(self) -> bool:
-        """Whether there is no such store yet."""
-        return self._new is not None
-
     def client(self) -> MlflowClient:
-        """Of the store, which is put in place first where it is new."""
-        if self._new is not None:
-            self._put_in_place()
+        """Return MLflow's client of the store, which is created first where there is none."""
+        if self._is_new():
+            self._create()
         return MlflowClient(self.uri)
 
-    def close(self) -> None:
-        """Leaves nothing behind of a store that was not put in place."""
-        if self._new is not None:
-            self._new.unlink(missing_ok=True)
-
     def check(self, experiment: str) -> None:
-        """Creates nothing.
+        """Refuse an experiment that cannot be logged to; create nothing.
 
         Raises:
             ExperimentError: the experiment is deleted.
         """
-        if self._new is not None:
+        if self._is_new():
             return
         found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
         if found is not None and found.lifecycle_stage != "active":
             raise ExperimentError("is deleted; restore it or choose another name")
 
     def experiment(self, name: str) -> str:
-        """ID of the experiment `name`, which is masked; created where there is none, with its artifacts beside a
-        SQLite store."""
+        """Return the ID of the experiment `name`, which is masked; create it where there is none, with its artifacts
+        beside a SQLite store."""
         client, name = self.client(), mask(name)
         self.check(name)
         found = client.get_experiment_by_name(name)
@@ -126,33 +113,22 @@ class Store:
         parent = next(folder for folder in database.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise StoreError(f"{parent} is not a folder that can be written")
-        # The schema takes seconds: it is made in a file of another name, and renamed when a run starts.
-        try:
-            handle, name = tempfile.mkstemp(prefix=".mlflow-", suffix=".db", dir=parent)
-        except OSError as error:
-            raise StoreError(f"{parent} is not a folder that can be written ({error.strerror})") from error
-        self._new = Path(name)
-        try:
-            os.close(handle)
-            mlflow_internals.create_tables(self._new)
-            with self._new.open("rb") as file:
-                os.fsync(file.fileno())
-        except BaseException:
-            self.close()
-            raise
 
-    def _put_in_place(self) -> None:
-        assert self._new is not None
+    def _is_new(self) -> bool:
+        return self.database is not None and not self.database.exists()
+
+    def _create(self) -> None:
+        """Put a new database in place whole: MLflow makes its tables in sixty steps, and may be killed meanwhile."""
         assert self.database is not None
         self.database.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(self._new, self.database)
-        except FileExistsError:  # another run was faster, and its schema is the same
-            pass
-        except OSError:  # a file system without hard links, or the folder is by now a link to another one
-            _copy_in_place(self._new, self.database)
-        self._new.unlink()
-        self._new = None
+        with (
+            FileLock(f"{self.database}.lock"),
+            tempfile.TemporaryDirectory(prefix=".mlflow-", dir=self.database.parent) as folder,
+        ):
+            if self._is_new():  # another run may have been faster
+                new = Path(folder) / self.database.name
+                MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+                new.rename(self.database)
 
     def _open_server(self) -> None:
         try:
@@ -173,17 +149,8 @@ class Store:
             raise StoreError(str(error).splitlines()[0]) from error
 
 
-def _copy_in_place(new: Path, database: Path) -> None:
-    """Whole or not at all, and over nobody's database: who else does it waits for the lock."""
-    with FileLock(f"{database}.lock"):
-        if not database.exists():
-            copied = database.with_name(new.name)
-            shutil.copyfile(new, copied)
-            copied.replace(database)
-
-
 def _check_database(database: Path) -> None:
-    """Of a file that is there: it can be written, and it is nobody else's."""
+    """Refuse a file that cannot be written, or that is the database of something else."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=rw", uri=True)) as connection:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import sqlite3
-from contextlib import closing
 
 from pipeline.tracking import store  # first: it sets what MLflow reads when it is imported
 
 from pipeline import mlflow_internals  # isort: skip
-from mlflow.store.db.utils import _initialize_tables  # isort: skip
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # isort: skip
 
 WHERE = "see pipeline/mlflow_internals.py"
 
 
 def test_the_signatures_are_those_that_were_read():
-    assert list(inspect.signature(_initialize_tables).parameters) == ["engine"], WHERE
     assert {"run_id", "tracking_uri"} <= set(inspect.signature(SystemMetricsMonitor).parameters), WHERE
     for name in ("collect_metrics", "aggregate_metrics"):
         assert list(inspect.signature(getattr(SystemMetricsMonitor, name)).parameters) == ["self"], WHERE
-
-
-def test_the_tables_are_those_of_a_store_that_answers(tmp_path):
-    mlflow_internals.create_tables(tmp_path / "new.db")
-    with closing(sqlite3.connect(tmp_path / "new.db")) as database:
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert {"runs", "metrics", "alembic_version"} <= tables, WHERE
-    (experiment,) = store.Store(f"sqlite:///{tmp_path}/new.db").client().search_experiments()
-    assert experiment.name == "Default", WHERE
 
 
 def test_a_sample_is_of_this_moment(tmp_path):
