@@ -8,22 +8,30 @@ ARGS   ?=
 LOCK   := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.lock || echo requirements.lock)
 STAMP  := .venv/$(LOCK).installed
 RUN    := .venv/bin/python -m
+# A file of tests a worker, in the order of tests/conftest.py: long ones first.
+PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --group dev pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench docs ui screenshot lock clean
+.PHONY: help setup train test test-all soak check bench docs ui screenshot lock clean
 
 help:
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## .venv from the lock, and this project in it
 
 train: $(STAMP) ## train: digits, a small CNN, effective batch 128, factor 4; ARGS="overrides"
 	$(RUN) pipeline train $(ARGS)
 
-test: $(STAMP) ## the whole test suite, a file of tests on each processor
-	$(RUN) pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+test: $(STAMP) ## the test suite, in minutes
+	$(PYTEST) -m "not slow and not soak" $(ARGS)
+
+test-all: $(STAMP) ## with what takes long: Slurm, benchmarks, whole experiments
+	$(PYTEST) -m "not soak" $(ARGS)
+
+soak: $(STAMP) ## hundreds of kills and outages
+	$(PYTEST) -m soak $(ARGS)
 
 check: $(STAMP) ## formatter, linter and type checker, changing nothing
 	$(RUN) ruff format --check .

@@ -82,12 +82,26 @@ def browser(width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
             options.add_argument(flag)
         chrome = webdriver.Chrome(options, Service(driver))
         try:
-            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-            chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-            chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
-            yield chrome
+            with window(chrome, width, height):
+                yield chrome
         finally:
             chrome.quit()
+
+
+@contextmanager
+def window(chrome: WebDriver, width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
+    """A new window of `chrome` with a page of `width` × `height`; `chrome` is in it until it is closed."""
+    before = chrome.current_window_handle
+    chrome.switch_to.new_window("window")
+    try:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
+        chrome.get_log("browser")  # what others have logged
+        yield chrome
+    finally:
+        chrome.close()
+        chrome.switch_to.window(before)
 
 
 def picture(chrome: WebDriver, path: Path) -> None:

@@ -12,12 +12,23 @@ from tests import shared
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+# Files of tests that take long, the longest first.
+LONGEST = (
+    *("test_rerun", "test_sweep", "test_run", "test_provenance", "test_update", "test_mlflow_view"),
+    *("test_legal_input", "test_bad_input", "test_weighting_and_slicing", "test_landed", "test_artifact_locations"),
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shared.begin()
         if config.getoption("numprocesses", None):
             shared.warm_server()  # while the workers collect
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A worker that gets a long file last works on alone.
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -38,6 +49,15 @@ def two_devices() -> None:
         tf.config.set_visible_devices([], "GPU")
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator:
+    """The worker's one browser; what a test opens in a `window` of it is closed with it."""
+    from tests.browser import browser
+
+    with browser() as chrome:
+        yield chrome
 
 
 @pytest.fixture

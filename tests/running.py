@@ -27,20 +27,24 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
 
 
-def start(*arguments: str, cwd: Path, warm: bool = False, **more: str) -> subprocess.Popen[str] | Python:
-    """`python -m pipeline …` as a process group of its own, with its output kept apart.
+def python(
+    *arguments: str, cwd: Path, warm: bool = True, stdin: int = subprocess.DEVNULL, **more: str
+) -> subprocess.Popen[str] | Python:
+    """`python …` as a process group of its own, with its output kept apart.
 
     Args:
         warm: fork it from a process that has imported TensorFlow, see warm.py.
+        stdin: nothing, or `subprocess.PIPE`.
         more: environment variables.
     """
-    command, env = ["-m", "pipeline", *arguments], environment(**more)
+    env = environment(**more)
     if warm:
-        return Python(shared.warm_address(), command, cwd=cwd, env=env)
+        return Python(shared.warm_address(), arguments, cwd=cwd, env=env, stdin=stdin)
     return subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, *arguments],
         cwd=cwd,
         env=env,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -48,6 +52,11 @@ def start(*arguments: str, cwd: Path, warm: bool = False, **more: str) -> subpro
         # A shell's background job ignores Ctrl-C, and so would all that it starts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def start(*arguments: str, cwd: Path, warm: bool = False, **more: str) -> subprocess.Popen[str] | Python:
+    """`pipeline …`, see `python`."""
+    return python("-m", "pipeline", *arguments, cwd=cwd, warm=warm, **more)
 
 
 def pipeline(
@@ -62,7 +71,7 @@ def pipeline(
     """`pipeline …` to its end; its exit status must be `status`.
 
     Args:
-        warm: see `start`.
+        warm: see `python`.
         new_store: let it make the store of `cwd`, in place of finding an empty one there.
     """
     if arguments[0] in ("train", "sweep") and "--cfg" not in arguments and status != 2 and not new_store:
@@ -77,11 +86,14 @@ def pipeline(
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def one_process(lines: dict[str, str], cwd: Path, **more: str) -> dict[str, dict]:
-    """What each command line does: its status, what it wrote to either stream, and what it changed in `cwd`."""
-    process = Python(
-        shared.warm_address(), ["-m", "tests.refused"], cwd=cwd, env=environment(**more), stdin=subprocess.PIPE
-    )
+def one_process(lines: dict[str, str], cwd: Path, *, warm: bool = True, **more: str) -> dict[str, dict]:
+    """What each command line does: its status, what it wrote to either stream, and what it changed in `cwd`.
+
+    Args:
+        warm: see `python`.
+        more: environment variables.
+    """
+    process = python("-m", "tests.refused", cwd=cwd, warm=warm, stdin=subprocess.PIPE, **more)
     out, err = process.communicate(json.dumps(list(lines.values())))
     assert process.returncode == 0, err
     return dict(zip(lines, json.loads(out), strict=True))

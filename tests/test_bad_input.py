@@ -6,19 +6,16 @@ Each row is a command line and the line that it gets; … stands for any text. A
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import sqlite3
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.running import Store, environment, pipeline, start
+from tests.running import Store, one_process, pipeline, start
 
 # Refused from the command line and the config alone: neither TensorFlow nor MLflow is imported.
 CONFIG = {
@@ -420,27 +417,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def answers(folder: Path, lines: list[str], **more: str) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.refused"],
-        input=json.dumps(lines),
-        cwd=folder,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=570,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def pattern(expected: str) -> str:
     return ".*".join(re.escape(part) for part in f"pipeline: {expected}\n".split("…"))
 
 
-def check(lines: list[str], said: list[dict], expected: list[str]) -> None:
+def check(said: dict[str, dict], expected: dict[str, str]) -> None:
     differences = []
-    for line, answer, message in zip(lines, said, expected, strict=True):
+    for line, message in expected.items():
+        answer = said[line]
         right = answer["status"] == 2 and answer["out"] == "" and answer["changed"] == []
         if not (right and re.fullmatch(pattern(message), answer["err"])):
             differences.append(f"$ pipeline {line}\n  wanted: {message}\n  {answer}")
@@ -448,9 +432,9 @@ def check(lines: list[str], said: list[dict], expected: list[str]) -> None:
 
 
 def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder):
-    said = answers(folder, list(CONFIG))
-    check(list(CONFIG), said, list(CONFIG.values()))
-    assert said[-1]["loaded"] == []  # by the last of them nothing had been imported by any
+    said = one_process(dict(zip(CONFIG, CONFIG, strict=True)), folder, warm=False)
+    check(said, CONFIG)
+    assert [line for line in CONFIG if said[line]["loaded"]] == []
 
 
 def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(folder, tmp_path):
@@ -469,16 +453,17 @@ def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(fol
                 text = text.replace(f"{{{name}}}", str(value))
             return text
 
-        lines, expected = [filled(line) for line in PREPARED], [filled(message) for message in PREPARED.values()]
-        said = answers(
+        expected = {filled(line): filled(message) for line, message in PREPARED.items()}
+        said = one_process(
+            dict(zip(expected, expected, strict=True)),
             folder,
-            lines,
+            warm=False,  # TFDS reads the folder of its data while it is imported
             TFDS_DATA_DIR=str(tmp_path / "prepared"),
             CUDA_VISIBLE_DEVICES="-1",
             HTTPS_PROXY=f"http://127.0.0.1:{ports['closed']}",
         )
         server.shutdown()
-    check(lines, said, expected)
+    check(said, expected)
     assert client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]) == []
 
 

@@ -20,6 +20,7 @@ def bench(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
     path = tmp_path / "result.json"
     done = bench("update", "fit", "tracking", *TINY, *TRACKED, "--output", str(path))
@@ -45,6 +46,7 @@ def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
     assert all(len(figure["values"]) == 2 and len(figure["best"]) == 2 for figure in ratios)
 
 
+@pytest.mark.slow
 def test_the_start_is_measured_on_a_new_and_on_an_existing_store(tmp_path):
     path = tmp_path / "result.json"
     done = bench("startup", *TINY, "--output", str(path))

@@ -5,15 +5,12 @@ All command lines run in one process (see refused.py), each into an experiment o
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
 
-from tests.running import Store, environment
+from tests.running import Store, one_process
+from tests.shared import place_store
 
 MODULE = '''
 import keras
@@ -112,21 +109,12 @@ def ran(tmp_path_factory):
         for name in names:
             (folder / "conf" / group / f"{name}.yaml").write_text(f"_target_: mine.{name}\n")
     more = {"tracking.log_model": "false", "training.epochs": "1"}
-    lines = []
+    lines = {}
     for name, line in LEGAL.items():
         given = [f"{key}={value}" for key, value in more.items() if f"{key}=" not in line]
-        lines.append(f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment={name}")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.refused"],
-        input=json.dumps(lines),
-        cwd=folder,
-        env=environment(CUDA_VISIBLE_DEVICES="-1"),
-        capture_output=True,
-        text=True,
-        timeout=570,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, Store(folder), dict(zip(LEGAL, json.loads(done.stdout), strict=True))
+        lines[name] = f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment={name}"
+    place_store(folder)
+    return folder, Store(folder), one_process(lines, folder, CUDA_VISIBLE_DEVICES="-1")
 
 
 @pytest.mark.parametrize("name", LEGAL)

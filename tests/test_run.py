@@ -217,7 +217,9 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     [(signal.SIGINT, "KILLED", 130), (signal.SIGTERM, "KILLED", 143), (signal.SIGKILL, "KILLED", -9)],
 )
 def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, status, exit_status):
-    process = start("train", "training.epochs=100000", "model=mlp", *QUIET, "hydra.run.dir=run", cwd=tmp_path)
+    process = start(
+        "train", "training.epochs=100000", "model=mlp", *QUIET, "hydra.run.dir=run", cwd=tmp_path, warm=True
+    )
     journal = tmp_path / "run" / "journal.jsonl"
     _wait(lambda: journal.exists() and journal.read_text().count("metrics") > 300)
     os.killpg(process.pid, number)  # as a terminal does it: the whole group

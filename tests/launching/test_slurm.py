@@ -21,6 +21,8 @@ import pytest
 from tests.running import ROOT, Store, environment, pipeline, start
 from tests.sweep.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
 
+pytestmark = pytest.mark.slow
+
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "sinfo")
 CONFIG = """
 ClusterName=test

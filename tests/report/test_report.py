@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.report import comparison, page, plotly_figure, plots
 from pipeline.report.findings import Finding
 from tests import synthetic
-from tests.browser import browser, picture
+from tests.browser import picture, window
 from tests.synthetic import Made
 
 NASTY = "<img src=x onerror=console.error('run')></script> $x_$ &amp;"  # an optimizer's name, as the store has it
@@ -163,9 +163,9 @@ def opened(chrome: WebDriver, page: Path, scheme: str) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("which", ["by_batch", "nasty"])
-def test_the_page_on_a_phone(which, scheme, store, request, tmp_path):
+def test_the_page_on_a_phone(which, scheme, store, request, tmp_path, chromium):
     written = request.getfixturevalue(which)
-    with browser(360, 740) as chrome:
+    with window(chromium, 360, 740) as chrome:
         colours = opened(chrome, written.page, scheme)
         picture(chrome, tmp_path / f"{which}-{scheme}.png")
         assert chrome.get_log("browser") == []
@@ -181,8 +181,8 @@ def test_the_page_on_a_phone(which, scheme, store, request, tmp_path):
         assert colours[0] == first
 
 
-def test_a_group_is_hidden_in_all_plots_and_the_theme_can_change(by_batch):
-    with browser(1300, 900) as chrome:
+def test_a_group_is_hidden_in_all_plots_and_the_theme_can_change(by_batch, chromium):
+    with window(chromium, 1300, 900) as chrome:
         opened(chrome, by_batch.page, "light")
         traces = "return document.querySelectorAll('#train_loss_by_updates .trace, #val_loss_by_seconds .trace').length"
         before = chrome.execute_script(traces)

@@ -322,7 +322,7 @@ def test_the_recorded_value_counts_although_a_default_has_changed_since(made, tm
     changed = tmp_path / "code/conf/optimizer/adamw.yaml"
     changed.write_text(changed.read_text().replace("beta_1: 0.9", "beta_1: 0.1"))
     (tmp_path / "there").mkdir()
-    here = {"cwd": tmp_path / "there", "PYTHONPATH": str(tmp_path / "code")}
+    here = {"cwd": tmp_path / "there", "PYTHONPATH": str(tmp_path / "code"), "warm": False}
     uri = f"tracking.uri={made[1].client.tracking_uri}"
     assert "beta_1: 0.1" in pipeline("train", "--cfg", "job", **here).stdout  # it is the changed copy that runs
     done = pipeline("rerun", made[2]["optimizers", "AdamW"], uri, **here)

@@ -28,7 +28,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from pipeline.sweep import description, mlflow_view
 from pipeline.tracking.store import Store
 from tests import synthetic
-from tests.browser import PREFERENCES, browser, picture, server
+from tests.browser import PREFERENCES, picture, server, window
 
 ARTIFACTS = Path(os.environ.get("PIPELINE_TEST_ARTIFACTS", Path(__file__).parents[1] / "artifacts"))
 FACTORS, SEEDS, MICRO = (1, 4, 16), (0, 1), 8
@@ -106,7 +106,7 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+def shown(tmp_path_factory: pytest.TempPathFactory, chromium: WebDriver) -> Iterator[Shown]:
     store = synthetic.store(tmp_path_factory.mktemp("shown"))
     names = [f"factor={factor} seed={seed}" for factor in FACTORS for seed in SEEDS]
     factors = synthetic.Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
@@ -136,7 +136,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     lone = client.create_run(factors.experiment_id, run_name="lone").info.run_id
     client.log_metric(lone, "train/loss", 1.0, step=1)
     client.set_terminated(lone)
-    with server(store.uri, seconds=300) as address, browser() as chrome:
+    with server(store.uri, seconds=300) as address, window(chromium) as chrome:
         chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NEW})
         yield Shown(store, address, chrome, factors, optimizers, losses)
 
