@@ -211,6 +211,9 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         while True:
             for key, _ in selector.select():
                 if key.fileobj == 0:
+                    for other in selector.get_map().values():
+                        if other.data is not None:
+                            os.killpg(other.data[0], signal.SIGKILL)
                     return None
                 if key.fileobj is not listener:  # a fork has ended
                     pid, connection = key.data
