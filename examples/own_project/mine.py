@@ -1,7 +1,7 @@
 """Data, a model, a loss and a metric of your own, trained by `pipeline` from a folder of your own.
 
 Command:   cd examples/own_project && pipeline train --config-dir conf experiment=moons
-Run time:  about 10 seconds on two CPU cores
+Run time:  about 15 seconds on two CPU cores
 Expect:    val/accuracy above 0.9, and val/confidence beside it
 """
 
