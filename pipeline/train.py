@@ -56,7 +56,7 @@ def sweep(arguments: Sequence[str]) -> int:
 def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
     """Train; where jobs of a sweep are missing at its end, say the command `again` that runs them."""
     # Who takes up a sweep reads its store.
-    confined = ["tracking.confined=true"] * any(text.startswith("tracking.sweep=") for text in arguments)
+    confined = ["tracking.confined=true"] * any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments)
     try:
         compose.run(partial(compose.in_run_dir, _run), [*arguments, *confined])
     except BaseException as error:

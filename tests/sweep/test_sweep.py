@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -97,12 +98,15 @@ def troubles(tmp_path_factory):
     (folder / "mine.py").write_text(MINE)
     (folder / "sweeps").mkdir()
     (folder / "sweeps" / "troubles.yaml").write_text(TROUBLES)
-    first = pipeline("sweep", "troubles", cwd=folder, status=1, CUDA_VISIBLE_DEVICES="3,GPU-beef,-1,7")
+    (folder / "my conf").mkdir()
+    call = ("sweep", "troubles", "--config-dir", "my conf", "hydra.sweep.dir=its own")
+    first = pipeline(*call, cwd=folder, status=1, CUDA_VISIBLE_DEVICES="3,GPU-beef,-1,7")
     store = Store(folder)
     before = parent_and_children(store)
     places = {file.name for file in folder.glob("place *")}
     (folder / "healed").touch()
-    again = pipeline("sweep", "troubles", "--again", before[0].info.run_id[:12], cwd=folder)
+    (rest,) = re.findall("^run what is missing with: pipeline (.+)$", first.stderr, re.MULTILINE)
+    again = pipeline(*shlex.split(rest), cwd=folder)  # as it was printed
     return first.stderr, before, places, again.stderr, parent_and_children(store)
 
 
@@ -123,7 +127,7 @@ def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
     assert "MemoryError" in printed
     assert "Traceback" not in printed
     assert parent.info.status == "FAILED"
-    assert f"pipeline sweep troubles --again {parent.info.run_id}" in printed
+    assert f"pipeline sweep troubles --again {parent.info.run_id} --config-dir 'my conf'\n" in printed
 
 
 def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
