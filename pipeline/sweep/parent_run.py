@@ -7,7 +7,6 @@ The launchers in `hydra_plugins.pipeline_launcher` call `begin` before the first
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
-from pipeline import imports
 from pipeline.errors import ConfigError, say
 from pipeline.sweep import description, heartbeat, resume
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
@@ -72,7 +70,7 @@ class ParentRun:
 
     def client(self) -> Any:
         """Return MLflow's client of the store."""
-        return client_of(self.uri)
+        return ForeignStore(self.uri).client()
 
     def children(self) -> dict[str, Any]:
         """Return the latest run of each job, by the job's name.
@@ -220,7 +218,6 @@ def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first:
 
 
 def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
-    _load_mlflow()
     from pipeline.tracking.store import Store, StoreError
 
     try:
@@ -258,7 +255,6 @@ def _own_place(run: Any) -> tuple[str, ...]:
 def _take_up(config: DictConfig, name: str) -> ParentRun:
     if not config.tracking.confined:  # which `train` adds where it sees the sweep that is meant
         raise ConfigError("tracking.sweep", "must be given on the command line", config.tracking.sweep)
-    _load_mlflow()
     store = ForeignStore.open(config.tracking.uri, config.trust.allow)
     parent = store.sweep(config.tracking.sweep)
     store.check_experiment(config.tracking.experiment)
@@ -273,17 +269,3 @@ def _param(key: str, value: Any) -> Any:
     from mlflow.entities import Param
 
     return Param(key, str(value))
-
-
-def client_of(uri: str) -> Any:
-    """Return MLflow's client of the store at `uri`."""
-    _load_mlflow()
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(uri)
-
-
-def _load_mlflow() -> None:
-    if "mlflow" not in sys.modules:  # once, before there are threads: they may import what is left out here
-        with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):  # a third of its start
-            import pipeline.tracking.store  # noqa: F401
