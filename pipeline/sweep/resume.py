@@ -73,7 +73,10 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
         ConfigError: one of them could name code, a file or a host, or was a secret, and is not among `given`.
     """
     given_again = {mask(text) for text in given}
-    recorded = [text for text in listed(tags, "sweep.overrides") if text not in given_again]
+    # Older records hold `tracking=server`; where the store is, this call says.
+    recorded = [
+        text for text in listed(tags, "sweep.overrides") if text not in given_again and _key(text) != "tracking"
+    ]
     values: dict[str, Any] = {}
     try:
         for text in recorded:

@@ -47,6 +47,7 @@ HARMLESS = [
 
 def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
     assert replay(*HARMLESS) == HARMLESS
+    assert replay("tracking=server", "+tracking={uri: 'http://evil'}", "seed=1") == ["seed=1"]
 
 
 HOSTILE = [
@@ -78,7 +79,6 @@ HOSTILE = [
     "-cd",
     "/hydra/launcher=basic",
     "tracking.token=***",
-    "tracking=server",
     "tracking.uri=http://evil.example",
     "tracking.sweep=x",
     "tracking.confined=false",
