@@ -71,12 +71,12 @@ class Rerun:
 
     @property
     def run_id(self) -> str:
-        """The recorded run's."""
+        """Return the recorded run's ID."""
         return str(self.recorded.run.info.run_id)
 
     @cached_property
     def gate(self) -> Gate:
-        """What the record may reach."""
+        """Return what the record may reach."""
         values = self.request.values()
         data_dir = values.get("dataset.data_dir", OmegaConf.select(self.own, "dataset.data_dir"))
         return Gate(
@@ -88,7 +88,7 @@ class Rerun:
         )
 
     def run(self) -> int:
-        """Return the exit status: whether the two runs agree."""
+        """Run it and compare the two runs; return the exit status."""
         said = self._say_plan()
         config = self._config(self._experiment())
         run_ids = self._train(config)

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, say
 
 
 def _from_0(config: dict[str, Any]) -> dict[str, Any]:
-    """Records from before the schema had a version: nothing was renamed since."""
+    """Migrate a record from before the schema had a version: nothing was renamed since."""
     return config
 
 
@@ -23,7 +23,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: _from_0}
 
 
 def check(config: Mapping[str, Any], run_id: str, environment: Mapping[str, Any]) -> None:
-    """Refuses a record that this code cannot read, before anything of it is believed.
+    """Refuse a record that this code cannot read, before anything of it is believed.
 
     Args:
         config: a recorded one, not checked yet.
@@ -44,7 +44,7 @@ def check(config: Mapping[str, Any], run_id: str, environment: Mapping[str, Any]
 
 
 def migrate(config: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    """`config` in the current schema.
+    """Return `config` in the current schema.
 
     Args:
         config: a recorded one that `check` let pass.

@@ -42,7 +42,7 @@ class RecordedRun:
 
     @property
     def run_dir(self) -> str | None:
-        """The run directory that the record names."""
+        """Return the run directory that the record names."""
         named = self.environment.get("run_dir")
         return named if isinstance(named, str) else None
 
@@ -94,7 +94,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
 
 
 def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Iterable[str]) -> dict[str, Any]:
-    """`config`, in which what follows a changed key follows it again.
+    """Return `config` with its links to changed keys put back, so that they follow those keys.
 
     The record holds values: without this a learning rate of an override would not reach the schedule.
 
@@ -145,12 +145,12 @@ def _references(link: str) -> list[str]:
 
 
 def _touches(key: str, names: Iterable[str]) -> bool:
-    """Whether `key` is one of `names`, or one lies in the other."""
+    """Return whether `key` is one of `names`, or one lies in the other."""
     return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)
 
 
 def _put(node: Any, path: list[str], value: str) -> None:
-    """Where the path ends early, the record does not hold what its link speaks of, and nothing is put."""
+    """Put `value` at `path`; nothing where the path ends early: the record lacks what its link speaks of."""
     *parents, last = path
     for part in parents:
         node = node.get(part) if isinstance(node, dict) else _entry(node, part)

@@ -39,38 +39,38 @@ class Request:
 
     @property
     def own(self) -> list[str]:
-        """Hydra's options that find the user's own config."""
+        """Return Hydra's options that find the user's own config."""
         named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
         return [text for option, value in named.items() if value for text in (option, value)]
 
     @property
     def changing(self) -> list[str]:
-        """The overrides of the run itself, and not of where it runs."""
+        """Return the overrides of the run itself, and not of where it runs."""
         return [override for override in self.overrides if not override.lstrip("+~").startswith(_PLACE)]
 
     @property
     def folders(self) -> list[str]:
-        """Of config groups."""
+        """Return the folders with config groups, the package's first."""
         return [configuration.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
 
     def values(self) -> dict[str, Any]:
-        """The overrides' values by their keys."""
+        """Return the overrides' values by their keys."""
         with hydra_errors.refusing(self.overrides, self.folders):
             parsed = OverridesParser.create().parse_overrides(self.overrides)
         return {override.key_or_group: override.value() for override in parsed}
 
     @property
     def deleted(self) -> set[str]:
-        """The keys that the overrides take away, as `~training.metrics.accuracy` does."""
+        """Return the keys that the overrides delete, as `~training.metrics.accuracy` does."""
         return {text[1:].split("=", 1)[0] for text in self.overrides if text.startswith("~")}
 
     def groups(self) -> dict[str, str]:
-        """The overrides that choose another option of a config group, as `optimizer=lion` does."""
+        """Return the overrides that choose another option of a config group, as `optimizer=lion` does."""
         known = hydra_errors.groups(self.folders)
         return {key: value for key, value in self.values().items() if key in known and isinstance(value, str)}
 
     def for_hydra(self, run_dir: Path) -> list[str]:
-        """The overrides, as they apply to a record: it has no groups, and lacks what is overridden."""
+        """Return the overrides as they apply to a record, which has no groups and lacks what is overridden."""
         values, groups, found = self.values(), self.groups(), []
         for override in self.overrides:
             key = override.lstrip("+~").split("=", 1)[0]
@@ -86,7 +86,7 @@ class Request:
 
 
 def parsed(arguments: Sequence[str], description: str | None) -> Request:
-    """What `arguments` ask for.
+    """Parse the command line's `arguments`.
 
     Raises:
         ConfigError: they are none of the command.

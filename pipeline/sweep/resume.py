@@ -1,4 +1,4 @@
-"""What is missing of a sweep, run again: by whom it may be, and with which of the overrides that its record holds.
+"""What is missing of a sweep, run again: with which of the overrides that its record holds.
 
 A record comes out of a tracking store, so of its overrides only those are taken that can name no code, no folder and
 no host; what else it holds has to be given again by hand.

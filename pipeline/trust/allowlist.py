@@ -1,7 +1,7 @@
-"""What a config that came out of a tracking store may name: the lists that `trust` goes by.
+"""The names that a config from a tracking store may build, and those that it may not.
 
-Read in the sources of Keras 3.15. tests/test_trust.py looks through the Keras that is installed for layers that read
-files or run code, and for callbacks, that are on no list.
+Read in the sources of Keras 3.15. tests/trust/test_gate.py looks through the Keras that is installed for layers that
+read files or run code, and for callbacks, that are on no list.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ READERS = {
 
 
 def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
-    """Whether `target` may be imported at all; by its text alone.
+    """Refuse a target that may not be imported at all, by its text alone.
 
     Raises:
         ConfigError: it is on no list, and under none of the prefixes `allowed`.
@@ -101,7 +101,7 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
 
 
 def is_of_keras(target: str, found: Any) -> bool:
-    """Whether what an accepted name led to is what its namespace is for."""
+    """Return whether what an accepted name led to is what its namespace is for."""
     namespace = target.rpartition(".")[0]
     if target in LAYERS_BY_ANOTHER_NAME:
         return str(found.__module__).startswith("keras.src.")
@@ -111,5 +111,5 @@ def is_of_keras(target: str, found: Any) -> bool:
 
 
 def is_under(name: str, prefixes: Sequence[str]) -> bool:
-    """Whether a dotted name is one of `prefixes`, or beneath one."""
+    """Return whether a dotted name is one of `prefixes`, or beneath one."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

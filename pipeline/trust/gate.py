@@ -1,7 +1,7 @@
 """The gate before every instantiation: what a config that came out of a tracking store may build, read and write.
 
     fetched config ─► check_config: every name and path, as text ─► what the names really are ─► rerun
-    targets.locate ─► check: the same once more for each node, just before it is imported
+    instantiate.locate ─► check: the same once more for each node, just before it is imported
 
 A user's own config and command line pass as they are. Of a fetched config everything is refused that is not named
 here or allowed by the user, and nothing that it names is imported before its name was accepted.
@@ -63,7 +63,7 @@ _gate: Gate | None = None  # of this process: a context variable would leave the
 
 @contextmanager
 def strict(gate: Gate) -> Iterator[None]:
-    """Until it is left, only what `gate` lets through is instantiated in this process, in any of its threads."""
+    """Let this process, in all of its threads, instantiate only what `gate` accepts."""
     global _gate
     before, _gate = _gate, gate
     try:
@@ -73,12 +73,12 @@ def strict(gate: Gate) -> Iterator[None]:
 
 
 def downloads() -> bool:
-    """Whether datasets may be downloaded and prepared now."""
+    """Return whether datasets may be downloaded and prepared now."""
     return _gate is None or _gate.downloads
 
 
 def check(node: DictConfig, key: str) -> None:
-    """The hook before anything of `node` is imported or built. Does nothing outside of `strict`.
+    """Check `node` before anything of it is imported or built; do nothing outside of `strict`.
 
     Raises:
         ConfigError: `node`, or anything in it, is not trusted.
@@ -94,7 +94,7 @@ def check(node: DictConfig, key: str) -> None:
 def check_config(
     config: Mapping[str, Any], gate: Gate, *, recorded_run_dir: str | Path | None = None, imports: bool = True
 ) -> dict[str, Any]:
-    """Checks a whole fetched config before anything is created.
+    """Check a whole fetched config before anything is created.
 
     Args:
         config: as it was recorded, in plain dicts, lists and scalars.
@@ -144,7 +144,7 @@ def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[s
 
 
 def is_small(config: Any) -> bool:
-    """Whether it has an end, and is of no more values than a config may have: else writing it down has none."""
+    """Return whether the config is finite and below the size limit."""
     rest, values = [config], 0
     while rest and values + len(rest) <= _MOST_VALUES:
         node, values = rest.pop(), values + 1
@@ -153,7 +153,7 @@ def is_small(config: Any) -> bool:
 
 
 def confine(path: str | Path, roots: Sequence[Path], key: str = "path", *, base: Path | None = None) -> str:
-    """`path`, absolute and with its symlinks followed.
+    """Return `path`, absolute and with its symlinks followed.
 
     Args:
         path: without `..`; of this machine, so no URL.
@@ -179,7 +179,7 @@ def confine(path: str | Path, roots: Sequence[Path], key: str = "path", *, base:
 
 
 class _Walk:
-    """Reads a plain config through once, as text; imports nothing.
+    """Read a plain config through once, as text; import nothing.
 
     Attributes:
         targets: (key, name) of what it would build, all accepted by name.
@@ -192,7 +192,7 @@ class _Walk:
         self._values = 0
 
     def read(self, value: Any, key: str, depth: int = 0) -> Any:
-        """A copy of `value`, in which the paths that are read from are absolute."""
+        """Return a copy of `value`, in which the paths that are read from are absolute."""
         self._values += 1
         if depth > _DEEPEST or self._values > _MOST_VALUES:
             rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
@@ -219,7 +219,7 @@ class _Walk:
         return {name: self.read(entry, _join(key, name), depth + 1) for name, entry in others.items()} | paths
 
     def _text(self, text: str, key: str) -> str:
-        """`text`, which may be a path: whoever is given it could read it, or write there."""
+        """Return `text`, checked as a path: whoever is given it could read it, or write there."""
         text = self._plain(text, key)
         if key.startswith("tracking."):  # the names of an experiment and of a run are no paths, and may look like one
             return text
@@ -230,7 +230,7 @@ class _Walk:
         return text
 
     def _plain(self, text: str, key: str) -> str:
-        """`text`; a path in the recorded run's directory as the same one in the new run's."""
+        """Return `text`; a path in the recorded run's directory becomes the same path in the new run's."""
         if "${" in text:
             raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
         # What is not seen may be passed over by whoever reads the text as a path or as an address.
@@ -241,7 +241,7 @@ class _Walk:
         return text
 
     def _target(self, node: dict[Any, Any], key: str) -> dict[str, Any]:
-        """The arguments that are a path, made absolute; the name is accepted."""
+        """Check the target's name; return its arguments that are a path, made absolute."""
         target, where = node["_target_"], _join(key, "_target_")
         if type(target) is not str:
             raise ConfigError(where, "must be the dotted name of what builds it", str(target))
@@ -277,7 +277,7 @@ class _Walk:
 
 
 def _identify(walk: _Walk) -> None:
-    """Whether the accepted names are what they seem; imports them."""
+    """Import the accepted names and refuse those that are not what they seem."""
     for key, target in dict.fromkeys(walk.targets):
         if target in allowlist.BUILDERS:
             continue
