@@ -16,6 +16,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = project
+html_show_copyright = False
 myst_heading_anchors = 3
 default_role = "code"
 autodoc_mock_imports = ["keras", "tensorflow"]  # their docstrings are not needed, and they take seconds to import
