@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError, RunError, say
 from pipeline.masking import mask
 
 VERBS = {  # name → where it is, and what it does
@@ -31,18 +31,18 @@ VERBS = {  # name → where it is, and what it does
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
+    """Run one verb; return the exit status: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     sys.path.append(os.getcwd())  # a user's own modules, also for the installed command
     try:
         if arguments[:1] == ["-sc"]:
             return _complete(arguments)
         return _run(arguments)
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             say(*mask(traceback.format_exc()).splitlines())
         say(f"pipeline: {error}")
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         say("pipeline: interrupted")
         return 130
@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _complete(arguments: list[str]) -> int:
-    """Hydra's shell completion, which calls the command without its verb and the verb's own argument."""
+    """Print what Hydra's shell completion offers; it knows neither the verb nor the verb's own argument."""
     words = os.environ.get("COMP_LINE", "").split(" ")
     asked = arguments[1:2] == ["query=bash"]
     if asked and len(words) <= 2:
@@ -91,9 +91,11 @@ def _complete(arguments: list[str]) -> int:
     if asked and named and len(words) <= 3:
         print(" ".join(sweep_files()) if words[1] == "sweep" else "")
         return 0
-    os.environ["COMP_LINE"] = " ".join([words[0], *words[3 if named else 2 :]])
-
-    return train(arguments)
+    rest = words[3 if named else 2 :]
+    os.environ["COMP_LINE"] = " ".join([words[0], *rest])
+    flags = [index for index, word in enumerate(rest[:-2]) if word in ("--config-dir", "-cd")]
+    folders = [rest[index + 1] for index in flags if os.path.isdir(rest[index + 1])]
+    return train([*arguments, *(["--config-dir", folders[-1]] if folders else [])])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -14,19 +15,19 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import config as configuration
-from pipeline.errors import ConfigError, first_line, say
+from pipeline.errors import ConfigError, RunError, first_line, printable, say
 from pipeline.hydra_errors import COMPOSITION, refusing
+from pipeline.hydra_internals import get_args_parser
 from pipeline.masking import mask
 
 Task = Callable[[DictConfig, list[str], Path], float]
@@ -82,7 +83,7 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
 
 
 class RunFolders(Callback):
-    """Notes which folders Hydra makes for a run, so that one that is refused takes back just those."""
+    """Expand `~` in the run directory, and note which folders Hydra makes, so that a refused run removes just those."""
 
     _made: ClassVar[list[Path]] = []
 
@@ -95,7 +96,13 @@ class RunFolders(Callback):
     @staticmethod
     def _note(config: DictConfig, key: str) -> None:
         with suppress(OmegaConfBaseException):  # Hydra reads it next, and then it is refused
-            folder = Path(OmegaConf.select(config, key)).absolute()
+            written = OmegaConf.select(config, key)
+            folder = Path(written).expanduser().absolute()
+            if str(written).startswith("~"):
+                with read_write(config):
+                    OmegaConf.update(config, key, str(folder))
+                    config.hydra.overrides.hydra.append(f"{key}='{folder}'")  # the jobs of a sweep compose it again
+            configuration.expand_home(config)  # here for a launcher, which opens the store
             RunFolders._made = [made for made in (folder, *folder.parents) if not made.exists()]
 
     @classmethod
@@ -115,10 +122,11 @@ class RunFolders(Callback):
 
 
 def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
-    """Runs `task` on the config that Hydra composes from `arguments`.
+    """Run `task` on the config that Hydra composes from `arguments`.
 
     Raises:
         ConfigError: the arguments or the config that they ask for are wrong.
+        RunError: one run failed after it was created; its traceback is in its run directory.
     """
     Plugins.instance()  # first: published plugins register the names that ours take over
     configuration.register()
@@ -128,21 +136,26 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
 
     def job(config: DictConfig) -> Any:
         try:
+            configuration.expand_home(config)
             return task(config)
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.
                 say(*mask(traceback.format_exc()).splitlines())
                 raise RuntimeError(mask(_in_one_line(error))) from None
-            raised.append(error)  # raised again below: else Hydra prints a line of its own about it
+            raised.append(_with_traceback_kept(error))  # raised again below: else Hydra prints a line of its own
             return None
 
+    # A shell leaves KEY=~/… as it is, and Hydra's grammar has no ~ in a value.
+    arguments = [re.sub("^([^=]+=(sqlite:///)?)~(?=/)", rf"\1{Path.home()}", argument) for argument in arguments]
     options = _parsed(arguments)
     _check_digits(options.overrides)
     if options.multirun:
         options.overrides, arguments = _by_environment(options.overrides, arguments)
     flags = [argument for argument in arguments if argument not in options.overrides]
     folders = [configuration.directory(), *([options.config_dir] if options.config_dir else [])]
+    if options.config_dir and not options.shell_completion:
+        say_unused(Path(options.config_dir))
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
     kinds = COMPOSITION if options.multirun else (Exception,)
     before, environment = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
@@ -170,9 +183,34 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         raise raised[0]
 
 
+def _with_traceback_kept(error: Exception) -> Exception:
+    """Write the traceback of a failed run into its run directory; return what to say of it in one line."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():
+        return error
+    file = run_dir / "traceback.log"
+    lines = mask("".join(traceback.format_exception(error))).splitlines()
+    file.write_text("\n".join([*map(printable, lines), ""]), encoding="utf-8")
+    failure = RunError(f"{type(error).__name__}: {first_line(error)} (traceback in {file})")
+    failure.__cause__ = error
+    return failure
+
+
+def say_unused(config_dir: Path) -> None:
+    """Name the user's config files that have a built-in's name: Hydra takes the built-in, without a word."""
+    files = sorted(file.relative_to(config_dir) for file in config_dir.glob("*/**/*.yaml"))
+    for file in files:
+        ours = Path(configuration.directory()) / file
+        if ours.exists() and not ours.samefile(config_dir / file):
+            name = f"{file.parent}={file.stem}"
+            say(f"pipeline: {name} is the built-in config; {config_dir / file} is not used, rename it")
+
+
 def _by_environment(overrides: Sequence[str], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Both, without secrets: the environment carries them to the jobs of a sweep, of which Hydra and submitit
-    write files. A secret that is swept over stays."""
+    """Return both without secrets; a secret that is swept over stays.
+
+    The environment carries the secrets to the jobs of a sweep: Hydra writes their overrides into files.
+    """
     places: dict[str, str] = {}
     for text in (text for text in overrides if mask(text) != text):
         with suppress(HydraException):  # what cannot be parsed Hydra refuses
@@ -202,7 +240,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line as Hydra's own parser reads it, which answers a wrong one with its whole usage."""
+    """Return the command line as Hydra's own parser reads it; refuse a wrong one in one line."""
     parser = get_args_parser()
     flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
 

@@ -10,6 +10,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import sizes
 from pipeline.errors import ConfigError
@@ -122,7 +124,7 @@ class Config:
 
 
 def register() -> None:
-    """Makes the schema and the resolvers known to Hydra. Safe to call again."""
+    """Make the schema and the resolvers known to Hydra. Safe to call again."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("times", _times, replace=True)
 
@@ -136,8 +138,17 @@ def _times(a: Any, b: Any) -> int | float:
     return product
 
 
+def expand_home(config: DictConfig) -> None:
+    """Replace `~` at the start of the store's file and of the data's folder by the home directory, in place."""
+    for key, prefix in (("tracking.uri", "sqlite:///"), ("dataset.data_dir", "")):
+        with suppress(OmegaConfBaseException):  # what has no value is refused later
+            value = OmegaConf.select(config, key)
+            if isinstance(value, str) and value.startswith(f"{prefix}~"):
+                OmegaConf.update(config, key, prefix + os.path.expanduser(value.removeprefix(prefix)))
+
+
 def directory(name: str = "conf") -> str:
-    """The packaged folder `conf` or `sweeps`: inside an installed wheel, beside the package in a checkout."""
+    """Return the packaged folder `conf` or `sweeps`: inside an installed wheel, beside the package in a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / name
     return str(inside if inside.is_dir() else package.parent / name)
@@ -160,7 +171,7 @@ class Settings:
 
 @refusing()
 def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
-    """Checks what one field alone cannot show, and settles defaults that the command line outranks.
+    """Check what one field alone cannot show, and settle defaults that the command line outranks.
 
     Args:
         config: the composed config; its `accumulation` and `training` are settled in place, so that what is
@@ -224,7 +235,7 @@ def allowed_places(allow: Iterable[str]) -> list[str]:
 
 
 def _check_keys(config: DictConfig) -> None:
-    """With `+` and `~` a command line adds and deletes keys that the schema does not let it change."""
+    """Refuse keys that `+` and `~` on the command line added to or deleted from the schema."""
     nodes = {"": Config, "accumulation": AccumulationConfig, "training": TrainingConfig}
     nodes |= {"hardware": HardwareConfig, "tracking": TrackingConfig}
     for key, schema in nodes.items():
@@ -310,7 +321,7 @@ def _check_tracking(config: DictConfig) -> None:
 
 
 def _is_name(name: str) -> bool:
-    """Whether MLflow takes it for a metric or a param: to MLflow it is a path, too."""
+    """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
     return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
 
 
@@ -325,14 +336,14 @@ def _positive(config: DictConfig, key: str) -> None:
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """The resolved config as plain dicts, lists and scalars."""
+    """Return the resolved config as plain dicts, lists and scalars."""
     container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 
 
 def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Every leaf of a plain config under its dotted name; an empty dict or list is a leaf."""
+    """Return every leaf of a plain config under its dotted name; an empty dict or list is a leaf."""
     if isinstance(node, Mapping) and node:
         items: Iterable[tuple[Any, Any]] = node.items()
     elif isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
@@ -346,7 +357,7 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without(node: DictConfig, *keys: str) -> DictConfig:
-    """A copy of `node` that lacks `keys`: what is left are the arguments of its `_target_`."""
+    """Return a copy of `node` without `keys`: what is left are the arguments of its `_target_`."""
     copy = node.copy()
     with open_dict(copy):
         for key in keys:

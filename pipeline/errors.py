@@ -1,4 +1,4 @@
-"""The one error that a user's input can cause, said in one line."""
+"""Errors that are shown in one line: wrong input, and a run that failed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 from pipeline.masking import mask
 
-_UNSAID: Any = object()
+_NOT_GIVEN: Any = object()
 _LONGEST = 300  # characters of a value
-_MOST = 40  # choices that are listed
+_MOST = 40  # choices in the list
 
 
 class ConfigError(Exception):
@@ -31,13 +31,13 @@ class ConfigError(Exception):
         self,
         key: str,
         rule: str,
-        received: object = _UNSAID,
+        received: object = _NOT_GIVEN,
         choices: Iterable[object] | None = None,
         similar: Iterable[object] = (),
     ):
         # Everything is kept as text, so that the error crosses from one process to another.
         self.key, self.rule = key, rule
-        self.received = None if received is _UNSAID else said(received)
+        self.received = None if received is _NOT_GIVEN else _shown(received)
         self.choices = None if choices is None else [str(choice) for choice in choices]
         self.close = ""
         if isinstance(received, str):
@@ -58,30 +58,34 @@ class ConfigError(Exception):
         return printable(" ".join(line.split()))
 
 
+class RunError(Exception):
+    """A run failed while running. The message is one line and names the file with the traceback. Exit status 1."""
+
+
 def printable(text: str) -> str:
-    """Return `text` without what would speak to the terminal: a store's names and messages are foreign."""
+    """Return `text` with `?` for each control character: a store's names and messages are foreign."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def say(*lines: str, to: TextIO | None = None) -> None:
-    """Print to standard error, or `to`: without secrets and without what would speak to the terminal.
+    """Print to standard error, or `to`, without secrets and without control characters.
 
     Args:
-        lines: one each, also where what a store said would make more of it.
+        lines: each becomes one line, also where a store's text has several.
         to: another stream.
     """
     for line in lines:
         print(printable(mask(line)), file=to or sys.stderr, flush=True)
 
 
-def said(value: object) -> str:
-    """`value` as a person would have written it in YAML, cut where it is long."""
+def _shown(value: object) -> str:
+    """Return `value` as a person would have written it in YAML, cut where it is long."""
     text = mask(_yaml(value))  # before it is cut: half a secret would not be found any more
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line; its type where it says nothing."""
+    """Return the message of an exception in one line; its type where it has no message."""
     text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # where in its graph TensorFlow was
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

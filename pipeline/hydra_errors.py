@@ -1,10 +1,9 @@
-"""What Hydra and OmegaConf refuse, in the one line that this package says of wrong input."""
+"""Errors of Hydra and OmegaConf → `ConfigError`, in one line."""
 
 from __future__ import annotations
 
 import os
 import re
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -55,12 +54,12 @@ COMPOSITION = (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.
 def refusing(
     overrides: Sequence[str] = (), folders: Sequence[str] = (), kinds: tuple[type[Exception], ...] = COMPOSITION
 ) -> Iterator[None]:
-    """Turns what composing or reading a config raises into a `ConfigError`.
+    """Turn what composing or reading a config raises into a `ConfigError`.
 
     Args:
-        overrides: of the command line, to find the one that is meant.
-        folders: that hold config groups.
-        kinds: of errors that can only be of the user's input.
+        overrides: the command line's, to find the one that is meant.
+        folders: folders with config groups.
+        kinds: errors that only the user's input can cause.
     """
     try:
         yield
@@ -71,7 +70,7 @@ def refusing(
 
 
 def groups(folders: Sequence[str]) -> dict[str, list[str]]:
-    """The options of each config group in `folders`."""
+    """Return the options of each config group in `folders`."""
     found: dict[str, set[str]] = {}
     for file in (file for folder in folders for file in Path(folder).glob("*/*.yaml")):
         found.setdefault(file.parent.name, set()).add(file.stem)
@@ -86,7 +85,7 @@ def _refusal(error: Exception, overrides: Sequence[str], folders: Sequence[str])
     if isinstance(error, MissingConfigException):
         return _missing(error)
     if isinstance(error, UnicodeDecodeError | yaml.YAMLError):
-        return _unreadable(error)
+        return _unreadable(error, folders)
     for link in _chain(error):
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return _of_key(link, _origin(error), folders)
@@ -94,7 +93,7 @@ def _refusal(error: Exception, overrides: Sequence[str], folders: Sequence[str])
 
 
 def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) -> ConfigError:
-    """OmegaConf says which key, in which node, and of which type the node is."""
+    """Return the refusal of an error in which OmegaConf names the key and its node."""
     key = str(error.full_key)
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         parent, _, name = key.rpartition(".")
@@ -123,7 +122,7 @@ def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) 
 
 
 def _type_of(error: ValidationError) -> tuple[str, list[str] | None]:
-    """What the schema wants at the key of `error`, and the choices of an enumeration."""
+    """Return what the schema wants at the key of `error`, and the choices of an enumeration."""
     hint = get_type_hints(error.object_type).get(error.key) if hasattr(error.object_type, "__annotations__") else None
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     null = ", or null" if NoneType in kinds else ""
@@ -145,8 +144,8 @@ def _missing(error: MissingConfigException) -> ConfigError:
     return ConfigError(group, "must be an option of its group", name, error.options)
 
 
-def _unreadable(error: UnicodeDecodeError | yaml.YAMLError) -> ConfigError:
-    file = _file(error)
+def _unreadable(error: UnicodeDecodeError | yaml.YAMLError, folders: Sequence[str]) -> ConfigError:
+    file = _file(error, folders)
     mark = getattr(error, "problem_mark", None)
     if file is None:
         return ConfigError("config", f"must be YAML in UTF-8 ({first_line(error)})")
@@ -186,15 +185,20 @@ def _from_text(error: Exception, overrides: Sequence[str], folders: Sequence[str
     if isinstance(error, OSError) and error.filename is not None:
         rule = f"must be a folder that can be made ({error.strerror})"
         return ConfigError("hydra.run.dir", rule, os.fspath(error.filename))
-    said = f"must be what Hydra takes ({first_line(error)})"
-    file = _file(error)
-    return ConfigError("arguments", said, " ".join(overrides)) if file is None else ConfigError(file, said)
+    rule = f"must be what Hydra takes ({first_line(error)})"
+    file = _file(error, folders)
+    return ConfigError("arguments", rule, " ".join(overrides)) if file is None else ConfigError(file, rule)
 
 
-def _file(error: Exception) -> str | None:
-    """The file that Hydra was reading: no error says it, but its reader, among the traceback's frames, knows."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return next((frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals), None)
+def _file(error: Exception, folders: Sequence[str]) -> str | None:
+    """Return the config file that raises `error` when it is read; Hydra names none. None where no file does."""
+    for file in (file for folder in folders for file in sorted(Path(folder).resolve().rglob("*.yaml"))):
+        try:
+            OmegaConf.load(file)
+        except Exception as own:
+            if type(own) is type(error) and str(own) == str(error):
+                return str(file)
+    return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -204,18 +208,18 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _origin(error: Exception) -> str:
-    """The file that Hydra was reading; nothing where that was the command line or the table of contents."""
+    """Return ` (in FILE)` where Hydra says the file; empty for the command line and for `config.yaml`."""
     match = re.match(r"In '(.+?)'", str(error))
     return "" if match is None or match[1] in ("config", "hydra/config") else f" (in {match[1]})"
 
 
 def _cause(error: OmegaConfBaseException) -> str:
-    said = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error))
-    return said.strip("\"'")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error))
+    return text.strip("\"'")
 
 
 def _unresolved(error: OmegaConfBaseException) -> object:
-    """The value as it was written, with its interpolation."""
+    """Return the value as it was written, with its interpolation."""
     if not isinstance(error.parent_node, DictConfig):
         return error.value
     written: Any = OmegaConf.to_container(error.parent_node, resolve=False)

@@ -23,7 +23,7 @@ _OF_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # a
 
 
 def build(node: DictConfig, key: str, **arguments: Any) -> Any:
-    """Builds what `node._target_` names from the other entries of `node`.
+    """Build what `node._target_` names from the other entries of `node`.
 
     Args:
         node: a config node with a `_target_`; nested nodes with one are built first.
@@ -42,9 +42,9 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
             raise cause from None
-        # Hydra says which node it was of those inside of this one, by a name that starts at the root that it knows.
-        said = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
-        path = said[1].removeprefix(key).lstrip(".") if said else ""
+        # A nested node may be the one that failed: Hydra names it, from the root on or from this node on.
+        named = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
+        path = named[1].removeprefix(key).lstrip(".") if named else ""
         inner = OmegaConf.select(node, path) if path else node
         where = f"{key}.{path}".rstrip(".")
         rule = f"must be what {inner.get('_target_')} takes ({type(cause).__name__}: {first_line(cause)})"
@@ -52,7 +52,7 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
 
 
 def locate(node: DictConfig, key: str) -> Callable[..., Any]:
-    """What `node._target_` names.
+    """Return what `node._target_` names.
 
     Raises:
         ConfigError: it does not exist or cannot be called.
@@ -74,21 +74,21 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
     except Exception as error:
         close = difflib.get_close_matches(name.rpartition(".")[2], dir(found), n=1) if found is not None else []
         similar = [f"{parent}.{known}" for known in close]
-        said = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(key, f"must name something that exists ({said})", target, similar=similar) from error
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(key, f"must name something that exists ({cause})", target, similar=similar) from error
     if not callable(found):
         raise ConfigError(key, "must name something that can be called", target)
     return found
 
 
 def accepted(target: Callable[..., Any], node: DictConfig, **offers: Any) -> dict[str, Any]:
-    """Those of `offers` that `target` has a parameter for and `node` does not give a value."""
+    """Return those of `offers` that `target` has a parameter for and `node` gives no value."""
     parameters = _parameters(target)
     return {name: offer for name, offer in offers.items() if name in parameters and node.get(name) is None}
 
 
 def _check_names(target: Callable[..., Any], node: DictConfig, key: str, others: set[str]) -> None:
-    """The names of the arguments, before anything is called; what only the target knows it says itself."""
+    """Refuse an unknown argument and a missing one, as far as the signature shows them."""
     parameters = _parameters(target)
     open_ended = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
     if not parameters or open_ended & {parameter.kind for parameter in parameters.values()} or "_args_" in node:
@@ -116,7 +116,7 @@ def _check_flags(target: Callable[..., Any], node: DictConfig, key: str) -> None
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Of its signature; none where it has no signature that can be read."""
+    """Return the parameters of the signature; none where it cannot be read."""
     try:
         return dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):

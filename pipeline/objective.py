@@ -22,9 +22,9 @@ class Objective:
     """What is minimised and what is measured.
 
     Attributes:
-        loss: of every update and of the validation split.
-        metrics: of the updates.
-        validation_metrics: the same ones, with state of their own.
+        loss: used in every update and on the validation split.
+        metrics: used in the updates.
+        validation_metrics: the same metrics, with state of their own.
         named_callbacks: Keras callbacks under their names in the config; one batch of theirs is one update.
     """
 
@@ -39,10 +39,10 @@ class Objective:
 
 
 class FunctionLoss(keras.losses.Loss):
-    """A function of (y_true, y_pred) that gives one value per example, as a loss.
+    """A loss that calls a function of (y_true, y_pred), which returns one value per example.
 
     Args:
-        function: what is called.
+        function: takes tensors with the examples on axis 0.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any]):
@@ -54,7 +54,7 @@ class FunctionLoss(keras.losses.Loss):
 
 
 def build(config: DictConfig) -> Objective:
-    """The objective of the `training` group.
+    """Return the objective of the `training` group.
 
     Raises:
         ConfigError: a target or one of its arguments is wrong.
@@ -68,9 +68,9 @@ def build(config: DictConfig) -> Objective:
 
 
 def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size: int) -> None:
-    """Computes the loss of one micro-batch, so that labels and outputs that do not fit are refused at once.
+    """Compute the loss of one micro-batch, so that labels and outputs that do not fit are refused at once.
 
-    Builds what is not built yet of the model, and of the metrics that it was compiled with.
+    Build the model, and the metrics that it was compiled with, where they are not built yet.
 
     Raises:
         ConfigError: the loss does not fit the labels or the model's outputs, the model trains nothing, or a callback
@@ -136,7 +136,7 @@ def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> N
 
 
 def _trace(function: Callable[..., Any], *arguments: Any) -> None:
-    """Raises where `function` cannot be traced, which `arguments` alone do not show; computes nothing."""
+    """Raise where `function` cannot be traced, which a call does not show; compute nothing."""
     try:
         tf.function(lambda: function(*arguments), autograph=False).get_concrete_function()
     except tf.errors.OperatorNotAllowedInGraphError as error:
@@ -153,7 +153,7 @@ def _refused(key: str, rule: str, received: str) -> Iterator[None]:
 
 
 def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
-    """Many of Keras' own broadcast (batch,) labels against (batch, n) outputs, which is never meant."""
+    """Refuse (batch,) labels against (batch, n) outputs, which many of Keras' losses broadcast without a word."""
     kind = type(measure)
     if not kind.__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
@@ -167,7 +167,7 @@ def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
 
 
 def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int | None) -> None:
-    """What Keras computes without a word: a label without an output, a logarithm of what is no probability."""
+    """Refuse what Keras computes without a word: a label without an output, the logarithm of a logit."""
     if not isinstance(loss, _CROSS_ENTROPIES) or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 

@@ -45,6 +45,8 @@ def sweep(arguments: Sequence[str]) -> int:
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
     file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
+    if options.config_dir:
+        compose.say_unused(Path(options.config_dir))
     if folders := _searched(files[options.name], options.config_dir):
         file.append(f"hydra.searchpath=[{','.join(folders)}]")
     missing = _resumed(options, file, rest) if options.again else rest

@@ -1,31 +1,102 @@
-"""The verb `pipeline ui`: MLflow's UI on the configured store."""
+"""The verb `pipeline ui`: MLflow's UI on the configured store, and where its newest run is."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from omegaconf import DictConfig
 
 from pipeline import compose
-from pipeline.masking import mask
+from pipeline.errors import ConfigError, say
+
+HOST = "127.0.0.1"
+_PATIENCE = 10.0  # seconds for the server's processes to end
 
 
 def ui(arguments: Sequence[str]) -> int:
-    """Serve MLflow's UI on the composed config's store."""
-    opened: list[str] = []
-    compose.run(lambda config: opened.append(config.tracking.uri), [*arguments, "hydra.run.dir=."])
-    for uri in opened:  # none where Hydra was asked to show something, and did
-        return _serve(uri)
+    """Serve MLflow's UI on the store of the composed config, until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser(
+        prog="pipeline ui",
+        description=ui.__doc__,
+        epilog="All other arguments are overrides, such as tracking.uri=sqlite:///elsewhere/mlflow.db",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--port", metavar="PORT", default="5000", help="where to listen on 127.0.0.1; default 5000")
+    options, rest = parser.parse_known_args(list(arguments))
+    opened: list[DictConfig] = []
+    compose.run(opened.append, [*rest, "hydra.run.dir=."])
+    for config in opened:  # none where Hydra was asked to show something, and did
+        return _serve(config.tracking.uri, _free(options.port))
     return 0
 
 
-def _serve(uri: str) -> int:
+def _free(text: str) -> int:
+    """Return the port, on which nobody listens yet."""
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise ConfigError("--port", "must be from 1 to 65535", text)
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind((HOST, int(text)))
+        except OSError as error:
+            rule = f"must be a port that is free: choose another with --port ({error.strerror})"
+            raise ConfigError("--port", rule, int(text)) from None
+    return int(text)
+
+
+def _serve(uri: str, port: int) -> int:
     if uri.startswith(("http://", "https://")):
-        print(f"The store is a server with a UI of its own: {mask(uri)}")
+        say(f"The store is a server with a UI of its own: {uri}", to=sys.stdout)
         return 0
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--backend-store-uri", uri]
+    say(*_pages(uri, f"http://{HOST}:{port}"), "Ctrl-C ends it", to=sys.stdout)
+    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
+    # MLflow starts about ten processes and leaves some of them behind: a session of their own can be ended whole.
+    # With its URI in the environment, other users do not read a password in the list of processes.
+    server = subprocess.Popen(
+        command, env={**os.environ, "MLFLOW_BACKEND_STORE_URI": uri}, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    with _ending(server):
+        return server.wait()
+
+
+@contextmanager
+def _ending(server: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End all processes of `server` afterwards, also on Ctrl-C and SIGTERM."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        return subprocess.call([*command, "--port", os.environ.get("PIPELINE_UI_PORT", "5000")])
-    except KeyboardInterrupt:
-        return 0
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(_PATIENCE)
+
+
+def _pages(uri: str, root: str) -> list[str]:
+    """Return lines with the addresses of the newest run and of its experiment, or of MLflow's first page."""
+    from pipeline.tracking.store import Store, StoreError
+
+    try:
+        client = Store(uri).client()
+    except StoreError as error:
+        raise ConfigError("tracking.uri", f"must be a store that answers ({error})", uri) from error
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, order_by=["start_time DESC"], max_results=1)
+    for run in runs:
+        where = f"{root}/#/experiments/{run.info.experiment_id}"
+        return [f"newest run: {where}/runs/{run.info.run_id}", f"all runs:   {where}/runs"]
+    return [f"there is no run yet: {root}"]

@@ -158,6 +158,7 @@ CONFIG = {
     "train --config-dir nowhere": "--config-dir must be a folder that exists. Received: '…/nowhere'.",
     "train --config-name nope": "--config-name must be a config that exists. Received: 'nope'.",
     "trian": "VERB must be a verb of pipeline. Received: 'trian'. Choices: train, … Did you mean 'train'?",
+    "ui --port many": "--port must be from 1 to 65535. Received: 'many'.",
     "ui tracking.ur=x": "tracking.ur must be a key of tracking. Received: 'ur'. Choices: uri, … Did you mean 'uri'?",
     # what belongs to a store and its records
     "train schema=2": "schema must be 1, the one of this program. Received: 2.",
@@ -299,6 +300,7 @@ PREPARED = {
     "only schedule=constant allows). Received: 'LearningRateScheduler'.",
     f"train {MLP} +training.callbacks.stop._target_=keras.losses.Huber": "training.callbacks.stop._target_ must give "
     "a keras.callbacks.Callback. Received: 'Huber'.",
+    "ui --port {open}": "--port must be a port that is free: choose another with --port (…). Received: {open}.",
     # stores, which another process opens
     f"train {MLP} tracking.uri=sqlite:///file/mlflow.db": "tracking.uri must be a store that answers (…/file is not "
     "a folder that can be written). Received: 'sqlite:///file/mlflow.db'.",
@@ -490,7 +492,11 @@ def test_an_error_of_the_users_own_code_while_running_is_no_config_error(folder,
         cwd=tmp_path,
         status=1,
     )
-    assert "UnicodeDecodeError" in done.stderr
+    last, file = re.fullmatch(r"(pipeline: .*) \(traceback in (.+)\)", done.stderr.splitlines()[-1]).groups()
+    assert last == "pipeline: UnicodeDecodeError: 'utf-8' codec can't decode byte 0x78 in position 0: late"
+    assert "Traceback" not in done.stderr
+    assert Path(file).parent == next((tmp_path / "outputs").glob("*/*"))
+    assert "on_train_batch_end" in Path(file).read_text()
 
 
 def test_of_two_runs_at_once_in_one_folder_the_second_is_refused(tmp_path):

@@ -127,7 +127,30 @@ def test_a_users_own_configs_by_config_dir(installed):
         ("pipeline train model=mlp model.hi", "model.hidden."),
         ("pipeline sweep factor_w", "factor_with_linear_scaling factor_with_sqrt_scaling"),
         ("pipeline sweep seeds model=mlp model.hi", "model.hidden."),
+        ("pipeline train --config-dir mine model=w", "model=wide"),
+        ("pipeline sweep seeds -cd mine model=w", "model=wide"),
     ],
 )
 def test_a_tab_in_bash_completes_verbs_sweeps_groups_and_keys(installed, line, choices):
+    (installed.folder / "mine" / "model").mkdir(parents=True)
+    (installed.folder / "mine" / "model" / "wide.yaml").write_text("_target_: my.models.wide\n")
     assert installed.run("bash", "-c", TAB, "bash", line).split() == choices.split()
+
+
+@pytest.mark.parametrize("line", ["train --config-dir mine --cfg job", "sweep seeds --config-dir mine --cfg job"])
+def test_a_config_with_the_name_of_a_built_in_is_said_to_be_unused(installed, line):
+    (installed.folder / "mine" / "model").mkdir(parents=True)
+    (installed.folder / "mine" / "model" / "cnn.yaml").write_text("_target_: my.models.cnn\n")
+    done = subprocess.run(
+        ["pipeline", *line.split()], cwd=installed.folder, env=installed.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "_target_: pipeline.model.cnn" in done.stdout
+    unused = "pipeline: model=cnn is the built-in config; mine/model/cnn.yaml is not used, rename it\n"
+    assert done.stderr == unused
+
+
+def test_help_of_ui_is_its_own(installed):
+    said = installed.run("pipeline", "ui", "--help")
+    assert "--port PORT" in said
+    assert "dataset:" not in said

@@ -114,7 +114,9 @@ def ran(tmp_path_factory):
         given = [f"{key}={value}" for key, value in more.items() if f"{key}=" not in line]
         lines[name] = f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment={name}"
     place_store(folder)
-    return folder, Store(folder), one_process(lines, folder, CUDA_VISIBLE_DEVICES="-1")
+    home = "tracking.uri=sqlite:///~/store.db \"hydra.run.dir='~/run'\""  # Hydra wants the second in quotes
+    lines["at home"] = f"train --config-dir conf model=unbuilt dataset=classes {SHORT} training.updates=1 {home}"
+    return folder, Store(folder), one_process(lines, folder, CUDA_VISIBLE_DEVICES="-1", HOME=str(folder / "home"))
 
 
 @pytest.mark.parametrize("name", LEGAL)
@@ -122,6 +124,14 @@ def test_it_runs_to_its_end(ran, name):
     _, store, answers = ran
     assert answers[name]["status"] == 0, answers[name]["err"]
     assert store.run(name).info.status == "FINISHED"
+
+
+def test_a_tilde_is_the_home_directory(ran):
+    folder, _, answers = ran
+    assert answers["at home"]["status"] == 0, answers["at home"]["err"]
+    assert (folder / "home" / "store.db").exists()
+    assert (folder / "home" / "run" / "journal.jsonl").exists()
+    assert not [path for path in folder.rglob("*") if "~" in path.name]
 
 
 def test_a_monitored_metric_has_its_direction(ran):

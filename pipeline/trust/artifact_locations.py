@@ -12,6 +12,7 @@ user's credentials for the tracking server to any host that it names. The verbs 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,8 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     """Let this process read and write artifacts only where `check` accepts it.
 
     The check is made where MLflow opens a place, not before: a server may answer differently when asked again.
+    Temporary files get a folder of their own, which may be read too, as no store can guess its name: MLflow loads a
+    model from there to try it before it is logged.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
@@ -47,17 +50,21 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     _places = places
 
     def checked(open_place: Any, artifact_uri: str, *arguments: Any, **named: Any) -> Any:
-        check(artifact_uri, tracking_uri, places)
+        check(artifact_uri, tracking_uri, [*places, temporary])
         return open_place(artifact_uri, *arguments, **named)
 
     # `runs:` and `models:` lead to another address, which is looked up as well.
     names = [scheme for scheme in opened if scheme not in ("runs", "models")]
     repositories.update({scheme: partial(checked, opened[scheme]) for scheme in names})
-    try:
-        yield
-    finally:
-        _places = before
-        repositories.update(opened)
+    before_tempdir = tempfile.tempdir
+    with tempfile.TemporaryDirectory() as temporary:
+        tempfile.tempdir = temporary
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before_tempdir
+            _places = before
+            repositories.update(opened)
 
 
 def allowed_places() -> list[str] | None:

@@ -1,0 +1,45 @@
+"""`pipeline ui`: it prints where the newest run is, serves it, and leaves no process behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import urllib.request
+from contextlib import suppress
+
+import psutil
+from mlflow.tracking import MlflowClient
+
+from tests import shared
+from tests.running import start, wait
+
+
+def answers(address: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(address, timeout=5) as answer:
+        return answer.status == 200
+    return False
+
+
+def test_it_shows_the_newest_run_and_ends_with_all_its_processes(tmp_path):
+    shared.place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    experiments = [client.create_experiment(name) for name in ("pipeline", "another")]
+    runs = [client.create_run(experiment, start_time=at) for at, experiment in enumerate(experiments, 1)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = start("ui", "--port", str(port), cwd=tmp_path)
+    try:
+        root = f"http://127.0.0.1:{port}"
+        page = f"{root}/#/experiments/{experiments[1]}/runs/{runs[1].info.run_id}"
+        assert process.stdout.readline() == f"newest run: {page}\n"
+        assert process.stdout.readline() == f"all runs:   {re.sub('/[^/]+$', '', page)}\n"
+        wait(lambda: answers(f"{root}/health"))
+        served = psutil.Process(process.pid).children(recursive=True)
+        assert len(served) > 1
+        process.send_signal(signal.SIGTERM)  # to it alone, as a supervisor does
+        assert process.wait(timeout=60) == 143
+        wait(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in served), 10)
+    finally:
+        process.kill()
