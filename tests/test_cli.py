@@ -59,7 +59,7 @@ def test_help_names_every_verb(installed):
 
     said = installed.run("pipeline", "--help")
     assert installed.run("pipeline") == said
-    for verb, does in VERBS.items():
+    for verb, (_, does) in VERBS.items():
         assert f"{verb:8}{does}" in said
     assert installed.run("pipeline", "--version") == f"{__version__}\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import termios
 from contextlib import suppress
 
 from tests.running import environment
@@ -21,6 +22,7 @@ progress.close()
 
 def test_the_bar_is_drawn_after_the_banner():
     ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
     with os.fdopen(ours, "rb") as terminal:
         subprocess.run([sys.executable, "-c", PROGRAM], stderr=theirs, env=environment(), check=True)
         os.close(theirs)
