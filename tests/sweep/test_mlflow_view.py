@@ -282,9 +282,11 @@ def test_the_view_of_a_sweep_is_saved_once(shown: Shown) -> None:
     assert sum(key.startswith(mlflow_view.TAG) and shown.factors.run_id in key for key in tags) == 1
 
 
-def test_an_mlflow_that_was_not_tried_gets_the_plain_page(shown: Shown) -> None:
+def test_the_version_is_that_of_the_server_or_of_the_installed_mlflow(shown: Shown) -> None:
     assert mlflow_view.version(shown.address) == mlflow_view.version(shown.store.uri) == mlflow.__version__
 
+
+def test_an_mlflow_that_was_not_tried_gets_the_plain_page() -> None:
     class Server(BaseHTTPRequestHandler):
         """A server of MLflow as far as its version: nothing else may be asked of it."""
 
