@@ -459,8 +459,6 @@ def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(fol
         said = one_process(
             dict(zip(expected, expected, strict=True)),
             folder,
-            warm=False,  # TFDS reads the folder of its data while it is imported
-            TFDS_DATA_DIR=str(tmp_path / "prepared"),
             CUDA_VISIBLE_DEVICES="-1",
             HTTPS_PROXY=f"http://127.0.0.1:{ports['closed']}",
         )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,6 +10,7 @@ from omegaconf import OmegaConf
 from pipeline import batching, dataset
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
+from tests.running import ROOT, python
 
 EXAMPLES = 23
 
@@ -104,8 +102,7 @@ print(dataset.digits(sys.argv[1]).examples)
 def digits(tmp_path_factory):
     """The digits, prepared by two processes at once in one empty folder."""
     folder = str(tmp_path_factory.mktemp("digits"))
-    command = [sys.executable, "-c", PREPARE, folder]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [python("-c", PREPARE, folder, cwd=ROOT) for _ in range(2)]
     for process in both:
         out, err = process.communicate()
         assert process.returncode == 0, err

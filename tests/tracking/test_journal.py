@@ -48,7 +48,10 @@ def test_a_journal_is_of_one_run(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
 def test_a_user_without_a_name_is_recorded():
     # Imported first: somebody without a name may not read what root may.
-    asked = "import os; from pipeline.tracking import provenance; os.setuid(54321); print(provenance.origin()['mlflow.user'])"
+    asked = (
+        "import os; from pipeline.tracking import provenance\n"
+        "os.setuid(54321); print(provenance.origin()['mlflow.user'])"
+    )
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
     nameless = {key: value for key, value in environment().items() if key not in names}
     done = subprocess.run(
