@@ -41,7 +41,7 @@ def main() -> None:
     device = "not used"
     if set(options.parts) - {"startup"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        with imports.without("matplotlib", "pandas", "sklearn"):  # as `pipeline train` imports Keras
+        with imports.without_chatter():
             from benchmarks import fit, models, tracking, update
 
         device = models.device()

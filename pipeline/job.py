@@ -70,9 +70,9 @@ def run(
     configuration.plain(config)  # an interpolation that leads nowhere is a config error as well
     journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
-        import_libraries()
-        from pipeline import assembly, model
-        from pipeline.tracking.tracker import Tracker
+        with imports.without_chatter():
+            from pipeline import assembly, model
+            from pipeline.tracking.tracker import Tracker
 
         parts = assembly.assemble(config, settings, check_dataset)
         journal.ready()
@@ -93,14 +93,6 @@ def run(
             _log_model(parts, tracker)
     say("open it with: pipeline ui" + (f" tracking.uri={_shown(config)}" if _shown(config) else ""))
     return Outcome(tracker.run_id, loss)
-
-
-def import_libraries() -> None:
-    """Import TensorFlow and what else a run needs; its runtime is not started, so that the process can be forked."""
-    # Keras imports them for its galleries, data frames and estimators: a third of what importing it takes.
-    with imports.without_chatter(), imports.without("matplotlib", "pandas", "sklearn"):
-        from pipeline import assembly  # noqa: F401
-        from pipeline.tracking import tracker  # noqa: F401
 
 
 def _check_fresh(run_dir: Path, config: DictConfig) -> None:

@@ -1,47 +1,71 @@
-"""What the tests submit as jobs."""
+"""What the tests start as jobs, in the place of `JobCall`."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
-
-
-def who():
-    """Of the process that runs this: what a job could tell from."""
-    print("said")
-    print("complained", file=sys.stderr)
-    here = psutil.Process()
-    loaded = sorted({"tensorflow", "mlflow"} & set(sys.modules))
-    ancestors = [parent.pid for parent in here.parents()]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    waits = signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
-    return os.getcwd(), os.environ.get("COLOUR"), sys.stdin.read(), loaded, ancestors, set(blocked), waits
+from pipeline.launching.job_call import Ending
 
 
-def computed():
-    import tensorflow as tf
+@dataclass(frozen=True)
+class Call:
+    """Job `number`, which calls `function` with `arguments`."""
 
-    return float(tf.function(lambda x: tf.reduce_sum(tf.matmul(x, x)))(tf.ones([64, 64])))
+    function: Callable
+    arguments: tuple = ()
+    number: int = 0
+
+    def __call__(self) -> Ending:
+        return Ending("finished", self.function(*self.arguments))
 
 
-def raising():
+def pid() -> float:
+    return float(os.getpid())
+
+
+def parent() -> float:
+    return float(os.getppid())
+
+
+def raising() -> float:
     raise ValueError("the job is cursed")
 
 
-def dying():
+def dying() -> float:
+    print("so long")
     os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
 
 
-def lasting(folder):
-    with (folder / "begun").open("a") as file:
-        file.write("once\n")
+def exiting() -> float:
+    sys.exit(7)
+
+
+def lasting(file: Path) -> float:
+    file.write_text(str(os.getpid()))
     time.sleep(60)
+    return 0.0
 
 
-def noted(file):
-    with file.open("a") as opened:
-        opened.write("once\n")
+def stubborn(file: Path) -> float:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return lasting(file)
+
+
+def finishing(file: Path) -> float:
+    """Return a second after `file` is there."""
+    file.write_text(str(os.getpid()))
+    time.sleep(1)
+    return 3.0
+
+
+def registered(file: Path) -> float:
+    atexit.register(file.write_text, "at exit")
+    return 0.0

@@ -1,99 +1,132 @@
-"""A batch of jobs: planned, then each launched on its own by one of as many threads as there are places."""
+"""A batch of jobs: planned, run as many at once as there are slots, and each one's end told to the sweep."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher as HydrasBasicLauncher
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline import config as configuration
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line, say
+from pipeline.launching.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 from pipeline.masking import mask
 from pipeline.sweep import parent_run
 
-THREAD = "pipeline-job"  # name of those that launch
-GRACE = 60.0  # seconds for a job to close its run before it is killed
+GRACE = 60.0  # seconds for a job that is asked to end to close its run; then it is killed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch of jobs before the first of them starts.
+
+    Attributes:
+        jobs: each with its name.
+        varied: config keys in which they differ.
+        hardware: of each job, the config's `hardware`.
+    """
+
+    jobs: list[parent_run.PlannedJob]
+    varied: list[str]
+    hardware: list[DictConfig]
+
+
+class Running(Protocol):
+    """One job outside of this process."""
+
+    def start(self) -> None:
+        """Start the job."""
+
+    def ending(self) -> Ending | None:
+        """Return how the job ended; None while it runs."""
+
+
+@dataclass
+class Slot:
+    """Room for one job at a time.
+
+    Attributes:
+        gpus: of the job.
+    """
+
+    gpus: list[str]
+    name: str = ""
+    running: Running | None = None
+    since: float = 0.0
 
 
 class SweepLauncher(Launcher):
-    """Plans the jobs of a batch, then launches each alone with `_run`."""
+    """Plans the jobs of a batch, then has `_run` run those that have not finished.
 
-    config: Any  # set by Hydra
-    hydra_context: Any
-    params: dict[str, Any]
+    Attributes:
+        sweep: the parent run, from the first job on.
+    """
+
+    config: Any  # set by Hydra, as the two below
+    hydra_context: HydraContext
+    task_function: TaskFunction
+    sweep: parent_run.ParentRun
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Keeps what all jobs share; who calls `launch` more than once does so within."""
+        """Let SIGTERM and SIGHUP interrupt as Ctrl-C does; a sweeper that calls `launch` repeatedly stays within."""
         with _signals_interrupt():
             yield
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        # In the order of their numbers; the name of a job is known before any of them starts.
         with self.serving():
-            composed = [self._composed(overrides) for overrides in job_overrides]
-            jobs, varied = self._jobs(job_overrides, [settings for _, settings in composed], initial_job_idx)
-            places: queue.Queue[list[str]] = queue.Queue()
-            for place in self._places([config.hardware for config, _ in composed]):
-                places.put(place)
+            plan = self.plan(job_overrides, initial_job_idx)
+            slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
+            self._prepare()
             with open_dict(self.config):
-                current = parent_run.begin(self.config, jobs, varied)
-            done = current.finished()
+                self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
+            losses = self.sweep.finished()
+            numbered = enumerate(plan.jobs, initial_job_idx)
+            calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
+            losses |= self._run(calls, slots)
+            return [completed_with(losses.get(job.name, WORST)) for job in plan.jobs]
 
-            def one(number: int, job: parent_run.PlannedJob) -> JobReturn:
-                if job.name in done:
-                    return gave(done[job.name])
-                place = places.get()
-                try:
-                    return self._one(current, job, initial_job_idx + number, place)
-                finally:
-                    places.put(place)
+    def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> Plan:
+        """Compose and check every job: a wrong one is refused before the first job starts.
 
-            return self._each(one, jobs, places.qsize(), current)
-
-    def _each(
-        self,
-        one: Callable[[int, parent_run.PlannedJob], JobReturn],
-        jobs: list[parent_run.PlannedJob],
-        at_once: int,
-        current: parent_run.ParentRun,
-    ) -> list[JobReturn]:
-        # The threads' processes inherit that Ctrl-C is not theirs: this process hears it, and ends them in good order.
-        pool = ThreadPoolExecutor(at_once, THREAD, signal.pthread_sigmask, (signal.SIG_BLOCK, {signal.SIGINT}))
-        try:
-            futures = [pool.submit(one, number, job) for number, job in enumerate(jobs)]
-            return [future.result() for future in futures]
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            until = time.monotonic() + GRACE
-            # Not by the futures: the interruption may have come before they were at hand.
-            while any(thread.name.startswith(THREAD) for thread in threading.enumerate()):
-                try:
-                    self._end_jobs(current, late=time.monotonic() > until)
-                    time.sleep(0.5)
-                except KeyboardInterrupt:
-                    until = 0.0  # asked a second time: at once
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+        Args:
+            job_overrides: of each job.
+            first: number of the first job.
+        """
+        composed = [self._composed(overrides) for overrides in job_overrides]
+        parse = OverridesParser.create().parse_override
+        values = [
+            {o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in map(parse, overrides)}
+            for overrides in job_overrides
+        ]
+        asked: Any = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)
+        asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
+        # What is swept is in the name also where this batch, of a sweeper that goes in batches, has one value of it.
+        swept = {o.get_key_element().lstrip("+~") for o in map(parse, asked) if o.is_sweep_override()}
+        keys = dict.fromkeys(key for job in values for key in job)
+        varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
+        differing = [{key: job[key] for key in varied if key in job} for job in values]
+        sizes = [settings.batching.effective_batch_size for _, settings in composed]
+        names = parent_run.names_of(differing, sizes, first)
+        jobs = [parent_run.PlannedJob(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)]
+        return Plan(jobs, varied, [config.hardware for config, _ in composed])
 
     def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, configuration.Settings]:
-        """The config of one job, checked: a wrong one is refused before the first job starts."""
         config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         before = HydraConfig.instance().cfg
         try:
@@ -111,96 +144,127 @@ class SweepLauncher(Launcher):
     def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
         return configuration.check(config, overrides)
 
-    def _jobs(
-        self, job_overrides: Sequence[Sequence[str]], settings: Sequence[configuration.Settings], first: int
-    ) -> tuple[list[parent_run.PlannedJob], list[str]]:
-        """The jobs, each with its name, and the keys in which they differ."""
-        parse = OverridesParser.create().parse_override
-        values = [
-            {o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in map(parse, overrides)}
-            for overrides in job_overrides
-        ]
-        asked: Any = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)
-        asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
-        # What is swept is in the name also where this batch, of a sweeper that goes in batches, has one value of it.
-        swept = {o.get_key_element().lstrip("+~") for o in map(parse, asked) if o.is_sweep_override()}
-        keys = dict.fromkeys(key for job in values for key in job)
-        varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
-        differing = [{key: job[key] for key in varied if key in job} for job in values]
-        names = parent_run.names_of(differing, [of.batching.effective_batch_size for of in settings], first)
-        return [parent_run.PlannedJob(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)], varied
-
-    def _one(
-        self, current: parent_run.ParentRun, job: parent_run.PlannedJob, number: int, place: list[str]
-    ) -> JobReturn:
-        quoted = "'" + job.name.replace("'", "\\'") + "'"
-        of_sweep = [f"tracking.sweep={current.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
-        _say(f"  {job.name}: started")
-        began = time.monotonic()
-        try:
-            returned = self._run([*job.overrides, *of_sweep], number, place, current)
-        except Exception as error:  # the process died; what it had logged is in its run
-            current.lost[job.name] = str(error) or type(error).__name__
-            returned = gave(float("inf"))
-        finally:
-            current.ended[job.name] = time.monotonic()
-        if returned.status == JobStatus.FAILED:
-            current.lost[job.name] = (str(returned._return_value).splitlines() or ["failed"])[0]
-            returned = gave(float("inf"))
-        _say(f"  {job.name}: ended after {time.monotonic() - began:.0f} s")
-        return returned
-
-    def _run(self, overrides: list[str], number: int, place: list[str], current: parent_run.ParentRun) -> JobReturn:
-        """Runs one job to its end; raises where its process died."""
-        raise NotImplementedError
-
-    def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
-        """One entry for each job that may run at once: the GPUs it is given."""
+    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        """Return one entry for each job that may run at once: the GPUs of that job."""
         return [[]]
 
-    def _end_jobs(self, current: parent_run.ParentRun, late: bool) -> None:
-        """Asks the jobs that run to end, so that each closes its run as KILLED; ends them itself when it is late."""
+    def _prepare(self) -> None:
+        """Begin what takes a while and can refuse nothing."""
+
+    def _call(self, job: parent_run.PlannedJob, number: int) -> JobCall:
+        quoted = "'" + job.name.replace("'", "\\'") + "'"
+        place = [f"tracking.sweep={self.sweep.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
+        overrides = [*job.overrides, *place]
+        return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
+
+    def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
+        """Run all jobs; return their losses, by the job's name as `calls`."""
+        losses: dict[str, float] = {}
+        waiting = deque(calls.items())
+        try:
+            while waiting or any(slot.running for slot in slots):
+                for slot in slots:
+                    if waiting and slot.running is None:
+                        slot.name, call = waiting.popleft()
+                        self._start(slot, call)
+                self._wait(_occupied(slots), GRACE)
+                losses |= self._collect(slots)
+        except BaseException:
+            self._stop(slots)
+            raise
+        return losses
+
+    def _start(self, slot: Slot, call: JobCall) -> None:
+        say(f"  {slot.name}: started")
+        slot.since = time.monotonic()
+        try:
+            slot.running = self._running(call, slot.gpus)  # before it starts: an interruption may come at any time
+            slot.running.start()
+        except Exception as error:
+            self._note(slot.name, Ending(FAILED, reason=first_line(error)), slot.since)
+            slot.running = None
+
+    def _collect(self, slots: Iterable[Slot]) -> dict[str, float]:
+        """Return the losses of the jobs that have ended; their slots are free again."""
+        losses = {}
+        for slot in slots:
+            ending = slot.running.ending() if slot.running else None
+            if ending is not None:
+                losses[slot.name] = ending.loss
+                self._note(slot.name, ending, slot.since)
+                slot.running = None
+        return losses
+
+    def _note(self, name: str, ending: Ending, since: float) -> None:
+        self.sweep.ended[name] = time.monotonic()
+        if ending.how != FINISHED:
+            self.sweep.lost[name] = ending.reason or ending.how
+        say(f"  {name}: {ending.how} after {time.monotonic() - since:.0f} s")
+
+    def _stop(self, slots: Sequence[Slot]) -> None:
+        """End the jobs that run, so that each closes its run as KILLED; kill those that are late."""
+        until = time.monotonic() + GRACE
+        while running := _occupied(slots):
+            try:
+                self._ask_to_end(running, late=time.monotonic() > until)
+                self._wait(running, 0.5)
+                self._collect(slots)
+            except KeyboardInterrupt:
+                until = 0.0  # asked a second time: at once
+
+    def _running(self, call: JobCall, gpus: list[str]) -> Running:
+        """Return a job that has not been started."""
+        raise NotImplementedError
+
+    def _wait(self, running: Sequence[Any], seconds: float) -> None:
+        """Return when a job may have ended, after `seconds` at the latest."""
+        raise NotImplementedError
+
+    def _ask_to_end(self, running: Sequence[Any], late: bool) -> None:
+        """Ask the jobs to end; kill them when it is late. Called repeatedly."""
+        raise NotImplementedError
 
 
-class BasicLauncher(SweepLauncher, HydrasBasicLauncher):
+class BasicLauncher(SweepLauncher):
     """All jobs in this process, one after the other: for a debugger. TensorFlow's global state is shared."""
 
-    def _each(
-        self,
-        one: Callable[[int, parent_run.PlannedJob], JobReturn],
-        jobs: list[parent_run.PlannedJob],
-        at_once: int,
-        current: parent_run.ParentRun,
-    ) -> list[JobReturn]:
-        return [one(number, job) for number, job in enumerate(jobs)]
+    def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
+        losses = {}
+        for name, call in calls.items():
+            say(f"  {name}: started")
+            since = time.monotonic()
+            try:
+                ending = call()
+            except Exception as error:
+                ending = Ending(FAILED, reason=first_line(error))
+            finally:
+                self.sweep.ended[name] = time.monotonic()
+            losses[name] = ending.loss
+            self._note(name, ending, since)
+        return losses
 
-    def _run(self, overrides: list[str], number: int, place: list[str], current: parent_run.ParentRun) -> JobReturn:
-        (returned,) = HydrasBasicLauncher.launch(self, [overrides], number)
-        return returned
+
+def completed_with(loss: float) -> JobReturn:
+    """Return what Hydra expects of a job: one that failed too gives a loss, the worst one."""
+    returned = JobReturn(status=JobStatus.COMPLETED)
+    returned.return_value = loss
+    return returned
 
 
-class PlainSweeper(BasicSweeper):
-    """Hydra's own, which composes every job once more before the launcher does; there each is checked as well."""
-
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Left to the launcher, which refuses a wrong job before the first one starts."""
+def _occupied(slots: Iterable[Slot]) -> list[Running]:
+    return [slot.running for slot in slots if slot.running is not None]
 
 
 def _refuse_secrets(config: DictConfig) -> None:
-    """A sweep's config goes to its jobs through files, which must not hold what is to be masked everywhere."""
+    """Refuse a config with a secret: Hydra and submitit write it into files."""
     for key, value in configuration.leaves(OmegaConf.to_container(config, resolve=False)).items():
         if isinstance(value, str) and mask(value) != value:
             rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}: it holds a secret"
             raise ConfigError(key, rule, value)
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")  # in one piece: `print` writes the line's end on its own, and threads mix
-
-
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, end the jobs as Ctrl-C does."""
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # as nohup wants it
     before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
@@ -212,10 +276,3 @@ def _signals_interrupt() -> Iterator[None]:
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-def gave(value: float) -> JobReturn:
-    """Of a job that has its value from before, or that gave none: a sweeper that searches reads inf as the worst."""
-    returned = JobReturn(status=JobStatus.COMPLETED)
-    returned.return_value = value
-    return returned

@@ -1,183 +1,238 @@
-"""Each job in a process of its own, through submitit."""
+"""Each job a process on this machine, forked from one that has imported TensorFlow.
+
+    sweep ─► the forkserver of Python's `multiprocessing`, which imports `pipeline.launching.warm` ─► each job
+
+Importing TensorFlow is the larger part of what a small job costs. A job is a process of its own nevertheless: one that
+is killed, or runs out of memory, fails alone. Where the forkserver cannot be used, a job is a new process.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import copy
-import glob
-import itertools
+import multiprocessing
 import os
-import re
+import pickle
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn
-from hydra_plugins.hydra_submitit_launcher import submitit_launcher
-from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
-from omegaconf import DictConfig, OmegaConf
+import cloudpickle
+import psutil
+from omegaconf import DictConfig
 
-from pipeline.errors import ConfigError
-from pipeline.launching.launcher import SweepLauncher
-from pipeline.sweep import parent_run
+from pipeline.errors import ConfigError, first_line
+from pipeline.job import Terminated
+from pipeline.launching import gpus as gpus_of_machine
+from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package
+from pipeline.launching.launcher import GRACE, SweepLauncher
+from pipeline.masking import mask
 
-_MORE = {"max_num_timeout", "setup"}  # parameters that submitit has for this machine, beside those of its config
-HELD = "PIPELINE_GPUS"  # environment variable of a job: those that it keeps for itself
-
-
-class Submitting(SweepLauncher):
-    """Each job in a process of its own, through submitit."""
-
-    _EXECUTOR: str
-    place: list[str] | None = None  # the GPUs of this job; None: they are not ours to choose
-
-    def __call__(self, overrides: list[str], *more: Any) -> Any:
-        sys.argv = ["pipeline", *overrides]  # for the run, which says how it was started
-        # In the job's process, before TensorFlow looks for GPUs. Submitit's own way knows no GPU by its UUID.
-        if self.place is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.place)
-            alone_on(self.place)
-        return super().__call__(overrides, *more)  # type: ignore[misc]  # the published launcher's
-
-    def _run(self, overrides: list[str], number: int, place: list[str], current: parent_run.ParentRun) -> JobReturn:
-        # What the published launcher does, but for its waiting: a second at a time, and fifteen for what a job that
-        # died has not left.
-        import submitit
-
-        launcher = copy.copy(self)  # which goes to the job's process
-        launcher.place = self._given(place)
-        params = {**self.params, **self._more(current)}
-        folder = params.pop("submitit_folder").replace("%j", f"{number}/%j")  # process numbers come again
-        executor = self._executor(folder, params, overrides)
-        job = executor.submit(launcher, overrides, "hydra.sweep.dir", number, str(number), Singleton.get_state())
-        how = launcher._wait(job, time.monotonic(), current)
-        if not job.paths.result_pickle.exists():
-            lines = [line.strip() for line in (job.stderr() or "").splitlines() if line.strip()]
-            raise RuntimeError(": ".join([how, *lines[-1:]]))
-        # `job.result` waits for the process a second at a time.
-        outcome, returned = submitit.core.utils.pickle_load(job.paths.result_pickle)
-        if outcome == "error":  # with a whole traceback
-            said = [line for line in returned.splitlines() if re.match(r"[\w.]+: ", line)]
-            raise RuntimeError(said[-1] if said else "the process failed")
-        assert isinstance(returned, JobReturn)
-        return returned
-
-    def _executor(self, folder: str, params: dict[str, Any], overrides: Sequence[str]) -> Any:
-        import submitit
-
-        timeouts = {f"{self._EXECUTOR}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
-        executor = submitit.AutoExecutor(folder, cluster=self._EXECUTOR, **timeouts)
-        shared = set(OmegaConf.structured(BaseQueueConf).keys())
-        executor.update_parameters(
-            **{key if key in shared else f"{self._EXECUTOR}_{key}": value for key, value in params.items()}
-        )
-        return executor
-
-    def _given(self, place: list[str]) -> list[str] | None:
-        return place
-
-    def _more(self, current: parent_run.ParentRun) -> dict[str, Any]:
-        """Parameters of submitit beside those of the config."""
-        return {}
-
-    def _wait(self, job: Any, submitted: float, current: parent_run.ParentRun) -> str:
-        """Waits until the job is over; returns how it ended where it left no result."""
-        raise NotImplementedError
+LOST = 255  # exit status that `multiprocessing` gives a job whose forkserver has died, though the job may live
 
 
-class LocalLauncher(Submitting, submitit_launcher.LocalLauncher):
-    """Each job a process of its own on this machine: as many at once as `hardware.parallel_jobs` says."""
+@dataclass
+class LocalConfig:
+    """What `hydra/launcher=local` takes.
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        self._check_params()
-        return super().launch(job_overrides, initial_job_idx)
+    Attributes:
+        timeout_min: minutes after which a job is ended.
+    """
 
-    def _check_params(self) -> None:
-        known = {*OmegaConf.structured(BaseQueueConf), *_MORE}
-        for key, value in self.params.items():
-            if key not in known:
-                raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, sorted(known))
-        for key in ("nodes", "tasks_per_node"):
-            if self.params[key] != 1:
-                raise ConfigError(f"hydra.launcher.{key}", "must be 1 on this machine", self.params[key])
-        if self.params["timeout_min"] < 1:
-            raise ConfigError("hydra.launcher.timeout_min", "must be at least 1", self.params["timeout_min"])
-
-    def _places(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
-        at_once = self.config.hardware.parallel_jobs
-        gpus = visible_gpus()
-        size = max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
-        if not gpus or not size:
-            return [[] for _ in range(at_once or 1)]
-        if size > len(gpus):
-            raise ConfigError("hardware.gpus_per_job", f"must be at most the {len(gpus)} GPUs of this machine", size)
-        places = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
-        return places[:at_once]
-
-    def _wait(self, job: Any, submitted: float, current: parent_run.ParentRun) -> str:
-        # A job that has its result is over once its process has let go of its GPUs; without any, at once.
-        while not job.done() and (self.place or not job.paths.result_pickle.exists()):
-            time.sleep(0.01)
-        return "the process died"
-
-    def _end_jobs(self, current: parent_run.ParentRun, late: bool) -> None:
-        import psutil
-
-        for process in self._running():
-            # Again and again: until it calls the launcher, submitit lets SIGTERM pass by.
-            with contextlib.suppress(psutil.Error):  # it has ended by itself
-                process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
-
-    def _running(self) -> Iterator[Any]:
-        """The jobs' processes, of those that are forked and of those that are not."""
-        import psutil
-
-        for process in psutil.Process().children(recursive=True):
-            if _runs(process, "submitit.core._submit"):
-                yield process
+    _target_: str
+    timeout_min: int = 525600  # a year
 
 
-def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by number or UUID."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        names = (gpu.strip() for gpu in listed.split(","))
-        return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names))  # as CUDA reads it
-    try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
-        count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
-    except (OSError, subprocess.SubprocessError):
-        count = len(glob.glob("/dev/nvidia[0-9]*"))
-    return [str(number) for number in range(count)]
+class LocalLauncher(SweepLauncher):
+    """Each job a process on this machine: as many at once as `hardware.parallel_jobs` says.
+
+    Args:
+        timeout_min: minutes after which a job is ended.
+        unknown: is refused.
+    """
+
+    def __init__(self, timeout_min: int, **unknown: Any):
+        self.timeout_min, self._unknown = timeout_min, unknown
+        # Elsewhere than on Linux a forked process may not use what its libraries rely on.
+        self._methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]
+
+    def setup(self, *, config: DictConfig, **given: Any) -> None:
+        for key, value in self._unknown.items():
+            raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, ["timeout_min"])
+        if self.timeout_min < 1:
+            raise ConfigError("hydra.launcher.timeout_min", "must be at least 1", self.timeout_min)
+        super().setup(config=config, **given)
+
+    def launch(self, job_overrides: Any, initial_job_idx: int) -> Any:
+        try:
+            return super().launch(job_overrides, initial_job_idx)
+        except BaseException:
+            for process in psutil.Process().children():  # it may still import, for jobs that will not come
+                with contextlib.suppress(psutil.Error):
+                    if "multiprocessing.forkserver" in " ".join(process.cmdline()):
+                        process.kill()
+            raise
+
+    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        return gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
+
+    def _prepare(self) -> None:
+        if "forkserver" in self._methods:
+            multiprocessing.get_context("forkserver").set_forkserver_preload(["pipeline.launching.warm"])
+            with importing_only_this_package():
+                forkserver.ensure_running()  # imports TensorFlow while this process imports MLflow
+
+    def _running(self, call: JobCall, gpus: list[str]) -> LocalJob:
+        # TensorFlow reads some variables when it is imported, which a fork does not do again.
+        sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in call.overrides)
+        methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
+        log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
+        return LocalJob(call, gpus, log, self.timeout_min, methods)
+
+    def _wait(self, running: Sequence[LocalJob], seconds: float) -> None:
+        seconds = min([seconds, *(max(0.0, job.deadline - time.monotonic()) for job in running)])
+        connection.wait([source for job in running for source in job.sources()], seconds)
+
+    def _ask_to_end(self, running: Sequence[LocalJob], late: bool) -> None:
+        for job in running:
+            job.end(late)
 
 
-def alone_on(gpus: Sequence[str]) -> None:
-    """Waits until no job of another sweep of this user is on any of `gpus`; keeps them until this process ends."""
-    import fcntl
+class LocalJob:
+    """A job in a process of its own.
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which submitit ignores; nothing has begun
-    ours = os.environ.get(HELD, "").split(",")  # where this sweep was itself started by a job
-    for gpu in sorted(set(gpus) - set(ours)):  # in the same order everywhere, so that no two wait for each other
-        path = Path(tempfile.gettempdir()) / f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"
-        with contextlib.suppress(OSError):  # where no file can be written
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    Args:
+        call: what the job is.
+        gpus: that it may use.
+        log: file that takes what it prints.
+        limit: minutes after which it is ended.
+        methods: of `multiprocessing` to start its process; one that fails is removed, and the next one is tried.
+
+    Attributes:
+        deadline: when it is to be ended, on the monotonic clock in seconds.
+    """
+
+    def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str]):
+        self.deadline = float("inf")
+        self._call, self._gpus, self._log, self._limit, self._methods = call, gpus, log, limit, methods
+        self._ours, self._theirs = multiprocessing.Pipe()
+        self._process: Any = None
+        self._ending: Ending | None = None
+        self._overdue = False
+
+    def start(self) -> None:
+        """Start the process, then give it the job: what is interrupted in between finds nobody there, and ends."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start_process()
+            self.deadline = time.monotonic() + 60 * self._limit
+            self._theirs.close()
+            with contextlib.suppress(OSError):  # it is dead by now, which `ending` says
+                self._ours.send_bytes(cloudpickle.dumps(self._call))
+        except BaseException:
+            self._ours.close()
+            raise
+
+    def _start_process(self) -> None:
+        method = multiprocessing.get_start_method(allow_none=True)
+        arguments = (self._theirs, str(self._log), dict(os.environ), self._gpus, method)
+        while True:
+            context: Any = multiprocessing.get_context(self._methods[0])
+            self._process = context.Process(target=_main, args=arguments, name=f"job {self._call.number}")
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waits for GPU {gpu}, which a job of another sweep has", file=sys.stderr, flush=True)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.environ[HELD] = ",".join(gpus)
+                with importing_only_this_package():
+                    self._process.start()
+                return
+            except (EOFError, OSError):  # the forkserver could not import, or must not be forked
+                if len(self._methods) == 1:
+                    raise
+                del self._methods[0]
+
+    def sources(self) -> list[Any]:
+        """Return what becomes ready when the job may have ended."""
+        alive = self._process.pid is not None and self._process.exitcode is None
+        return [*([] if self._ours.closed else [self._ours]), *([self._process.sentinel] if alive else [])]
+
+    def ending(self) -> Ending | None:
+        """Return how the job ended; None until its process has ended, and with it has let go of its GPUs."""
+        self._receive()
+        if self._process.pid is None:
+            return Ending("interrupted")
+        status = self._process.exitcode
+        if status is None or (status == LOST and not self._ours.closed):
+            if time.monotonic() > self.deadline:
+                self.end(late=self._overdue)
+                self._overdue, self.deadline = True, time.monotonic() + GRACE
+            return None
+        self._ours.close()
+        if self._ending is not None:
+            return self._ending
+        how = f"killed at its time limit of {self._limit} min" if self._overdue else _ended_by(status)
+        return Ending(how, reason=": ".join([how, *self._last_line()]))
+
+    def _receive(self) -> None:
+        try:
+            while not self._ours.closed and self._ours.poll():
+                self._ending = self._ours.recv()
+        except (EOFError, OSError):
+            self._ours.close()
+
+    def _last_line(self) -> list[str]:
+        with contextlib.suppress(OSError):
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            return [mask(line.strip()) for line in lines if line.strip()][-1:]
+        return []
+
+    def end(self, late: bool) -> None:
+        """Ask the job to end; kill it when it is late."""
+        if self._process.pid is not None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                os.kill(self._process.pid, signal.SIGKILL if late else signal.SIGTERM)
 
 
-def _runs(process: Any, module: str) -> bool:
+def _ended_by(status: int) -> str:
+    number = -status if status < 0 else status - 128  # as a shell has it
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(number).name}"
+    return f"ended with status {status}"
+
+
+def _main(
+    parent: connection.Connection, log: str, environment: dict[str, str], gpus: list[str], method: str | None
+) -> None:
+    """Be the job that comes from `parent`; send it how the job ended."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    multiprocessing.set_start_method(method, force=True)  # the job's own processes are as they are without a sweep
     try:
-        return any(argument.startswith(module) for argument in process.cmdline())
-    except Exception:  # it has ended
-        return False
+        call = parent.recv_bytes()
+    except EOFError:
+        return
+    # Before TensorFlow looks for GPUs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    gpus_of_machine.lock(gpus)
+    try:
+        ending = pickle.loads(call)()
+    except Exception as error:
+        traceback.print_exc()
+        ending = Ending(FAILED, reason=f"{type(error).__name__}: {first_line(error)}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Terminated:
+        sys.exit(128 + signal.SIGTERM)
+    finally:
+        atexit._run_exitfuncs()  # a process that is forked leaves them out
+    with contextlib.suppress(OSError):  # the sweep was killed
+        parent.send(ending)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +24,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
 from pipeline.launching.launcher import SweepLauncher
 from pipeline.sweep import parent_run
 
@@ -89,7 +88,7 @@ class SearchSweeper(Sweeper):
 
     def _report(self, loss: float, job: Sequence[str], swept: set[str]) -> None:
         best = [override for override in job if override.split("=")[0] in swept]
-        print(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}", file=sys.stderr)
+        say(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}")
         current = parent_run.current()
         if current is not None:
             current.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))

@@ -8,21 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pipeline import imports
 from pipeline.trust import artifact_locations
 
-# MLflow imports them for data frames, which nobody logs here: a third of its start.
-with imports.without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Make `import` of these packages fail, as where they are not installed; afterwards they can be imported.
+
+    Garbage collection, which would look through all that is loaded again and again, waits.
+    """
+    absent = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None is how Python marks such a name
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        for name in absent:
+            del sys.modules[name]
+
+
+# MLflow imports them for data frames, which nobody logs here: 1.5 s of the 4 s that it takes.
+with without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
     from pipeline.tracking.store import ExperimentError, Store  # first: it sets what MLflow reads when it is imported
 
     from pipeline import mlflow_internals  # isort: skip
@@ -137,11 +154,6 @@ class Shipper:
         why = f"The process ended without a word after update {self.last_step}."
         self.client.log_batch(self.run_id, tags=[RunTag("failure", why)])
         self.end("KILLED", int(time.time() * 1000))
-
-
-def prepare() -> None:
-    """Imports what MLflow itself imports only for a database, for the processes that are forked from this one."""
-    importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def main() -> None:

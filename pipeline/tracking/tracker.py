@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
-from pipeline import imports
 from pipeline.masking import mask, masked
 from pipeline.sizes import Plan
 from pipeline.tracking import provenance
@@ -133,8 +132,7 @@ def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, exa
         model: saved in Keras' own format.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
     """
-    with imports.without("matplotlib", "pyarrow", "scipy", "sklearn"):
-        from pipeline.tracking import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
+    from pipeline.tracking import store  # noqa: F401  # isort: skip  (first: it sets what MLflow reads at import)
 
     import keras  # isort: skip
     import mlflow  # isort: skip

@@ -1,0 +1,82 @@
+"""The GPUs of this machine: which job may use which, and no two jobs one."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from omegaconf import DictConfig
+
+from pipeline.errors import ConfigError, say
+
+LOCKED = "PIPELINE_GPUS"  # environment variable of a job: the GPUs that it has locked
+DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
+
+
+def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]]:
+    """Return one entry for each job that may run at once: the GPUs of that job.
+
+    Args:
+        hardware: of each job, the config's `hardware`.
+        at_once: jobs at once, at most; None for one a GPU, or for one where there is no GPU.
+
+    Raises:
+        ConfigError: a job wants more GPUs than there are.
+    """
+    gpus = visible()
+    size = max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
+    if not gpus or not size:
+        return [[] for _ in range(at_once or 1)]
+    if size > len(gpus):
+        raise ConfigError("hardware.gpus_per_job", f"must be at most the {len(gpus)} GPUs of this machine", size)
+    return [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)][:at_once]
+
+
+def visible() -> list[str]:
+    """Return the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by number or UUID."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        names = (gpu.strip() for gpu in listed.split(","))
+        return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names))  # as CUDA reads it
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
+        count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        count = len(glob.glob("/dev/nvidia[0-9]*"))
+    return [str(number) for number in range(count)]
+
+
+def lock(gpus: Sequence[str]) -> None:
+    """Wait until no job of another sweep of this user has any of `gpus`, then keep them until this process ends."""
+    import fcntl
+
+    ours = os.environ.get(LOCKED, "").split(",")  # where this sweep was itself started by a job
+    for gpu in sorted(set(gpus) - set(ours)):  # in the same order everywhere, so that no two wait for each other
+        path = Path(tempfile.gettempdir()) / f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"
+        with contextlib.suppress(OSError):  # where no file can be written
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waits for GPU {gpu}, which a job of another sweep has")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.environ[LOCKED] = ",".join(gpus)
+
+
+def refuse_to_be_forked() -> None:
+    """End this process if it has opened a device, which a process that is forked from it could not use.
+
+    Raises:
+        SystemExit: it has.
+    """
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    if any(path.startswith(DEVICES) for path in opened):
+        sys.exit("pipeline: importing TensorFlow has opened a device: each job imports it for itself")

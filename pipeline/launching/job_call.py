@@ -1,0 +1,94 @@
+"""One job of a sweep as a call, which another process can make as well as this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobStatus, run_job, setup_globals
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from pipeline import hydra_internals
+from pipeline.errors import first_line
+
+WORST = float("inf")  # loss of a job that gave none: a sweeper that searches takes it as the worst
+FINISHED, FAILED = "finished", "failed"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    Attributes:
+        how: `finished`, `failed`, or what ended it, such as `killed by SIGKILL`.
+        loss: that it returned.
+        reason: why it did not finish, in one line.
+    """
+
+    how: str
+    loss: float = WORST
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class JobCall:
+    """Composes one job's config and trains it.
+
+    Attributes:
+        overrides: of Hydra, that make this job.
+        number: of the job in its sweep.
+        config, hydra_context, task_function: of the sweep, as Hydra gives them to a launcher.
+        singletons: Hydra's global state.
+    """
+
+    overrides: list[str]
+    number: int
+    config: DictConfig
+    hydra_context: HydraContext
+    task_function: TaskFunction
+    singletons: Any
+
+    def __call__(self) -> Ending:
+        sys.argv = ["pipeline", *self.overrides]  # for the run, which says how it was started
+        Singleton.set_state(self.singletons)
+        setup_globals()
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, self.overrides)
+        with open_dict(config):
+            config.hydra.job.id, config.hydra.job.num = str(self.number), self.number
+        returned = run_job(
+            hydra_context=self.hydra_context,
+            task_function=self.task_function,
+            config=config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        if returned.status == JobStatus.FAILED:
+            return Ending(FAILED, reason=first_line(hydra_internals.failure(returned)))
+        return Ending(FINISHED, float(returned.return_value))
+
+
+@contextlib.contextmanager
+def importing_only_this_package() -> Iterator[None]:
+    """Let the Python processes that are started meanwhile import this package, and no file of the working directory.
+
+    What they import before they are a job would else be the user's `pipeline.py` or `random.py`, where there is one.
+    """
+    package = str(Path(__file__).resolve().parents[2])
+    before = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, before["PYTHONPATH"]]))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
