@@ -181,10 +181,11 @@ def test_a_rerun_says_where_it_comes_from_and_what_came_of_it(made, again):
     assert new.data.tags["config.hash"] == store.client.get_run(old).data.tags["config.hash"]
     assert new.info.run_name == f"rerun of {store.client.get_run(old).info.run_name}"
     assert "sweep" not in new.data.tags  # the job of a sweep runs alone
-    (picture,) = store.client.list_artifacts(new.info.run_id, "rerun")
-    path = Path(store.client.download_artifacts(new.info.run_id, picture.path))
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 20_000
+    (page,) = store.client.list_artifacts(new.info.run_id, "rerun")
+    text = Path(store.client.download_artifacts(new.info.run_id, page.path)).read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert old in text
+    assert new.info.run_id in text
 
 
 def test_dropout_augmentation_and_a_callback_in_the_run_directory(made, again):
