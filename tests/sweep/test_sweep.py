@@ -308,7 +308,7 @@ def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interr
         (("sweep", "seeds", "hydra.launcher.timeout_min=soon"), "hydra.launcher.timeout_min must be"),
         (("sweep", "search_learning_rate", "hydra.sweeper.at_once=0"), "hydra.sweeper.at_once must be at least 1"),
         (("sweep", "sedes"), "NAME must name a sweep. Received: 'sedes'"),
-        (("sweep", "seeds", "--again", "never"), "SWEEP must name one sweep of the store"),
+        (("sweep", "seeds", "--again", "never"), "tracking.uri must be a store that exists"),
         (("train", "-m", "accumulation.factor=1,0"), "accumulation.factor must be"),
     ],
 )

@@ -522,7 +522,7 @@ def test_nothing_was_created_for_what_was_refused(refused):
     [
         ("no such run", "RUN_ID must be a run of the store. Received: '0123456789abcdef0123456789abcdef'."),
         ("no record", "RUN_ID must be a run that recorded its config (config.yaml)"),
-        ("no store", "tracking.uri must be a store that holds the run (there is no store)"),
+        ("no store", "tracking.uri must be a store that exists"),
         ("deleted", "RUN_ID must be a run that is not deleted: restore it first (mlflow runs restore)"),
         ("no update", "RUN_ID must have logged an update, to compare its rerun with"),
         ("no sweep", "SWEEP must name one sweep of the store"),
