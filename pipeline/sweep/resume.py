@@ -39,6 +39,11 @@ _OF_HYDRA = re.compile(
     r"hydra\.(sweeper\.(trials|at_once|seed)|launcher\.(account|array_parallelism|constraint|cpus_per_gpu|cpus_per_task"
     r"|exclude|gpus_per_node|gpus_per_task|gres|mem_gb|mem_per_cpu|mem_per_gpu|nodes|partition|qos|timeout_min))"
 )
+# Parameters that a launcher does not have, though one that the same sweep ran on before may have had them.
+_NOT_OF_LAUNCHER = {
+    **dict.fromkeys(("local", "submitit_local"), re.compile(r"hydra\.launcher\.(?!timeout_min=)")),
+    "basic": re.compile(r"hydra\.launcher\."),
+}
 _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # a line of a batch script is made of it
 _SWEPT = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
@@ -89,7 +94,9 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
     except ConfigError as error:
         rule = "come from the store, and this one must be given again on the command line"
         raise ConfigError("the sweep's overrides", f"{rule} ({str(error).rstrip('.')})") from error
-    return recorded
+    launchers = [text.partition("=")[2] for text in (*recorded, *given) if _key(text) == "hydra/launcher"]
+    unknown = _NOT_OF_LAUNCHER.get(launchers[-1]) if launchers else None
+    return [text for text in recorded if unknown is None or not unknown.match(text.lstrip("+"))]
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:

@@ -50,6 +50,14 @@ def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
     assert replay("tracking=server", "+tracking={uri: 'http://evil'}", "seed=1") == ["seed=1"]
 
 
+def test_parameters_of_slurm_are_left_out_where_the_rest_runs_on_this_machine():
+    recorded = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.timeout_min=600"]
+    given = ("hydra/launcher=local",)
+    assert replay(*recorded, given=given) == ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=600"]
+    assert replay("hydra/launcher=submitit_local", "hydra.launcher.mem_gb=8") == ["hydra/launcher=submitit_local"]
+    assert replay(*recorded, given=("hydra/launcher=basic",)) == ["hydra/launcher=submitit_slurm"]
+
+
 HOSTILE = [
     "+hydra.callbacks.evil={_target_: mlflow.utils.process._exec_cmd, cmd: [touch, PWNED]}",
     "hydra.callbacks.evil._target_=os.system",

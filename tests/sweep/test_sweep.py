@@ -201,7 +201,7 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, numb
     assert all("SIGTERM" in run.data.tags["failure"] for (run,) in children.values())  # each said so itself
     assert f"  seed={at_once}  NOT RUN" in printed
     assert "Traceback" not in printed
-    assert processes_in(tmp_path) == []
+    wait(lambda: processes_in(tmp_path) == [], 30)
 
 
 @pytest.mark.parametrize(("more", "seconds"), [((), 0), ((), 0.5), ((), 1), (("+hydra.job.env_set.A=b",), 1)])
@@ -217,7 +217,7 @@ def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, mo
     parent, children = parent_and_children(Store(tmp_path))
     assert parent.info.status == "KILLED"
     assert all(run.info.status == "KILLED" for runs in children.values() for run in runs)
-    assert processes_in(tmp_path) == []
+    wait(lambda: processes_in(tmp_path) == [], 30)
     assert "Traceback" not in printed
 
 
@@ -233,7 +233,7 @@ def test_an_interruption_does_not_wait_for_an_import_that_hangs(tmp_path):
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=30)[1]
     assert process.returncode == 130, printed
-    assert processes_in(tmp_path) == []
+    wait(lambda: processes_in(tmp_path) == [], 30)
 
 
 def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
@@ -247,7 +247,7 @@ def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
         printed = process.communicate(timeout=30)[1]
     assert process.returncode == 130, printed
     assert parent_and_children(Store(tmp_path))[1] == {}
-    assert processes_in(tmp_path) == []
+    wait(lambda: processes_in(tmp_path) == [], 30)
 
 
 def processes_in(folder: Path) -> list[str]:
