@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import json
 import re
 import time
@@ -83,7 +84,8 @@ def version(uri: str) -> str:
 
     if uri.startswith(("http://", "https://")):
         # Asked without the user's password or token: a server that wants one is taken to be of the installed version.
-        with contextlib.suppress(OSError), urllib.request.urlopen(link(uri, "version"), timeout=5) as answer:
+        failed = (OSError, http.client.HTTPException)
+        with contextlib.suppress(*failed), urllib.request.urlopen(link(uri, "version"), timeout=5) as answer:
             return str(answer.read(40).decode(errors="replace"))
     return str(mlflow.__version__)
 
