@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from mlflow.artifacts import download_artifacts
 from mlflow.tracking import MlflowClient
 
 from pipeline.errors import ConfigError
@@ -99,6 +101,21 @@ def test_what_lies_elsewhere_is_refused(tracking_uri, uri):
 def test_a_place_that_the_user_allows(uri, place, lies):
     with nullcontext() if lies else pytest.raises(ConfigError, match=r"trust\.allow or --allow may name that place"):
         artifact_locations.check(uri, SERVER, ["/another", place])
+
+
+def test_a_model_may_be_tried_from_a_temporary_folder_of_the_process_alone(tmp_path):
+    """MLflow loads a model from there before it logs it: refused, a rerun warned that the model cannot be served."""
+    before = tempfile.gettempdir()
+    (tmp_path / "model").write_text("a model")
+    with artifact_locations.confined(SQLITE, []):
+        own = Path(tempfile.mkdtemp())
+        (own / "model").write_text("a model")
+        assert Path(download_artifacts(artifact_uri=str(own / "model"))).read_text() == "a model"
+        for other in (tmp_path / "model", Path(before)):
+            with pytest.raises(ConfigError, match="keeps artifacts with itself"):
+                download_artifacts(artifact_uri=str(other))
+    assert tempfile.gettempdir() == before
+    assert not own.exists()
 
 
 def test_every_way_of_mlflow_is_confined_and_free_again(tmp_path):
