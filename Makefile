@@ -9,7 +9,7 @@ LOCK   := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.lock || ec
 STAMP  := .venv/$(LOCK).installed
 RUN    := .venv/bin/python -m
 # A file of tests a worker, in the order of tests/conftest.py: long ones first.
-PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --group dev pyproject.toml
 
