@@ -113,6 +113,10 @@ class Store:
         parent = next(folder for folder in database.parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise StoreError(f"{parent} is not a folder that can be written")
+        try:
+            tempfile.TemporaryFile(dir=parent).close()  # /proc, for one, says that root may write
+        except OSError as error:
+            raise StoreError(f"{parent} is not a folder that can be written ({error.strerror})") from error
 
     def _is_new(self) -> bool:
         return self.database is not None and not self.database.exists()
