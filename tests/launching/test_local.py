@@ -199,6 +199,7 @@ def test_one_whose_sweep_goes_away_before_it_is_told_what_to_do_ends(tmp_path):
     script = (
         "import os, signal, cloudpickle; from pathlib import Path; from pipeline.launching import local\n"
         "from tests import jobs\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background job ignores
         "cloudpickle.dumps = lambda call: os.kill(os.getpid(), signal.SIGINT)\n"
         "job = local.LocalJob(jobs.Call(jobs.lasting, (Path('pid'),)), [], Path('job.log'), 1, ['spawn'])\n"
         "try:\n"

@@ -493,7 +493,7 @@ def refused(tmp_path_factory):
         "interpolated": f"rerun {records['changed since']} 'hydra.run.dir=${{now:%H}}'",
         "allowed": f"rerun {records['own module']} --allow evil",  # last: it does run
     }
-    return folder, one_process(lines, folder), records, client.search_runs([experiment], max_results=1000)
+    return folder, one_process(lines, folder, warm=False), records, client.search_runs([experiment], max_results=1000)
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE])
