@@ -82,8 +82,8 @@ def browser(width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
             options.add_argument(flag)
         chrome = webdriver.Chrome(options, Service(driver))
         try:
-            with window(chrome, width, height):
-                yield chrome
+            _new_window(chrome, width, height)
+            yield chrome
         finally:
             chrome.quit()
 
@@ -92,16 +92,22 @@ def browser(width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
 def window(chrome: WebDriver, width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
     """A new window of `chrome` with a page of `width` × `height`; `chrome` is in it until it is closed."""
     before = chrome.current_window_handle
-    chrome.switch_to.new_window("window")
+    _new_window(chrome, width, height)
+    opened = chrome.current_window_handle
     try:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
-        chrome.get_log("browser")  # what others have logged
         yield chrome
     finally:
+        chrome.switch_to.window(opened)  # a test may have ended in a window that the page opened
         chrome.close()
         chrome.switch_to.window(before)
+
+
+def _new_window(chrome: WebDriver, width: int, height: int) -> None:
+    chrome.switch_to.new_window("window")
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
+    chrome.get_log("browser")  # what others have logged
 
 
 def picture(chrome: WebDriver, path: Path) -> None:
