@@ -1,4 +1,4 @@
-"""Importing TensorFlow without the notices that nobody reads."""
+"""What processes import: this package wherever it lies, and TensorFlow without the notices that nobody reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -31,3 +32,8 @@ def without_chatter() -> Iterator[None]:
             for line in held.read().decode(errors="replace").splitlines():
                 if not re.match(r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl", line):
                     print(line, file=sys.stderr, flush=True)
+
+
+def path_of_processes() -> str:
+    """Return the PYTHONPATH with which a new process imports this package, wherever it was imported from here."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))

@@ -7,7 +7,6 @@ import glob
 import itertools
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,13 +30,17 @@ def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]
     Raises:
         ConfigError: a job wants more GPUs than there are.
     """
-    gpus = visible()
-    size = max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
+    gpus, size = visible(), per_job(hardware)
     if not gpus or not size:
         return [[] for _ in range(at_once or 1)]
     if size > len(gpus):
         raise ConfigError("hardware.gpus_per_job", f"must be at most the {len(gpus)} GPUs of this machine", size)
     return [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)][:at_once]
+
+
+def per_job(hardware: Sequence[DictConfig]) -> int:
+    """Return how many GPUs a job may use: the most that one of them asks for."""
+    return max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
 
 
 def visible() -> list[str]:
@@ -69,14 +72,3 @@ def lock(gpus: Sequence[str]) -> None:
                 say(f"waits for GPU {gpu}, which a job of another sweep has")
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
     os.environ[LOCKED] = ",".join(gpus)
-
-
-def refuse_to_be_forked() -> None:
-    """End this process if it has opened a device, which a process that is forked from it could not use.
-
-    Raises:
-        SystemExit: it has.
-    """
-    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    if any(path.startswith(DEVICES) for path in opened):
-        sys.exit("pipeline: importing TensorFlow has opened a device: each job imports it for itself")

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra.core.singleton import Singleton
@@ -15,8 +14,9 @@ from hydra.core.utils import JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from pipeline import hydra_internals
+from pipeline import hydra_internals, imports
 from pipeline.errors import first_line
+from pipeline.masking import mask
 
 WORST = float("inf")  # loss of a job that gave none: a sweeper that searches takes it as the worst
 FINISHED, FAILED = "finished", "failed"
@@ -39,21 +39,14 @@ class Ending:
 
 @dataclass(frozen=True)
 class JobCall:
-    """Composes one job's config and trains it.
-
-    Attributes:
-        overrides: of Hydra, that make this job.
-        number: of the job in its sweep.
-        config, hydra_context, task_function: of the sweep, as Hydra gives them to a launcher.
-        singletons: Hydra's global state.
-    """
+    """Composes one job's config and trains it; all but `overrides` and `number` is of the sweep, as Hydra has it."""
 
     overrides: list[str]
     number: int
     config: DictConfig
     hydra_context: HydraContext
     task_function: TaskFunction
-    singletons: Any
+    singletons: Any  # Hydra's global state
 
     def __call__(self) -> Ending:
         sys.argv = ["pipeline", *self.overrides]  # for the run, which says how it was started
@@ -74,21 +67,24 @@ class JobCall:
         return Ending(FINISHED, float(returned.return_value))
 
 
+def killed(how: str, printed: str) -> Ending:
+    """Return the ending of a job that could say nothing more than the last line of what it printed."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    return Ending(how, reason=": ".join([how, *map(mask, lines[-1:])]))
+
+
 @contextlib.contextmanager
 def importing_only_this_package() -> Iterator[None]:
     """Let the Python processes that are started meanwhile import this package, and no file of the working directory.
 
     What they import before they are a job would else be the user's `pipeline.py` or `random.py`, where there is one.
     """
-    package = str(Path(__file__).resolve().parents[2])
-    before = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
-    os.environ["PYTHONSAFEPATH"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, before["PYTHONPATH"]]))
+    ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": imports.path_of_processes()}
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in ours:
+            del os.environ[name]
+        os.environ.update(before)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -43,63 +42,47 @@ class Plan:
     hardware: list[DictConfig]
 
 
-class Running(Protocol):
-    """One job outside of this process."""
-
-    def start(self) -> None:
-        """Start the job."""
-
-    def ending(self) -> Ending | None:
-        """Return how the job ended; None while it runs."""
-
-
 @dataclass
 class Slot:
-    """Room for one job at a time.
-
-    Attributes:
-        gpus: of the job.
-    """
+    """Room for one job at a time, which has these GPUs."""
 
     gpus: list[str]
     name: str = ""
-    running: Running | None = None
+    job: Any = None  # with `start()`, and `ending()`, which is None while it runs
     since: float = 0.0
 
 
 class SweepLauncher(Launcher):
-    """Plans the jobs of a batch, then has `_run` run those that have not finished.
+    """Plans the jobs of a batch, then runs those that have not finished.
 
     Attributes:
         sweep: the parent run, from the first job on.
+        interval: seconds between two looks at the jobs.
     """
 
     config: Any  # set by Hydra, as the two below
     hydra_context: HydraContext
     task_function: TaskFunction
     sweep: parent_run.ParentRun
+    interval = 0.1
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
-
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Let SIGTERM and SIGHUP interrupt as Ctrl-C does; a sweeper that calls `launch` repeatedly stays within."""
-        with _signals_interrupt():
-            yield
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, signal.default_int_handler)  # they interrupt as Ctrl-C does
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        with self.serving():
-            plan = self.plan(job_overrides, initial_job_idx)
-            slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
-            self._prepare()
-            with open_dict(self.config):
-                self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
-            losses = self.sweep.finished()
-            numbered = enumerate(plan.jobs, initial_job_idx)
-            calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
-            losses |= self._run(calls, slots)
-            return [completed_with(losses.get(job.name, WORST)) for job in plan.jobs]
+        plan = self.plan(job_overrides, initial_job_idx)
+        slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
+        self._prepare()
+        with open_dict(self.config):
+            self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
+        losses = self.sweep.finished()
+        numbered = enumerate(plan.jobs, initial_job_idx)
+        calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
+        losses |= self._run(calls, slots)
+        return [completed_with(losses.get(job.name, WORST)) for job in plan.jobs]
 
     def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> Plan:
         """Compose and check every job: a wrong one is refused before the first job starts.
@@ -162,86 +145,84 @@ class SweepLauncher(Launcher):
         losses: dict[str, float] = {}
         waiting = deque(calls.items())
         try:
-            while waiting or any(slot.running for slot in slots):
+            while waiting or any(slot.job for slot in slots):
                 for slot in slots:
-                    if waiting and slot.running is None:
-                        slot.name, call = waiting.popleft()
-                        self._start(slot, call)
-                self._wait(_occupied(slots), GRACE)
+                    if waiting and slot.job is None:
+                        self._start(slot, *waiting.popleft())
+                self._wait()
                 losses |= self._collect(slots)
         except BaseException:
             self._stop(slots)
             raise
         return losses
 
-    def _start(self, slot: Slot, call: JobCall) -> None:
-        say(f"  {slot.name}: started")
-        slot.since = time.monotonic()
+    def _start(self, slot: Slot, name: str, call: JobCall) -> None:
+        say(f"  {name}: started")
+        slot.name, slot.since = name, time.monotonic()
         try:
-            slot.running = self._running(call, slot.gpus)  # before it starts: an interruption may come at any time
-            slot.running.start()
+            slot.job = self._job(call, slot.gpus)  # before it starts: an interruption may come at any time
+            slot.job.start()
         except Exception as error:
-            self._note(slot.name, Ending(FAILED, reason=first_line(error)), slot.since)
-            slot.running = None
+            self._note(slot, Ending(FAILED, reason=first_line(error)))
 
-    def _collect(self, slots: Iterable[Slot]) -> dict[str, float]:
+    def _collect(self, slots: Sequence[Slot]) -> dict[str, float]:
         """Return the losses of the jobs that have ended; their slots are free again."""
         losses = {}
         for slot in slots:
-            ending = slot.running.ending() if slot.running else None
+            ending = slot.job.ending() if slot.job else None
             if ending is not None:
                 losses[slot.name] = ending.loss
-                self._note(slot.name, ending, slot.since)
-                slot.running = None
+                self._note(slot, ending)
         return losses
 
-    def _note(self, name: str, ending: Ending, since: float) -> None:
-        self.sweep.ended[name] = time.monotonic()
+    def _note(self, slot: Slot, ending: Ending) -> None:
+        self.sweep.ended[slot.name] = time.monotonic()
         if ending.how != FINISHED:
-            self.sweep.lost[name] = ending.reason or ending.how
-        say(f"  {name}: {ending.how} after {time.monotonic() - since:.0f} s")
+            self.sweep.lost[slot.name] = ending.reason or ending.how
+        say(f"  {slot.name}: {ending.how} after {time.monotonic() - slot.since:.0f} s")
+        slot.job = None
 
     def _stop(self, slots: Sequence[Slot]) -> None:
         """End the jobs that run, so that each closes its run as KILLED; kill those that are late."""
         until = time.monotonic() + GRACE
-        while running := _occupied(slots):
+        while running := [slot.job for slot in slots if slot.job]:
             try:
                 self._ask_to_end(running, late=time.monotonic() > until)
-                self._wait(running, 0.5)
+                self._wait()
                 self._collect(slots)
             except KeyboardInterrupt:
                 until = 0.0  # asked a second time: at once
 
-    def _running(self, call: JobCall, gpus: list[str]) -> Running:
-        """Return a job that has not been started."""
+    def _job(self, call: JobCall, gpus: list[str]) -> Any:
+        """Return a job that has not been started, as `Slot.job` has it."""
         raise NotImplementedError
 
-    def _wait(self, running: Sequence[Any], seconds: float) -> None:
-        """Return when a job may have ended, after `seconds` at the latest."""
-        raise NotImplementedError
+    def _wait(self) -> None:
+        time.sleep(self.interval)
 
     def _ask_to_end(self, running: Sequence[Any], late: bool) -> None:
         """Ask the jobs to end; kill them when it is late. Called repeatedly."""
-        raise NotImplementedError
 
 
 class BasicLauncher(SweepLauncher):
     """All jobs in this process, one after the other: for a debugger. TensorFlow's global state is shared."""
 
-    def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
-        losses = {}
-        for name, call in calls.items():
-            say(f"  {name}: started")
-            since = time.monotonic()
-            try:
-                ending = call()
-            except Exception as error:
-                ending = Ending(FAILED, reason=first_line(error))
-            finally:
-                self.sweep.ended[name] = time.monotonic()
-            losses[name] = ending.loss
-            self._note(name, ending, since)
-        return losses
+    interval = 0.0
+
+    def _job(self, call: JobCall, gpus: list[str]) -> _Here:
+        return _Here(call)
+
+
+@dataclass
+class _Here:
+    call: JobCall
+    _ending: Ending | None = None
+
+    def start(self) -> None:
+        self._ending = self.call()
+
+    def ending(self) -> Ending:
+        return self._ending or Ending("interrupted")
 
 
 def completed_with(loss: float) -> JobReturn:
@@ -251,28 +232,9 @@ def completed_with(loss: float) -> JobReturn:
     return returned
 
 
-def _occupied(slots: Iterable[Slot]) -> list[Running]:
-    return [slot.running for slot in slots if slot.running is not None]
-
-
 def _refuse_secrets(config: DictConfig) -> None:
     """Refuse a config with a secret: Hydra and submitit write it into files."""
     for key, value in configuration.leaves(OmegaConf.to_container(config, resolve=False)).items():
         if isinstance(value, str) and mask(value) != value:
             rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}: it holds a secret"
             raise ConfigError(key, rule, value)
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # as nohup wants it
-    before = {number: signal.signal(number, _interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt

@@ -30,20 +30,15 @@ from omegaconf import DictConfig
 from pipeline.errors import ConfigError, first_line
 from pipeline.job import Terminated
 from pipeline.launching import gpus as gpus_of_machine
-from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package
+from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.launching.launcher import GRACE, SweepLauncher
-from pipeline.masking import mask
 
 LOST = 255  # exit status that `multiprocessing` gives a job whose forkserver has died, though the job may live
 
 
 @dataclass
 class LocalConfig:
-    """What `hydra/launcher=local` takes.
-
-    Attributes:
-        timeout_min: minutes after which a job is ended.
-    """
+    """What `hydra/launcher=local` takes."""
 
     _target_: str
     timeout_min: int = 525600  # a year
@@ -84,20 +79,16 @@ class LocalLauncher(SweepLauncher):
 
     def _prepare(self) -> None:
         if "forkserver" in self._methods:
-            multiprocessing.get_context("forkserver").set_forkserver_preload(["pipeline.launching.warm"])
+            multiprocessing.set_forkserver_preload(["pipeline.launching.warm"])
             with importing_only_this_package():
                 forkserver.ensure_running()  # imports TensorFlow while this process imports MLflow
 
-    def _running(self, call: JobCall, gpus: list[str]) -> LocalJob:
+    def _job(self, call: JobCall, gpus: list[str]) -> LocalJob:
         # TensorFlow reads some variables when it is imported, which a fork does not do again.
         sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in call.overrides)
         methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
         log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
         return LocalJob(call, gpus, log, self.timeout_min, methods)
-
-    def _wait(self, running: Sequence[LocalJob], seconds: float) -> None:
-        seconds = min([seconds, *(max(0.0, job.deadline - time.monotonic()) for job in running)])
-        connection.wait([source for job in running for source in job.sources()], seconds)
 
     def _ask_to_end(self, running: Sequence[LocalJob], late: bool) -> None:
         for job in running:
@@ -142,26 +133,24 @@ class LocalJob:
     def _start_process(self) -> None:
         method = multiprocessing.get_start_method(allow_none=True)
         arguments = (self._theirs, str(self._log), dict(os.environ), self._gpus, method)
-        while True:
-            context: Any = multiprocessing.get_context(self._methods[0])
-            self._process = context.Process(target=_main, args=arguments, name=f"job {self._call.number}")
-            try:
-                with importing_only_this_package():
-                    self._process.start()
-                return
-            except (EOFError, OSError):  # the forkserver could not import, or must not be forked
-                if len(self._methods) == 1:
-                    raise
-                del self._methods[0]
-
-    def sources(self) -> list[Any]:
-        """Return what becomes ready when the job may have ended."""
-        alive = self._process.pid is not None and self._process.exitcode is None
-        return [*([] if self._ours.closed else [self._ours]), *([self._process.sentinel] if alive else [])]
+        context: Any = multiprocessing.get_context(self._methods[0])
+        self._process = context.Process(target=_main, args=arguments, name=f"job {self._call.number}")
+        try:
+            with importing_only_this_package():
+                self._process.start()
+        except (EOFError, OSError):  # the forkserver could not import, or must not be forked
+            if len(self._methods) == 1:
+                raise
+            del self._methods[0]
+            self._start_process()
 
     def ending(self) -> Ending | None:
         """Return how the job ended; None until its process has ended, and with it has let go of its GPUs."""
-        self._receive()
+        try:
+            while not self._ours.closed and self._ours.poll():
+                self._ending = self._ours.recv()
+        except (EOFError, OSError):
+            self._ours.close()
         if self._process.pid is None:
             return Ending("interrupted")
         status = self._process.exitcode
@@ -174,20 +163,7 @@ class LocalJob:
         if self._ending is not None:
             return self._ending
         how = f"killed at its time limit of {self._limit} min" if self._overdue else _ended_by(status)
-        return Ending(how, reason=": ".join([how, *self._last_line()]))
-
-    def _receive(self) -> None:
-        try:
-            while not self._ours.closed and self._ours.poll():
-                self._ending = self._ours.recv()
-        except (EOFError, OSError):
-            self._ours.close()
-
-    def _last_line(self) -> list[str]:
-        with contextlib.suppress(OSError):
-            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-            return [mask(line.strip()) for line in lines if line.strip()][-1:]
-        return []
+        return killed(how, self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else "")
 
     def end(self, late: bool) -> None:
         """Ask the job to end; kill it when it is late."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,7 +24,6 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from pipeline.errors import ConfigError, say
-from pipeline.launching.launcher import SweepLauncher
 from pipeline.sweep import parent_run
 
 DIGITS = 4  # of a number that is tried: enough for a learning rate, and short enough for a name
@@ -66,28 +64,16 @@ class SearchSweeper(Sweeper):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
         tried: list[tuple[float, list[str]]] = []
-        keeping = self.launcher.serving() if isinstance(self.launcher, SweepLauncher) else nullcontext()
-        with keeping:
-            while len(tried) < self.trials:
-                tried += self._batch(study, space, len(tried))
-        self._report(*min(tried), {key for key in space if space[key].is_sweep_override()})
-
-    def _batch(self, study: Any, space: Mapping[str, Override], first: int) -> list[tuple[float, list[str]]]:
-        """The next jobs, from number `first` on, each with its loss, which is inf where it gave none."""
-        from optuna.trial import TrialState
-
-        trials = [study.ask() for _ in range(min(self.at_once, self.trials - first))]
-        jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
-        losses = [float(returned.return_value) for returned in self.launcher.launch(jobs, first)]
-        for trial, loss in zip(trials, losses, strict=True):
-            if math.isfinite(loss):
+        while len(tried) < self.trials:
+            trials = [study.ask() for _ in range(min(self.at_once, self.trials - len(tried)))]
+            jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
+            for trial, job, returned in zip(trials, jobs, self.launcher.launch(jobs, len(tried)), strict=True):
+                loss = float(returned.return_value)
+                loss = loss if math.isfinite(loss) else math.inf  # of a job that gave none: the worst
                 study.tell(trial, loss)
-            else:
-                study.tell(trial, state=TrialState.FAIL)
-        return [(loss if math.isfinite(loss) else math.inf, job) for loss, job in zip(losses, jobs, strict=True)]
-
-    def _report(self, loss: float, job: Sequence[str], swept: set[str]) -> None:
-        best = [override for override in job if override.split("=")[0] in swept]
+                tried.append((loss, job))
+        loss, overrides = min(tried)
+        best = [text for text, of in zip(overrides, space.values(), strict=True) if of.is_sweep_override()]
         say(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}")
         current = parent_run.current()
         if current is not None:
@@ -98,9 +84,8 @@ def _choose(trial: Any, override: Override) -> str:
     """`override` with Optuna's choice in the place of what is swept."""
     key, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
-        assert value.start is not None
-        assert value.end is not None
-        number = trial.suggest_float(key, float(value.start), float(value.end), log="log" in value.tags)
+        bounds: Any = value.start, value.end
+        number = trial.suggest_float(key, *map(float, bounds), log="log" in value.tags)
         return f"{key}={number:.{DIGITS}g}"
     if override.is_sweep_override():
         choices = list(override.sweep_iterator(transformer=Transformer.encode))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
@@ -17,11 +16,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
 from pipeline.errors import ConfigError
-from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package
+from pipeline.launching import gpus as gpus_of_machine
+from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.launching.launcher import SweepLauncher
 
-SLURM_INTERVAL = 5.0  # seconds between two questions to Slurm, whatever the number of jobs
-STEP = 0.5  # seconds between two looks for results
+ENDED = (
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+    "gone",  # Slurm forgets a job some minutes after its end
+)
+LATE = 3  # looks at a job that Slurm has ended, in which a network's file system may show its result
 
 
 class SlurmLauncher(SweepLauncher):
@@ -31,10 +34,13 @@ class SlurmLauncher(SweepLauncher):
         params: of submitit.
     """
 
+    interval = 5.0  # of Slurm's controller one question in that time, whatever the number of jobs
+
     def __init__(self, **params: Any):
         self.params: dict[str, Any] = {
             key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in params.items()
         }
+        self.states: dict[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -44,7 +50,7 @@ class SlurmLauncher(SweepLauncher):
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
         if shutil.which("sbatch") is None:
             raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
-        wanted = max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
+        wanted = gpus_of_machine.per_job(hardware)
         asked = [key for key in ("gpus_per_node", "gpus_per_task", "gres") if self.params.get(key) is not None]
         if wanted and not asked and (self._has_gpus() or any(h.device.name == "gpu" for h in hardware)):
             self.params["gpus_per_node"] = wanted
@@ -57,23 +63,21 @@ class SlurmLauncher(SweepLauncher):
         return "gpu" in answer.stdout
 
     def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
-        device = config.hardware.device
-        config.hardware.device = "auto"  # the job's machine may have the GPU that this one lacks
-        try:
-            return super()._check(config, overrides)
-        finally:
-            config.hardware.device = device
+        there = copy.deepcopy(config)
+        there.hardware.device = "auto"  # the job's machine may have the GPU that this one lacks
+        return super()._check(there, overrides)
 
-    def _prepare(self) -> None:
-        self._states: _SlurmStates | None = None
+    def _job(self, call: JobCall, gpus: list[str]) -> SlurmJob:
+        return SlurmJob(call, self)
 
-    def _running(self, call: JobCall, gpus: list[str]) -> SlurmJob:
-        self._states = self._states or _SlurmStates(self.name)
-        params = {**self.params, "name": self.name}
-        return SlurmJob(call, params, self._states)
-
-    def _wait(self, running: Sequence[SlurmJob], seconds: float) -> None:
-        time.sleep(min(seconds, STEP))
+    def _wait(self) -> None:
+        super()._wait()
+        # `squeue` answers on every cluster; submitit asks `sacct`, which needs a database, and where there is none it
+        # waits for a job that died for ever.
+        command = ["squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T"]
+        answer = subprocess.run(command, capture_output=True, text=True)
+        lines = [line.split() for line in answer.stdout.splitlines() if line.strip()]
+        self.states = {job_id: state for job_id, state, *_ in lines} if answer.returncode == 0 else None
 
     def _ask_to_end(self, running: Sequence[SlurmJob], late: bool) -> None:
         # Those that wait are gone, those that run get SIGTERM, and SIGKILL after Slurm's KillWait.
@@ -85,24 +89,27 @@ class SlurmJob:
 
     Args:
         call: what the job is.
-        params: of submitit.
-        states: what Slurm says of the jobs of this sweep.
+        launcher: of the sweep.
     """
 
-    def __init__(self, call: JobCall, params: dict[str, Any], states: _SlurmStates):
-        self._call, self._states = call, states
-        self._params = params
+    def __init__(self, call: JobCall, launcher: SlurmLauncher):
+        self._call, self._launcher = call, launcher
         self._job: Any = None
-        self._submitted = 0.0
-        self._gone_since = 0.0
+        self._looks = 0  # since Slurm ended it
 
     def start(self) -> None:
         """Submit the job."""
-        folder = self._params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")  # Slurm's numbers recur
-        call = _Elsewhere(self._call, sys.path, os.environ.get("PYTHONPATH", ""))
+        import submitit
+
+        params = {**self._launcher.params, "name": self._launcher.name}
+        folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")  # Slurm's numbers recur
+        retries = params.pop("max_num_timeout")
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=retries)
+        shared = set(OmegaConf.structured(BaseQueueConf).keys())
+        executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
+        variable = os.environ.get("PYTHONPATH", "")
         with importing_only_this_package():  # sbatch passes the environment on
-            self._job = _executor(folder, self._params).submit(call)
-        self._submitted = time.monotonic()
+            self._job = executor.submit(_there, self._call, sys.path, variable)
 
     def ending(self) -> Ending | None:
         """Return how the job ended; None while it waits or runs."""
@@ -110,78 +117,25 @@ class SlurmJob:
             return Ending("interrupted")
         if self._job.paths.result_pickle.exists():
             return self._result()
-        state = self._states.ended(self._job.job_id, self._submitted)
-        self._gone_since = self._gone_since or time.monotonic() if state else 0.0
-        if not state or time.monotonic() < self._gone_since + 2 * SLURM_INTERVAL:
-            return None  # a network's file system may show the file late
-        how = f"killed (Slurm job {self._job.job_id}: {state})"
-        lines = [line.strip() for line in (self._job.stderr() or "").splitlines() if line.strip()]
-        return Ending(how, reason=": ".join([how, *lines[-1:]]))
+        states = self._launcher.states
+        state = None if states is None else states.get(self._job.job_id, "gone")
+        self._looks = self._looks + 1 if state in ENDED else 0
+        if self._looks < LATE:
+            return None
+        return killed(f"killed (Slurm job {self._job.job_id}: {state})", self._job.stderr() or "")
 
     def _result(self) -> Ending:
-        from submitit.core.utils import pickle_load
-
-        outcome, returned = pickle_load(self._job.paths.result_pickle)  # `result` waits a second at a time
-        if outcome == "error":  # with a whole traceback
-            lines = [line for line in returned.splitlines() if re.match(r"[\w.]+: ", line)]
+        try:
+            returned: Ending = self._job.result()
+        except Exception as error:  # with a whole traceback
+            lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)]
             return Ending(FAILED, reason=lines[-1] if lines else "the process failed")
-        assert isinstance(returned, Ending)
         return returned
 
 
-@dataclass(frozen=True)
-class _Elsewhere:
-    """A job on another machine, which searches the sweep's path for code."""
-
-    call: JobCall
-    path: list[str]
-    variable: str  # PYTHONPATH
-
-    def __call__(self) -> Ending:
-        sys.path[:] = self.path
-        os.environ["PYTHONPATH"] = self.variable
-        os.environ.pop("PYTHONSAFEPATH", None)
-        return self.call()
-
-
-def _executor(folder: str, params: dict[str, Any]) -> Any:
-    import submitit
-
-    retries = {"slurm_max_num_timeout": params.pop("max_num_timeout")}
-    executor = submitit.AutoExecutor(folder, cluster="slurm", **retries)
-    shared = set(OmegaConf.structured(BaseQueueConf).keys())
-    executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
-    return executor
-
-
-class _SlurmStates:
-    """What Slurm says of the jobs of one name, asked once for all of them.
-
-    `squeue` answers on every cluster; submitit asks `sacct`, which needs a database, and where there is none it
-    waits for a job that died for ever.
-    """
-
-    _ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
-
-    def __init__(self, name: str):
-        self._name = name
-        self._asked = self._answered = float("-inf")
-        self._states: dict[str, str] = {}
-
-    def ended(self, job_id: str, submitted: float) -> str:
-        """Return the state in which the job ended.
-
-        Empty where it has not ended, or where Slurm has not been asked since `submitted`.
-        """
-        now = time.monotonic()
-        if now - self._asked > SLURM_INTERVAL:
-            command = ["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i %T"]
-            answer = subprocess.run(command, capture_output=True, text=True)
-            self._asked = now
-            if answer.returncode == 0:
-                self._answered = now
-                self._states = dict(line.split()[:2] for line in answer.stdout.splitlines() if line.strip())
-        if self._answered < submitted:
-            return ""
-        state = self._states.get(job_id, "gone")
-        return state if state == "gone" or state in self._ENDED else ""
+def _there(call: JobCall, path: list[str], variable: str) -> Ending:
+    """Be a job on another machine, which searches for code where the sweep does: its path, and its PYTHONPATH."""
+    sys.path[:] = path
+    os.environ["PYTHONPATH"] = variable
+    os.environ.pop("PYTHONSAFEPATH", None)
+    return call()

@@ -4,6 +4,7 @@ It starts no runtime and opens no device, so that a fork of it is as good as a n
 """
 
 import os
+import sys
 
 from pipeline import imports
 from pipeline.launching import gpus
@@ -14,4 +15,6 @@ with imports.without_chatter():
 
     from pipeline import assembly, job, recorder, training  # noqa: F401
     from pipeline.tracking import tracker  # noqa: F401
-gpus.refuse_to_be_forked()
+opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+if any(path.startswith(gpus.DEVICES) for path in opened):  # which a fork could not use
+    sys.exit("pipeline: importing TensorFlow has opened a device: each job imports it for itself")
