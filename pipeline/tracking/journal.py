@@ -22,8 +22,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
+from pipeline import imports
 from pipeline.errors import ConfigError
 from pipeline.trust import artifact_locations
 
@@ -38,16 +39,17 @@ class Journal:
         experiment: that the run will belong to; created with the run where there is none.
     """
 
+    _file: TextIO
+
     def __init__(self, uri: str, experiment: str):
         self.uri, self.experiment = uri, experiment
-        self._file: IO[str] | None = None
         # -P: a file of the user's folder with a module's name is not for the shipper, which runs none of their code.
         # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
-        self._shipper = subprocess.Popen(
+        self._shipper: Any = subprocess.Popen(
             [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(),
+            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
             text=True,
             start_new_session=True,
         )
@@ -59,7 +61,7 @@ class Journal:
         return self._shipper.pid
 
     def ready(self) -> None:
-        """Waits until the store answers.
+        """Wait until the store answers.
 
         Raises:
             ConfigError: it cannot be reached, read or written.
@@ -67,12 +69,12 @@ class Journal:
         answer = self._answer()
         if "error" in answer:
             self.abandon()
-            if answer.get("key") == "tracking.experiment":
+            if answer["key"] == "tracking.experiment":
                 raise ConfigError("tracking.experiment", answer["error"], self.experiment)
             raise ConfigError("tracking.uri", f"must be a store that answers ({answer['error']})", self.uri)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
-        """Creates the run.
+        """Create the run.
 
         Args:
             path: of the journal file, which must not exist yet.
@@ -99,26 +101,23 @@ class Journal:
         return answer
 
     def metrics(self, step: int, metrics: dict[str, float], milliseconds: int | None = None) -> None:
-        """One row: what was measured after `step` updates. Each (metric, step) may be written once."""
+        """Write one row: what was measured after `step` updates. Each (metric, step) may be written once."""
         self.write({"time": milliseconds or _now(), "step": step, "metrics": metrics})
 
     def write(self, line: dict[str, Any]) -> None:
-        assert self._file is not None
         self._file.write(_ENCODE(line) + "\n")
 
     def flush(self) -> None:
-        """Hands what was written to the operating system, which keeps it if this process dies."""
-        assert self._file is not None
+        """Hand what was written to the operating system, which keeps it if this process dies."""
         self._file.flush()
 
     def close(self, status: str) -> str | None:
-        """Ends the run and waits until everything is shipped, or until the shipper gives up.
+        """End the run and wait until everything is shipped, or until the shipper gives up.
 
         Returns:
             Why something could not be shipped; None when all of it was.
         """
         self.write({"end": status, "time": _now()})
-        assert self._file is not None
         self._file.close()
         self._end()
         error = self._answer().get("error")
@@ -126,32 +125,23 @@ class Journal:
         return error
 
     def abandon(self) -> None:
-        """Lets the shipper go before a run was started; nothing is left in the store."""
+        """Let the shipper go before a run was started; nothing is left in the store."""
         self._end()
         self._shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs
         self._shipper.wait()
 
     def _send(self, command: dict[str, Any]) -> None:
-        assert self._shipper.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer, which is then missing, says so
             self._shipper.stdin.write(json.dumps(command) + "\n")
             self._shipper.stdin.flush()
 
     def _answer(self) -> dict[str, str]:
-        assert self._shipper.stdout is not None
         line = self._shipper.stdout.readline()
-        return json.loads(line) if line else {"error": "the shipper ended without an answer"}
+        return json.loads(line) if line else {"error": "the shipper ended without an answer", "key": "tracking.uri"}
 
     def _end(self) -> None:
-        assert self._shipper.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._shipper.stdin.close()
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment in which the shipper imports this package, wherever it was imported from here."""
-    package = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
 
 
 def _now() -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import __version__
-from pipeline.config import directory
+from pipeline.config import directory, leaves
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
 
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from pipeline.dataset import Data
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
-PIECE = 2**20  # bytes of a file that are read at a time
 AT_ONCE = 1024  # examples that are read at a time
 # What a link of a record may say: `${another.key}`, or the product of two such, or of one and a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
-_STATUS = ("status", "--porcelain")
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 
@@ -52,18 +50,11 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 
 def links(config: DictConfig) -> dict[str, str]:
     """Return which other keys each value of the config refers to, by dotted name, as it was written."""
-    found: dict[str, str] = {}
-
-    def read(node: Any, key: str) -> None:
-        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-            dotted = f"{key}.{name}".lstrip(".")
-            if isinstance(value, dict | list):
-                read(value, dotted)
-            elif isinstance(value, str) and LINK.fullmatch(value):
-                found[dotted] = value
-
-    read(OmegaConf.to_container(config, resolve=False), "")
-    return found
+    written = leaves(OmegaConf.to_container(config, resolve=False))
+    for key, entry in list(written.items()):
+        if isinstance(entry, list):
+            written |= {f"{key}.{number}": part for number, part in enumerate(entry)}
+    return {key: entry for key, entry in written.items() if isinstance(entry, str) and LINK.fullmatch(entry)}
 
 
 def environment(run_dir: Path) -> dict[str, Any]:
@@ -78,10 +69,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
         "run_dir": str(run_dir.absolute()),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
-        "processors": os.cpu_count(),
-        **_gpus(),
-        **_cuda(),
+        **_hardware(),
         "lock": _lock(),
         "git": git(),
         "package": {"version": __version__, "sha256": _package_hash()},
@@ -114,7 +102,9 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 def git() -> dict[str, Any]:
     """Return the commit and whether the tree is clean; empty where there is no repository."""
     tree = _tree()
-    return {} if tree is None else {"commit": _git(tree, "rev-parse", "HEAD"), "clean": _git(tree, *_STATUS) == ""}
+    if tree is None:
+        return {}
+    return {"commit": _git(tree, "rev-parse", "HEAD"), "clean": _git(tree, "status", "--porcelain") == ""}
 
 
 def diff() -> str:
@@ -157,8 +147,12 @@ def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: s
 
 def origin() -> dict[str, str]:
     """Return the tags that say who ran which command on which commit."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in a container
+        user = "unknown"
     tags = {
-        "mlflow.user": _user(),
+        "mlflow.user": user,
         "mlflow.source.type": "LOCAL",
         "mlflow.source.name": " ".join(["pipeline", *map(mask, sys.argv[1:])]),
     }
@@ -167,13 +161,6 @@ def origin() -> dict[str, str]:
         commit, clean = tree["commit"], str(tree["clean"]).lower()
         tags |= {"git.commit": commit, "git.clean": clean, "mlflow.source.git.commit": commit}
     return tags
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a number without a name, as in a container
-        return "unknown"
 
 
 def _tree() -> Path | None:
@@ -186,37 +173,35 @@ def _tree() -> Path | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     # It would refresh the index on the way, and a run that is killed meanwhile would leave the repository locked.
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    return _said("git", "--no-optional-locks", "-C", str(folder), *arguments)
+
+
+def _said(*command: str) -> str | None:
+    """Return what a program prints; None where it is absent, fails or takes more than half a minute."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout.strip()
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _gpus() -> dict[str, Any]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {"gpus": [], "driver": None}
-    rows = [line.split(", ") for line in answer.splitlines() if ", " in line]
-    return {"gpus": [row[0] for row in rows], "driver": rows[0][1] if rows else None}
-
-
-def _cuda() -> dict[str, Any]:
-    if "tensorflow" not in sys.modules:  # which takes seconds; the versions of CUDA's packages are recorded anyway
-        return {}
-    build = importlib.import_module("tensorflow").sysconfig.get_build_info()
-    return {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
+def _hardware() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
+    answer = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    gpus = [line.split(", ") for line in answer.splitlines() if ", " in line]
+    found = {
+        "processor": models[0] if models else platform.processor(),
+        "processors": os.cpu_count(),
+        "gpus": [gpu[0] for gpu in gpus],
+        "driver": gpus[0][1] if gpus else None,
+    }
+    if (
+        "tensorflow" in sys.modules
+    ):  # which takes seconds to import; the versions of CUDA's packages are recorded anyway
+        build = importlib.import_module("tensorflow").sysconfig.get_build_info()
+        found |= {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
+    return found
 
 
 def _package_hash() -> str:
@@ -231,19 +216,15 @@ def _package_hash() -> str:
 
 
 def _lock() -> str | None:
-    for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
-        if (folder / "requirements.lock").is_file():
-            return hashlib.sha256((folder / "requirements.lock").read_bytes()).hexdigest()
-    return None
+    files = (folder / "requirements.lock" for folder in (Path.cwd(), Path(__file__).resolve().parents[2]))
+    return next((hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()), None)
 
 
 def _file_hash(path: Path) -> str:
     """Return a SHA-256 of size and content: 0.7 s for a GiB that the system still holds, measured on two busy cores."""
-    found = hashlib.sha256(str(path.stat().st_size).encode())
+    size = hashlib.sha256(str(path.stat().st_size).encode())
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            found.update(piece)
-    return found.hexdigest()
+        return hashlib.file_digest(file, lambda: size).hexdigest()
 
 
 def _content_hash(split: Any) -> str:

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import first_line
 from pipeline.trust import artifact_locations
 
 
@@ -67,7 +68,7 @@ class Shipper:
         self._partial = ""
         self._points: list[Metric] = []
         self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
-        self.ended: str | None = None
+        self.ended = False
         self.last_step = 0
         start = json.loads(self._file.readline())
         self.client: MlflowClient = store.client()
@@ -80,34 +81,33 @@ class Shipper:
         try:
             if (places := artifact_locations.allowed_places()) is not None:
                 artifact_locations.check(created.info.artifact_uri, store.uri, places)
-            self._describe(store, run)
+            params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
+            for first in range(0, len(params), 100):
+                self.client.log_batch(self.run_id, params=params[first : first + 100])
+            self._log_inputs(run["inputs"])
+            # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
+            self._system = mlflow_internals.system_sampler(store.uri, self.run_id) if run["system_metrics"] else None
+            self._samples = 0
         except Exception:
             with contextlib.suppress(Exception):  # the first failure is what the trainer is told
                 self.client.set_terminated(self.run_id, "FAILED")
             raise
 
-    def _describe(self, store: Store, run: dict[str, Any]) -> None:
-        params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
-        for first in range(0, len(params), 100):
-            self.client.log_batch(self.run_id, params=params[first : first + 100])
-        self._log_inputs([_dataset_input(entry) for entry in run["inputs"]])
-        # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
-        self._system = mlflow_internals.system_sampler(store.uri, self.run_id) if run["system_metrics"] else None
-        self._samples = 0
-
-    def _log_inputs(self, inputs: list[DatasetInput]) -> None:
+    def _log_inputs(self, entries: list[dict[str, Any]]) -> None:
+        contexts = [[InputTag("mlflow.data.context", entry["context"])] for entry in entries]
+        inputs = [DatasetInput(Dataset(**e["dataset"]), tags) for e, tags in zip(entries, contexts, strict=True)]
         # Two runs that start at once both find a dataset missing and both insert it: the slower one tries again.
-        for attempt in range(TRIES):
+        for attempt in range(1, TRIES + 1):
             try:
                 self.client.log_inputs(self.run_id, inputs)
                 return
             except Exception:
-                if attempt == TRIES - 1:
+                if attempt == TRIES:
                     raise
-                time.sleep(0.2 * (attempt + 1))
+                time.sleep(0.2 * attempt)
 
     def read(self) -> None:
-        """Takes in the lines that have been written since."""
+        """Take in the lines that have been written since."""
         while text := self._file.readline():
             self._partial += text
             if not self._partial.endswith("\n"):
@@ -121,7 +121,7 @@ class Shipper:
                 self._waiting.append(line)
 
     def sample(self) -> None:
-        """Takes one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
+        """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
         if self._system is None:
             return
         sampled, now = self._system(), int(time.time() * 1000)
@@ -129,34 +129,35 @@ class Shipper:
         self._samples += 1
 
     def ship(self) -> None:
-        """Sends everything; what the store has not confirmed stays here and is sent again."""
+        """Send everything; what the store has not confirmed stays here and is sent again."""
         while self._points:
             self.client.log_batch(self.run_id, metrics=self._points[:AT_ONCE])
             del self._points[:AT_ONCE]
         while self._waiting:
-            self._carry_out(self._waiting[0])
+            line = self._waiting[0]
+            if "tags" in line:
+                self._tag(line["tags"])
+            elif "artifact" in line:
+                self.client.log_artifact(self.run_id, line["artifact"], line.get("folder"))
+            elif "end" in line:
+                self._end(line["end"], line["time"])
             del self._waiting[0]
 
-    def _carry_out(self, line: dict[str, Any]) -> None:
-        if "tags" in line:
-            self.client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in line["tags"].items()])
-        elif "artifact" in line:
-            self.client.log_artifact(self.run_id, line["artifact"], line.get("folder"))
-        elif "end" in line:
-            self.end(line["end"], line["time"])
-
-    def end(self, status: str, milliseconds: int) -> None:
-        self.client.set_terminated(self.run_id, status, milliseconds)
-        self.ended = status
-
     def vanished(self) -> None:
-        """The trainer died without a word: say so, and leave no run RUNNING."""
-        why = f"The process ended without a word after update {self.last_step}."
-        self.client.log_batch(self.run_id, tags=[RunTag("failure", why)])
-        self.end("KILLED", int(time.time() * 1000))
+        """Say that the trainer died without a word, and leave no run RUNNING."""
+        self._tag({"failure": f"The process ended without a word after update {self.last_step}."})
+        self._end("KILLED", int(time.time() * 1000))
+
+    def _tag(self, tags: dict[str, Any]) -> None:
+        self.client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
+
+    def _end(self, status: str, milliseconds: int) -> None:
+        self.client.set_terminated(self.run_id, status, milliseconds)
+        self.ended = True
 
 
 def main() -> None:
+    """Serve the process that started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's end is ours: it closes our standard input
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
     command = _command()
@@ -170,21 +171,15 @@ def _serve(command: dict[str, Any]) -> None:
     try:
         store = Store(command["open"])
         store.check(command["experiment"])
-    except ExperimentError as error:
-        _answer({"error": _said(error), "key": "tracking.experiment"})
-        return
-    except Exception as error:
-        _answer({"error": _said(error)})
-        return
-    _answer({})
-    start = _command()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if start is None:
-        return
-    try:
+        _answer({})
+        start = _command()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if start is None:
+            return
         shipper = Shipper(store, Path(start["start"]))
     except Exception as error:
-        _answer({"error": _said(error)})
+        key = "tracking.experiment" if isinstance(error, ExperimentError) else "tracking.uri"
+        _answer({"error": first_line(error), "key": key})
         return
     _answer({"run_id": shipper.run_id, "experiment_id": shipper.experiment_id})
     gc.freeze()  # what is loaded by now stays: collecting it again and again doubled the cost of a batch
@@ -203,31 +198,19 @@ def _follow(shipper: Shipper) -> None:
             shipper.sample()
         try:
             shipper.ship()
-            if not alive and shipper.ended is None:
+            if not alive and not shipper.ended:
                 shipper.vanished()
         except Exception as error:
             wait = min(2 * wait, RETRY[1]) if failing_since else RETRY[0]
             failing_since = failing_since or time.monotonic()
             if not alive and time.monotonic() - failing_since > PATIENCE:
-                _answer({"error": _said(error)})
+                _answer({"error": first_line(error)})
                 return
             continue
         wait, failing_since = INTERVAL, None
         if not alive:
             _answer({})
             return
-
-
-def _dataset_input(entry: dict[str, Any]) -> DatasetInput:
-    dataset = Dataset(
-        name=entry["name"],
-        digest=entry["digest"],
-        source_type="code",
-        source=json.dumps(entry["source"]),
-        schema=json.dumps(entry["schema"]),
-        profile=json.dumps(entry["profile"]),
-    )
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", entry["context"])])
 
 
 def _command() -> dict[str, Any] | None:
@@ -240,11 +223,6 @@ def _answer(answer: dict[str, str]) -> None:
         print(json.dumps(answer), flush=True)
     except BrokenPipeError:
         sys.stdout = None  # nobody is left to be told
-
-
-def _said(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 if __name__ == "__main__":

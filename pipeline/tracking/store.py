@@ -22,14 +22,13 @@ os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 from filelock import FileLock  # noqa: E402
-from mlflow.entities import ExperimentTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.tracking import MlflowClient  # noqa: E402
 
 from pipeline.masking import mask, remember  # noqa: E402
 
 SQLITE = "sqlite:///"
-_TRAINING_MODE = ExperimentTag("mlflow.experimentKind", "custom_model_development")  # else the UI opens for GenAI
+TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment, whose UI else opens for GenAI
 
 
 class StoreError(Exception):
@@ -72,36 +71,34 @@ class Store:
             self._create()
         return MlflowClient(self.uri)
 
-    def check(self, experiment: str) -> None:
-        """Refuse an experiment that cannot be logged to; create nothing.
+    def check(self, experiment: str) -> str | None:
+        """Return the ID of an experiment that can be logged to; None where there is none, and none is created.
 
         Raises:
             ExperimentError: the experiment is deleted.
         """
         if self._is_new():
-            return
+            return None
         found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
         if found is not None and found.lifecycle_stage != "active":
             raise ExperimentError("is deleted; restore it or choose another name")
+        return found and found.experiment_id
 
     def experiment(self, name: str) -> str:
         """Return the ID of the experiment `name`, which is masked; create it where there is none, with its artifacts
         beside a SQLite store."""
-        client, name = self.client(), mask(name)
-        self.check(name)
-        found = client.get_experiment_by_name(name)
-        if found is not None:
-            return found.experiment_id
-        location = None
-        if self.database is not None:
-            location = (self.database.parent / "artifacts").as_uri()
+        client = self.client()
+        known = self.check(name)
+        if known is not None:
+            return known
+        location = None if self.database is None else (self.database.parent / "artifacts").as_uri()
         try:
-            created: str = client.create_experiment(name, location, {_TRAINING_MODE.key: _TRAINING_MODE.value})
+            created: str = client.create_experiment(mask(name), location, TAGS)
         except MlflowException:  # another run created it in between
-            found = client.get_experiment_by_name(name)
-            if found is None:
+            known = self.check(name)
+            if known is None:
                 raise
-            return found.experiment_id
+            return known
         return created
 
     def _open_sqlite(self, database: Path) -> None:
@@ -160,11 +157,9 @@ def _check_database(database: Path) -> None:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
-    except sqlite3.OperationalError as error:
+    except sqlite3.DatabaseError as error:
         if "locked" in str(error):  # a store in use by another run is a store that works
             return
-        raise StoreError(f"{database}: {error}") from error
-    except sqlite3.DatabaseError as error:
         raise StoreError(f"{database}: {error}") from error
     if tables and "alembic_version" not in tables:  # MLflow would add its tables to it
         raise StoreError(f"{database} is a database of something other than MLflow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -54,7 +55,7 @@ class Tracker:
             "derived.micro_batch_size": self.plan.batching.micro_batch_size,
             "derived.replicas": self.plan.batching.replicas,
             "derived.updates": self.plan.updates,
-            "derived.parameters": sum(_size(variable.shape) for variable in model.trainable_variables),
+            "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
         }
         config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
         run = {
@@ -97,12 +98,11 @@ class Tracker:
             performance: each under its name without `perf/`.
             at: seconds since the epoch.
         """
-        plan = self.plan
         row = {f"train/{name}": value for name, value in results.items()}
-        row["train/effective_batch_size"] = plan.batch_size(update)
-        row["train/micro_steps"] = plan.micro_steps(update)
-        row["train/examples_seen"] = plan.examples_seen(update)
-        row["train/epoch"] = plan.epoch(update)
+        row["train/effective_batch_size"] = self.plan.batch_size(update)
+        row["train/micro_steps"] = self.plan.micro_steps(update)
+        row["train/examples_seen"] = self.plan.examples_seen(update)
+        row["train/epoch"] = self.plan.epoch(update)
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self.journal.metrics(update, row, int(at * 1000))
 
@@ -165,6 +165,7 @@ def _place(tracking: DictConfig) -> dict[str, str]:
 
 
 def _inputs(data: Data) -> list[dict[str, Any]]:
+    """Return the splits as MLflow's `Dataset` takes them, each with its context."""
     inputs = []
     for context, split in (("training", data.train), ("validation", data.validation)):
         if split is None:
@@ -172,25 +173,17 @@ def _inputs(data: Data) -> list[dict[str, Any]]:
         schema = str(split.element_spec)
         examples = int(split.cardinality())
         identity = f"{data.name} {data.version} {context} {examples} {schema}"
-        inputs.append(
-            {
-                "name": data.name,
-                "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
-                "source": {"tags": {"version": data.version}},
-                "schema": {"elements": schema},
-                "profile": {"num_examples": examples},
-                "context": context,
-            }
-        )
+        dataset = {
+            "name": data.name,
+            "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
+            "source_type": "code",
+            "source": json.dumps({"tags": {"version": data.version}}),
+            "schema": json.dumps({"elements": schema}),
+            "profile": json.dumps({"num_examples": examples}),
+        }
+        inputs.append({"dataset": dataset, "context": context})
     return inputs
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
