@@ -25,14 +25,15 @@ class BasicLauncher(launcher.BasicLauncher):
 
 
 def _register() -> None:
-    store = ConfigStore.instance().store
-    local_node = local.LocalConfig(_target_=f"{__name__}.LocalLauncher")
-    for name in ("local", "submitit_local"):  # the second is that of recorded sweeps
-        store(group="hydra/launcher", name=name, node=local_node, provider="pipeline")
-    slurm_node = SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440)
-    store(group="hydra/launcher", name="submitit_slurm", node=slurm_node, provider="pipeline")
-    basic = {"_target_": f"{__name__}.BasicLauncher"}
-    store(group="hydra/launcher", name="basic", node=basic, provider="pipeline")
+    here = local.LocalConfig(_target_=f"{__name__}.LocalLauncher")
+    nodes = {
+        "local": here,
+        "submitit_local": here,  # of recorded sweeps
+        "submitit_slurm": SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440),
+        "basic": {"_target_": f"{__name__}.BasicLauncher"},
+    }
+    for name, node in nodes.items():
+        ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="pipeline")
 
 
 compose.on_plugins_found(__name__, _register)

@@ -29,17 +29,11 @@ GRACE = 60.0  # seconds for a job that is asked to end to close its run; then it
 
 @dataclass(frozen=True)
 class Plan:
-    """A batch of jobs before the first of them starts.
-
-    Attributes:
-        jobs: each with its name.
-        varied: config keys in which they differ.
-        hardware: of each job, the config's `hardware`.
-    """
+    """A batch of jobs before the first of them starts."""
 
     jobs: list[parent_run.PlannedJob]
-    varied: list[str]
-    hardware: list[DictConfig]
+    varied: list[str]  # config keys in which they differ
+    hardware: list[DictConfig]  # of each job, the config's `hardware`
 
 
 @dataclass
@@ -53,18 +47,13 @@ class Slot:
 
 
 class SweepLauncher(Launcher):
-    """Plans the jobs of a batch, then runs those that have not finished.
-
-    Attributes:
-        sweep: the parent run, from the first job on.
-        interval: seconds between two looks at the jobs.
-    """
+    """Plans the jobs of a batch, then runs those that have not finished."""
 
     config: Any  # set by Hydra, as the two below
     hydra_context: HydraContext
     task_function: TaskFunction
-    sweep: parent_run.ParentRun
-    interval = 0.1
+    sweep: parent_run.ParentRun  # from the first job on
+    interval = 0.1  # seconds between two looks at the jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context, self.task_function = config, hydra_context, task_function

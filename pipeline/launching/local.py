@@ -41,16 +41,11 @@ class LocalConfig:
     """What `hydra/launcher=local` takes."""
 
     _target_: str
-    timeout_min: int = 525600  # a year
+    timeout_min: int = 525600  # minutes after which a job is ended: a year
 
 
 class LocalLauncher(SweepLauncher):
-    """Each job a process on this machine: as many at once as `hardware.parallel_jobs` says.
-
-    Args:
-        timeout_min: minutes after which a job is ended.
-        unknown: is refused.
-    """
+    """Each job a process on this machine: as many at once as `hardware.parallel_jobs` says."""
 
     def __init__(self, timeout_min: int, **unknown: Any):
         self.timeout_min, self._unknown = timeout_min, unknown

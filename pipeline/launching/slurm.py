@@ -28,11 +28,7 @@ LATE = 3  # looks at a job that Slurm has ended, in which a network's file syste
 
 
 class SlurmLauncher(SweepLauncher):
-    """Each job a Slurm job; Slurm decides how many run at once, and where.
-
-    Args:
-        params: of submitit.
-    """
+    """Each job a Slurm job; Slurm decides how many run at once, and where. The parameters are submitit's."""
 
     interval = 5.0  # of Slurm's controller one question in that time, whatever the number of jobs
 
@@ -44,7 +40,7 @@ class SlurmLauncher(SweepLauncher):
 
     @property
     def name(self) -> str:
-        """Name of all Slurm jobs of the sweep."""
+        """Of all Slurm jobs of the sweep."""
         return f"pipeline-{self.sweep.run_id}"
 
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
@@ -85,12 +81,7 @@ class SlurmLauncher(SweepLauncher):
 
 
 class SlurmJob:
-    """A job of submitit.
-
-    Args:
-        call: what the job is.
-        launcher: of the sweep.
-    """
+    """A job of submitit."""
 
     def __init__(self, call: JobCall, launcher: SlurmLauncher):
         self._call, self._launcher = call, launcher
@@ -115,16 +106,13 @@ class SlurmJob:
         """Return how the job ended; None while it waits or runs."""
         if self._job is None:
             return Ending("interrupted")
-        if self._job.paths.result_pickle.exists():
-            return self._result()
-        states = self._launcher.states
-        state = None if states is None else states.get(self._job.job_id, "gone")
-        self._looks = self._looks + 1 if state in ENDED else 0
-        if self._looks < LATE:
-            return None
-        return killed(f"killed (Slurm job {self._job.job_id}: {state})", self._job.stderr() or "")
-
-    def _result(self) -> Ending:
+        if not self._job.paths.result_pickle.exists():
+            states = self._launcher.states
+            state = None if states is None else states.get(self._job.job_id, "gone")
+            self._looks = self._looks + 1 if state in ENDED else 0
+            if self._looks < LATE:
+                return None
+            return killed(f"killed (Slurm job {self._job.job_id}: {state})", self._job.stderr() or "")
         try:
             returned: Ending = self._job.result()
         except Exception as error:  # with a whole traceback

@@ -94,8 +94,10 @@ class Shipper:
             raise
 
     def _log_inputs(self, entries: list[dict[str, Any]]) -> None:
-        contexts = [[InputTag("mlflow.data.context", entry["context"])] for entry in entries]
-        inputs = [DatasetInput(Dataset(**e["dataset"]), tags) for e, tags in zip(entries, contexts, strict=True)]
+        inputs = [
+            DatasetInput(Dataset(**entry["dataset"]), [InputTag("mlflow.data.context", entry["context"])])
+            for entry in entries
+        ]
         # Two runs that start at once both find a dataset missing and both insert it: the slower one tries again.
         for attempt in range(1, TRIES + 1):
             try:

@@ -80,9 +80,11 @@ class Store:
         if self._is_new():
             return None
         found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
-        if found is not None and found.lifecycle_stage != "active":
+        if found is None:
+            return None
+        if found.lifecycle_stage != "active":
             raise ExperimentError("is deleted; restore it or choose another name")
-        return found and found.experiment_id
+        return found.experiment_id
 
     def experiment(self, name: str) -> str:
         """Return the ID of the experiment `name`, which is masked; create it where there is none, with its artifacts

@@ -49,20 +49,20 @@ class Tracker:
         """Create the run with its params, tags, inputs and the artifacts that are known before it starts."""
         resolved = masked(configuration.plain(config))
         params = {key: _text(value) for key, value in configuration.leaves(resolved).items()}
+        sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
         derived = {
-            "derived.effective_batch_size": self.plan.batching.effective_batch_size,
-            "derived.factor": self.plan.batching.factor,
-            "derived.micro_batch_size": self.plan.batching.micro_batch_size,
-            "derived.replicas": self.plan.batching.replicas,
+            **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
             "derived.updates": self.plan.updates,
             "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
         }
+        sweep = config.tracking.sweep
+        place = {"mlflow.parentRunId": sweep, "sweep": sweep, "sweep.job": config.tracking.job or ""} if sweep else {}
         config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
         run = {
             "experiment": resolved["tracking"]["experiment"],
             "name": resolved["tracking"]["run_name"] or f"{data.name} {model.name} {self.plan.batching}",
             "params": params | derived,
-            "tags": {**provenance.origin(), "config.hash": config_hash, **_place(config.tracking), **tags},
+            "tags": {**provenance.origin(), "config.hash": config_hash, **place, **tags},
             "inputs": _inputs(data),
             "system_metrics": config.tracking.system_metrics,
         }
@@ -156,12 +156,6 @@ def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, exa
         input_example=example,
         pip_requirements=requirements,
     )
-
-
-def _place(tracking: DictConfig) -> dict[str, str]:
-    if tracking.sweep is None:
-        return {}
-    return {"mlflow.parentRunId": tracking.sweep, "sweep": tracking.sweep, "sweep.job": tracking.job or ""}
 
 
 def _inputs(data: Data) -> list[dict[str, Any]]:
