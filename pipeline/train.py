@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -47,8 +46,11 @@ def sweep(arguments: Sequence[str]) -> int:
     file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
     if options.config_dir:
         compose.say_unused(Path(options.config_dir))
-    if folders := _searched(files[options.name], options.config_dir):
-        file.append(f"hydra.searchpath=[{','.join(folders)}]")
+    ours = Path(configuration.directory("sweeps"))
+    searched = [Path(options.config_dir).absolute()] if options.config_dir else []
+    searched += [ours] if files[options.name].parent != ours else []
+    if searched:
+        file.append("hydra.searchpath=[" + ",".join(f'"file://{folder}"' for folder in searched) + "]")
     missing = _resumed(options, file, rest) if options.again else rest
     given = [*(["--config-dir", options.config_dir] if options.config_dir else []), *_repeated(rest)]
     given += [f"--allow={entry}" for entry in options.allow]
@@ -64,23 +66,28 @@ def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
     except BaseException as error:
         if isinstance(error, ConfigError):
             compose.RunFolders.take_back()
-        begun = _sweep_of_this_process()
-        if begun is not None:
-            begun.close("FAILED" if isinstance(error, Exception) else "KILLED")
-            _say_missing(again(begun.run_id))
+        _close(again, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
-    current = _sweep_of_this_process()
+    return _close(again)
+
+
+def _close(again: Callable[[str], list[str]], broken: str | None = None) -> int:
+    """Close the sweep of this process, if there was one, and publish its report unless it was `broken` off."""
+    module = sys.modules.get("pipeline.sweep.parent_run")  # which the launcher has imported, if there was a sweep
+    current = None if module is None else module.take()
     if current is None:
         return 0
-    status: int = current.close()
+    status: int = current.close(broken)
     if status:
-        _say_missing(again(current.run_id))
-    _publish(current)
+        say(f"run what is missing with: {shlex.join(['pipeline', *again(current.run_id)])}")
+    if broken is None:
+        from pipeline.report import command
+        from pipeline.sweep import description
+
+        children = description.complete(current)
+        if any("train/loss" in run.data.metrics for run in children.values()):
+            command.publish(current.uri, current.run_id, current.places)
     return status
-
-
-def _say_missing(command: list[str]) -> None:
-    say(f"run what is missing with: {shlex.join(['pipeline', *command])}")
 
 
 def _repeated(arguments: Sequence[str]) -> list[str]:
@@ -105,32 +112,9 @@ def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> l
     return [*recorded, *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
 
 
-def _searched(file: Path, config_dir: str | None) -> list[str]:
-    """Return where Hydra looks beside the folder of `file`: the user's groups and the package's sweeps."""
-    ours = Path(configuration.directory("sweeps"))
-    folders = [Path(config_dir).absolute()] if config_dir else []
-    folders += [ours] if file.parent != ours else []
-    return [f'"file://{folder}"' for folder in folders]
-
-
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
     from pipeline import job
 
     places = configuration.allowed_places(config.trust.allow)
     with artifact_locations.confined(config.tracking.uri, places) if config.tracking.confined else nullcontext():
         return job.run(config, overrides, run_dir).loss
-
-
-def _sweep_of_this_process() -> Any:
-    module = sys.modules.get("pipeline.sweep.parent_run")  # which the launcher has imported, if there was a sweep
-    return module.take() if module is not None else None
-
-
-def _publish(current: Any) -> None:
-    """Complete the page of a sweep that ended, and write its report."""
-    from pipeline.report import command
-    from pipeline.sweep import description
-
-    children = description.complete(current)
-    if any("train/loss" in run.data.metrics for run in children.values()):
-        command.publish(current.uri, current.run_id, current.places)

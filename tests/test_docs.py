@@ -91,7 +91,7 @@ def test_every_sweep_composes(line):
 def test_every_rerun_is_understood(line):
     request = parsed(shlex.split(line)[1:], None)
     assert request.run_id in ("RUN_ID", "SWEEP")
-    assert all(isinstance(key, str) for key in request.values())
+    assert all(isinstance(key, str) for key in request.values)
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])

@@ -42,8 +42,5 @@ def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
         written = page.write(uri, sweep, Path(folder), allow)
         store.client().log_artifacts(written.run_id, folder, "report")
         place = store.client().get_run(written.run_id).info.artifact_uri
-    say(*str(written).splitlines(), f"report: {_shown(place)}/report/{written.page.name}", to=sys.stdout)
-
-
-def _shown(uri: str) -> str:
-    return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
+    shown = unquote(urlsplit(place).path) if place.startswith("file:") else place
+    say(*str(written).splitlines(), f"report: {shown}/report/{written.page.name}", to=sys.stdout)

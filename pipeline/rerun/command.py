@@ -34,23 +34,18 @@ _OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the 
 
 def rerun(arguments: Sequence[str]) -> int:
     """Run a recorded run again and compare the two."""
+    from pipeline import compose
+
     request = parsed(arguments, rerun.__doc__)
-    own = _own_config(request)
+    # The user's own config says where the store is, and what is trusted; never the fetched one.
+    overrides = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
+    own = compose.composed([*request.own, *overrides])
+    own.trust.allow = [*own.trust.allow, *request.allow]
     store = ForeignStore.open(own.tracking.uri, own.trust.allow)
     if request.sweep:
         return _rerun_sweep(store, request)
     with store.confined():
         return Rerun(request, own, store, fetch(store, request.run_id)).run()
-
-
-def _own_config(request: Request) -> DictConfig:
-    """Return the user's own config: where the store is, and what is trusted. Never the fetched one."""
-    from pipeline import compose
-
-    overrides = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
-    own = compose.composed([*request.own, *overrides])
-    own.trust.allow = [*own.trust.allow, *request.allow]
-    return own
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Rerun:
     @cached_property
     def gate(self) -> Gate:
         """Return what the record may reach."""
-        values = self.request.values()
+        values = self.request.values
         data_dir = values.get("dataset.data_dir", OmegaConf.select(self.own, "dataset.data_dir"))
         return Gate(
             _run_dir(self.request),
@@ -91,8 +86,8 @@ class Rerun:
         """Run it and compare the two runs; return the exit status."""
         said = self._say_plan()
         config = self._config(self._experiment())
-        run_ids = self._train(config)
-        status = self._compare(run_ids[0]) if run_ids else 0
+        new = self._train(config)
+        status = 0 if new is None else self._compare(new)
         self._say_differences(said)  # of CUDA and cuDNN only TensorFlow knows, which is loaded by now
         return status
 
@@ -101,8 +96,7 @@ class Rerun:
         say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
         if not self.recorded.is_unchanged():
             say("  differs: the record: its config is not the one that its tag config.hash was taken of")
-        for override in self.request.changing:
-            say(f"  changed: {override}")
+        say(*(f"  changed: {override}" for override in self.request.changing))
         dataset = self.recorded.config.get("dataset")
         then = dataset.get("data_dir") if isinstance(dataset, dict) else None
         if isinstance(then, str) and self.gate.data_dir is None:
@@ -123,7 +117,7 @@ class Rerun:
         """
         mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking")
         theirs = tracking.get("experiment") if isinstance(tracking, dict) else None
-        if "tracking.experiment" not in self.request.values() and isinstance(theirs, str) and theirs != mine:
+        if "tracking.experiment" not in self.request.values and isinstance(theirs, str) and theirs != mine:
             try:
                 self.store.check_experiment(theirs)
                 return theirs
@@ -134,22 +128,29 @@ class Rerun:
 
     def _config(self, experiment: str) -> dict[str, Any]:
         """Return the recorded config with what belongs to this place put in, once the gate has let it through."""
-        values, groups, links = self.request.values(), self.request.groups(), self.recorded.links
+        values, links = self.request.values, self.recorded.links
         config = self._placed(experiment)
         migration.check(config, self.run_id, self.recorded.environment)
-        # What an override replaces is neither read nor checked.
-        for key, value in values.items():
-            if key in self.request.deleted:  # by Hydra, which must find it
-                continue
-            if key in groups or (key != "dataset.data_dir" and not isinstance(value, dict)):
-                _drop(config, key.split("."))
+        deleted = {override.key_or_group for override in self.request.parsed if override.is_delete()}
+        # What an override replaces is neither read nor checked. What it deletes Hydra must find.
+        for key in values.keys() - deleted:
+            if key in self.request.groups or (key != "dataset.data_dir" and not isinstance(values[key], dict)):
+                *parents, last = key.split(".")
+                node: Any = config
+                for part in parents:
+                    node = node.get(part) if isinstance(node, dict) else None
+                if isinstance(node, dict):
+                    node.pop(last, None)
         config, writers = drop_writers(config, self.gate.allowed)
         for key, target in writers.items():
             say(f"  left out: {key}, a {target}: it writes files, which --allow {target} allows")
-        # As text, before anything else reads it: YAML makes an endless config of a small file.
-        config = check_config(config, self.gate, recorded_run_dir=self.recorded.run_dir, imports=False)
+        check_config(config, self.gate, imports=False)  # as text, before anything of it is believed
         config = migration.migrate(config, self.run_id)
-        self._check_secrets(config)
+        # The store's address is the user's own, and an experiment's name is masked in the store as well.
+        passed = ("tracking.", *(f"{key}." for key in deleted))
+        for key, value in configuration.leaves(config).items():
+            if isinstance(value, str) and HIDDEN in value and not f"{key}.".startswith(passed):
+                raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
         with imports.without_chatter():
             check_config(config, self.gate)
         if "optimizer.learning_rate" in values and not links and not any(key.startswith("sched") for key in values):
@@ -158,29 +159,21 @@ class Rerun:
         return relinked(config, links, values)
 
     def _placed(self, experiment: str) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            key: dict(value) if isinstance(value, dict) else value for key, value in self.recorded.config.items()
-        }
+        """Return the recorded config with this place's store, data and run directory."""
+        config = self.recorded.moved(self.gate.run_dir)
         config.pop("trust", None)
-        config["tracking"] = config.get("tracking") or {}
-        if not isinstance(config["tracking"], dict):
-            raise ConfigError("tracking", "must be a mapping", type(config["tracking"]).__name__)
+        tracking, dataset = config.get("tracking") or {}, config.get("dataset")
+        if not isinstance(tracking, dict):
+            raise ConfigError("tracking", "must be a mapping", type(tracking).__name__)
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
-        config["tracking"] |= here
-        if isinstance(config.get("dataset"), dict) and "data_dir" in config["dataset"]:
-            config["dataset"]["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
+        config["tracking"] = tracking | here
+        if isinstance(dataset, dict) and "data_dir" in dataset:
+            dataset["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
         return config
 
-    def _check_secrets(self, config: dict[str, Any]) -> None:
-        for key, value in configuration.leaves(config).items():
-            # The store's address is the user's own, and an experiment's name is masked in the store as well.
-            deleted = any(f"{key}.".startswith(f"{name}.") for name in self.request.deleted)
-            if isinstance(value, str) and HIDDEN in value and not key.startswith("tracking.") and not deleted:
-                raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
-
-    def _train(self, config: dict[str, Any]) -> list[str]:
-        """Run the config; return the new run's ID, or none with --dry."""
+    def _train(self, config: dict[str, Any]) -> str | None:
+        """Train by the config; return the new run's ID, or None with --dry."""
         from pipeline import compose, job
 
         run_ids: list[str] = []
@@ -200,17 +193,17 @@ class Rerun:
             return done.loss
 
         compose.run_recorded(config, self.request.for_hydra(self.gate.run_dir), task, self.request.folders[1:])
-        return run_ids
+        return next(iter(run_ids), None)
 
     def _check_dataset(self, now: dict[str, Any]) -> None:
         """Refuse other data than the record's, unless the overrides ask for others."""
         if not any(key.startswith("train/") for key in self.recorded.run.data.metrics):
             raise ConfigError("RUN_ID", "must have logged an update, to compare its rerun with", self.run_id)
-        keys = self.request.values()
         try:
             if self.recorded.dataset:
                 provenance.check_dataset(self.recorded.dataset, now, self.run_id)
         except ConfigError as error:
+            keys = self.request.values
             if not any(f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key) for key in keys):
                 raise
             say(f"  differs: {error}")
@@ -227,6 +220,7 @@ class Rerun:
                 say(f"  differs: {error}")
 
     def _compare(self, run_id: str) -> int:
+        """Compare the runs, log and say what came of it; return the exit status."""
         from pipeline.rerun import agreement
 
         client = self.store.client()
@@ -241,41 +235,27 @@ class Rerun:
         deterministic = new.data.params.get("hardware.deterministic") == "true"
         if found.verdict != "bit-equal" and not self.request.changing and not deterministic:
             say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
-        self._link_back(client, run_id)
-        return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
-
-    def _link_back(self, client: Any, run_id: str) -> None:
-        """Tag the recorded run with its rerun; one that cannot be written any more does not undo the verdict."""
         try:
             earlier = client.get_run(self.run_id).data.tags.get("rerun.by")
             client.set_tag(self.run_id, "rerun.by", f"{earlier}, {run_id}" if earlier else run_id)
-        except Exception as error:
+        except Exception as error:  # a recorded run that cannot be written any more does not undo the verdict
             say(f"run {self.run_id} has no link to its rerun: {first_line(error)}")
+        return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
 
 
 def _run_dir(request: Request) -> Path:
-    now = datetime.now()
-    named = request.values().get("hydra.run.dir", f"outputs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}")
+    named = request.values.get("hydra.run.dir", f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")
     if not isinstance(named, str) or "${" in named:
         raise ConfigError("hydra.run.dir", "must be a folder, named as it is", named)
     return Path(named).absolute()
-
-
-def _drop(node: Any, path: list[str]) -> None:
-    *parents, last = path
-    for part in parents:
-        node = node.get(part) if isinstance(node, dict) else None
-    if isinstance(node, dict):
-        node.pop(last, None)
 
 
 def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     """Run all jobs of a sweep again, one after the other, each in a process of its own."""
     from pipeline.sweep.parent_run import ParentRun
 
-    parent = store.sweep(request.run_id)
-    sweep = ParentRun(store.uri, parent.info.run_id, parent.info.experiment_id)
-    children = sweep.children()
+    parent = store.sweep(request.run_id).info
+    children = ParentRun(store.uri, parent.run_id, parent.experiment_id).children()
     if not children:
         raise ConfigError("RUN_ID", "must be a sweep with runs", request.run_id)
     options = [*request.own, *(f"--allow={entry}" for entry in request.allow), *(["--dry"] if request.dry else [])]
@@ -288,5 +268,5 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
         statuses.append(subprocess.call([sys.executable, "-m", "pipeline", "rerun", *command]))
     same = sum(status == 0 for status in statuses)
     verdict = "can be run again" if request.dry else "agree"
-    say(f"rerun of sweep {sweep.run_id}: {same} of {len(statuses)} runs {verdict}")
+    say(f"rerun of sweep {parent.run_id}: {same} of {len(statuses)} runs {verdict}")
     return max(statuses, key=lambda status: (status not in (0, DIFFERENT), status))

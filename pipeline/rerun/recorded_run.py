@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +49,22 @@ class RecordedRun:
         """Return whether the config is still the one that its hash was taken of. Older schemas took it otherwise."""
         if self.config.get("schema") != configuration.SCHEMA:
             return True
-        if not gate.is_small(self.config):
-            return False
         try:
-            same = provenance.config_hash(self.config, self.run_dir) == self.run.data.tags.get("config.hash")
+            taken = provenance.config_hash(self.config, self.run_dir)
         except TypeError:  # of keys that JSON has not: the gate refuses them
             return False
-        return bool(same)
+        return taken == str(self.run.data.tags.get("config.hash"))
+
+    def moved(self, run_dir: Path) -> dict[str, Any]:
+        """Return a copy of the config in which what lay in the recorded run's directory lies in `run_dir`."""
+        before = (self.run_dir or "").rstrip("/")
+
+        def move(_: tuple[str, ...], node: Any) -> Any:
+            if before.startswith("/") and isinstance(node, str) and f"{node}/".startswith(f"{before}/"):
+                return f"{run_dir.absolute()}{node[len(before) :]}"
+            return node
+
+        return dict(_copy(self.config, move))
 
 
 def fetch(store: ForeignStore, start: str) -> RecordedRun:
@@ -84,6 +92,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         )
         for name in ("git", "package", "packages"):
             _mapping(environment.get(name) or {}, f"{name} of environment.json")
+        gate.check_size(config)
         for name in ("examples", "files", "content") if dataset else ():
             _mapping(dataset.get(name), f"{name} of dataset.json")
         if dataset and not (dataset.keys() >= {"name", "version"}):
@@ -103,35 +112,43 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Iterable
         links: of the record; one that refers to anything but keys of the config is passed over.
         changed: keys of the overrides.
     """
-    names, given = set(changed), frozenset(changed)
-    copy = deepcopy(config)
+    given = frozenset(changed)
+    following: dict[str, str] = {}
     while True:
-        following = {
-            key
+        more = {
+            key: link
             for key, link in links.items()
-            if key not in names and not _touches(key, given) and provenance.LINK.fullmatch(link)
+            if key not in following and not _touches(key, given) and provenance.LINK.fullmatch(link)
             if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
-            if any(_touches(reference, names) for reference in _references(link))
+            if any(_touches(reference, {*given, *following}) for reference in _references(link))
         }
-        if not following:
-            return copy
-        for key in following:
-            _put(copy, key.split("."), links[key])
-        names |= following
+        if not more:
+            return dict(_copy(config, {tuple(key.split(".")): link for key, link in following.items()}.get))
+        following |= more
+
+
+def _copy(node: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
+    """Return a copy of a plain config with what `change` makes of each node, given its path."""
+    node = change(path, node)
+    if isinstance(node, dict):
+        return {name: _copy(entry, change, (*path, str(name))) for name, entry in node.items()}
+    if isinstance(node, list):
+        return [_copy(entry, change, (*path, str(index))) for index, entry in enumerate(node)]
+    return node
 
 
 def _texts(client: Any, run_id: str) -> dict[str, str]:
-    wanted = ("config.yaml", "environment.json", "dataset.json", "links.json")
-    # A folder has no size to go by, and would be fetched whole.
-    listed = (artifact for artifact in client.list_artifacts(run_id) if not artifact.is_dir)
-    present = {artifact.path: artifact.file_size or 0 for artifact in listed}
+    texts = {}
     with tempfile.TemporaryDirectory() as folder:
-        texts = {}
-        for name in (name for name in wanted if name in present):
-            if present[name] > LARGEST:
-                raise ValueError(f"{name} is of {present[name]} bytes")
+        for artifact in client.list_artifacts(run_id):
+            name, size = artifact.path, artifact.file_size or 0
+            # A folder has no size to go by, and would be fetched whole.
+            if artifact.is_dir or name not in ("config.yaml", "environment.json", "dataset.json", "links.json"):
+                continue
+            if size > LARGEST:
+                raise ValueError(f"{name} is of {size} bytes")
             texts[name] = Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
-        return texts
+    return texts
 
 
 def _mapping(value: Any, name: str) -> dict[str, Any]:
@@ -147,18 +164,3 @@ def _references(link: str) -> list[str]:
 def _touches(key: str, names: Iterable[str]) -> bool:
     """Return whether `key` is one of `names`, or one lies in the other."""
     return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)
-
-
-def _put(node: Any, path: list[str], value: str) -> None:
-    """Put `value` at `path`; nothing where the path ends early: the record lacks what its link speaks of."""
-    *parents, last = path
-    for part in parents:
-        node = node.get(part) if isinstance(node, dict) else _entry(node, part)
-    if isinstance(node, dict) and last in node:
-        node[last] = value
-    elif _entry(node, last) is not None:
-        node[int(last)] = value
-
-
-def _entry(node: Any, index: str) -> Any:
-    return node[int(index)] if isinstance(node, list) and index.isdecimal() and int(index) < len(node) else None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from pipeline import config as configuration
 from pipeline import hydra_errors
@@ -17,7 +19,7 @@ from pipeline.errors import ConfigError
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """What the command line asks for.
 
@@ -53,34 +55,35 @@ class Request:
         """Return the folders with config groups, the package's first."""
         return [configuration.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
 
+    @cached_property
+    def parsed(self) -> list[Override]:
+        """Return the overrides as Hydra reads them."""
+        with hydra_errors.refusing(self.overrides, self.folders):
+            return OverridesParser.create().parse_overrides(self.overrides)
+
+    @cached_property
     def values(self) -> dict[str, Any]:
         """Return the overrides' values by their keys."""
-        with hydra_errors.refusing(self.overrides, self.folders):
-            parsed = OverridesParser.create().parse_overrides(self.overrides)
-        return {override.key_or_group: override.value() for override in parsed}
+        return {override.key_or_group: override.value() for override in self.parsed}
 
-    @property
-    def deleted(self) -> set[str]:
-        """Return the keys that the overrides delete, as `~training.metrics.accuracy` does."""
-        return {text[1:].split("=", 1)[0] for text in self.overrides if text.startswith("~")}
-
-    def groups(self) -> dict[str, str]:
-        """Return the overrides that choose another option of a config group, as `optimizer=lion` does."""
+    @cached_property
+    def groups(self) -> set[str]:
+        """Return the config groups of which the overrides choose an option, as `optimizer=lion` does."""
         known = hydra_errors.groups(self.folders)
-        return {key: value for key, value in self.values().items() if key in known and isinstance(value, str)}
+        return {key for key, value in self.values.items() if key in known and isinstance(value, str)}
 
     def for_hydra(self, run_dir: Path) -> list[str]:
         """Return the overrides as they apply to a record, which has no groups and lacks what is overridden."""
-        values, groups, found = self.values(), self.groups(), []
-        for override in self.overrides:
-            key = override.lstrip("+~").split("=", 1)[0]
+        found = []
+        for text, override in zip(self.overrides, self.parsed, strict=True):
+            key = override.key_or_group
             if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # each is in its place already
                 continue
-            if key in groups:
-                override = f"+{override.lstrip('+')}"
-            elif override.startswith(f"{key}=") and not (key.startswith("hydra") or isinstance(values[key], dict)):
-                override = f"++{override}"
-            found.append(override)
+            if key in self.groups:
+                text = f"+{text.lstrip('+')}"
+            elif text.startswith(f"{key}=") and not (key.startswith("hydra") or isinstance(self.values[key], dict)):
+                text = f"++{text}"
+            found.append(text)
         quoted = str(run_dir).replace("'", "\\'")
         return [*found, f"hydra.run.dir='{quoted}'"]
 

@@ -30,12 +30,7 @@ def beat(client: Any, run_id: str, closed: threading.Event) -> None:
 
 
 def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
-    """Close the runs that were left RUNNING by processes that are gone.
-
-    Args:
-        client: of the store.
-        parent: the sweep's run.
-        children: its jobs' runs.
+    """Close the `children` of a sweep that were left RUNNING by processes that are gone.
 
     Raises:
         ConfigError: a process of the sweep has lately given a sign of life.

@@ -21,9 +21,7 @@ from pipeline.sweep import description, heartbeat, resume
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
-LAST = ("val", "train")  # splits whose last loss a job gives, the first of them that it has
 WORST = float("inf")
-LONGEST_TAG = 5000  # characters; what every MLflow store takes
 PATIENCE = 75.0  # seconds for a job's shipper to close its run after the job ended; its own patience is 60
 
 
@@ -88,9 +86,8 @@ class ParentRun:
 
     def finished(self) -> dict[str, float]:
         """Return the jobs that need not run again, each with the last loss that it gave."""
-        done = {name: run for name, run in self.children().items() if run.info.status == "FINISHED"}
-        losses = {name: [run.data.metrics.get(f"{split}/loss") for split in LAST] for name, run in done.items()}
-        return {name: next((loss for loss in found if loss is not None), WORST) for name, found in losses.items()}
+        done = {name: run.data.metrics for name, run in self.children().items() if run.info.status == "FINISHED"}
+        return {name: last.get("val/loss", last.get("train/loss", WORST)) for name, last in done.items()}
 
     def plan(self, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> None:
         """Note jobs before they start; a sweeper that searches plans some more after each batch."""
@@ -100,9 +97,9 @@ class ParentRun:
 
     def note(self, key: str, text: str) -> None:
         """Set a tag of the parent run; what is too long for one goes on in KEY.1, KEY.2 and so on: see `listed`."""
-        for part, first in enumerate(range(0, len(text), LONGEST_TAG)):
+        for part, first in enumerate(range(0, len(text), description.LONGEST_TAG)):
             tag = f"{key}.{part}" if part else key
-            self.client().set_tag(self.run_id, tag, text[first : first + LONGEST_TAG])
+            self.client().set_tag(self.run_id, tag, text[first : first + description.LONGEST_TAG])
 
     def close(self, status: str | None = None) -> int:
         """End the parent run and print what became of the jobs.
@@ -141,7 +138,7 @@ class ParentRun:
             failure = run.data.tags.get("failure", "").split("\n")[0]
             if run.info.status == "FINISHED" or lost in failure or interrupted:
                 lost = ""
-            rows.append((name, run.info.status, " ".join(filter(None, [failure, lost]))))
+            rows.append((name, run.info.status, f"{failure} {lost}".strip()))
         return rows
 
     def _settled(self) -> dict[str, Any]:
@@ -173,16 +170,16 @@ def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str])
         varied: config keys in which they differ.
     """
     global _current
-    if _current is None:
-        file = config.hydra.job.config_name
-        name = resume.MULTIRUN if file == "config" else file
-        _current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
-        _current.varied, _current.metrics = list(varied), [str(name) for name in config.training.metrics]
+    if _current is not None:
         _current.plan(jobs, varied)
-        heartbeat.beat(_current.client(), _current.run_id, _current.closed)
-        description.announce(_current)
-    else:
-        _current.plan(jobs, varied)
+        return _current
+    file = config.hydra.job.config_name
+    name = resume.MULTIRUN if file == "config" else file
+    _current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
+    _current.varied, _current.metrics = list(varied), [str(metric) for metric in config.training.metrics]
+    _current.plan(jobs, varied)
+    heartbeat.beat(_current.client(), _current.run_id, _current.closed)
+    description.announce(_current)
     return _current
 
 
@@ -228,11 +225,9 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
     # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
     given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # what they refer to may be secret
     overrides = resume.recordable([*given["hydra"], *given["task"]])
-    tags = {
-        "sweep.name": name,
-        "sweep.overrides": json.dumps(overrides),
-        "mlflow.source.name": "pipeline",
-    }
+    tags = {"sweep.name": name, "sweep.overrides": json.dumps(overrides), "mlflow.source.name": "pipeline"}
+    from mlflow.entities import Param
+
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     params = {
@@ -242,14 +237,10 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
         "overrides": " ".join(overrides)[:6000],
         "dataset._target_": config.dataset.get("_target_"),
     }
-    client.log_batch(run.info.run_id, params=[_param(key, value) for key, value in params.items()])
+    client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()])
     say(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs")
-    return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, _own_place(run))
-
-
-def _own_place(run: Any) -> tuple[str, ...]:
-    """Return where the artifacts of a run lie that the user's own store has just created."""
-    return tuple(configuration.allowed_places([run.info.artifact_uri]))
+    place = configuration.allowed_places([run.info.artifact_uri])  # the user's own store has just chosen it
+    return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, tuple(place))
 
 
 def _take_up(config: DictConfig, name: str) -> ParentRun:
@@ -263,9 +254,3 @@ def _take_up(config: DictConfig, name: str) -> ParentRun:
     heartbeat.take_over(taken.client(), parent, taken.children().values())
     taken.client().update_run(parent.info.run_id, "RUNNING")
     return taken
-
-
-def _param(key: str, value: Any) -> Any:
-    from mlflow.entities import Param
-
-    return Param(key, str(value))

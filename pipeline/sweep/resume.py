@@ -157,14 +157,12 @@ def _alternatives(override: Override) -> list[Any]:
 def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
     *parents, last = path
     for part in parents:
-        inner = values.setdefault(part, {})
-        if not isinstance(inner, dict):  # a group's choice, of which a key follows
-            inner = values[part] = {"choice": inner}
-        values = inner
+        if not isinstance(values.setdefault(part, {}), dict):  # a group's choice, of which a key follows
+            values[part] = {"choice": values[part]}
+        values = values[part]
     if isinstance(values.get(last), dict):
-        values[last]["choice"] = value
-    else:
-        values[last] = value
+        values, last = values[last], "choice"
+    values[last] = value
 
 
 def _key(text: str) -> str:

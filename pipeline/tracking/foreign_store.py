@@ -17,10 +17,9 @@ from pipeline import config as configuration
 from pipeline.errors import ConfigError, first_line
 from pipeline.trust import artifact_locations
 
-SHORTEST = 4  # digits of the start of a run ID
 _MOST = 50_000  # runs that are looked through
 RUN_ID = re.compile("[0-9a-f]{32}")
-_START = re.compile(f"[0-9a-f]{{{SHORTEST},32}}")
+_START = re.compile("[0-9a-f]{4,32}")
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ class ForeignStore:
             except MlflowException as error:
                 raise ConfigError("RUN_ID", "must be a run of the store", start) from error
         if not _START.fullmatch(start):
-            rule = f"must be the ID of a run, or at least {SHORTEST} digits of its start"
-            raise ConfigError("RUN_ID", rule, start)
+            raise ConfigError("RUN_ID", "must be the ID of a run, or at least 4 digits of its start", start)
         return self._only("RUN_ID", "run", start, self._search(f"attributes.run_id LIKE '{start}%'"))
 
     def sweep(self, start: str) -> Any:
@@ -104,9 +102,8 @@ class ForeignStore:
             artifact_locations.check(found.artifact_location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
-        client = self.client()
-        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-        return list(client.search_runs(experiments, condition, max_results=_MOST))
+        experiments = [experiment.experiment_id for experiment in self.client().search_experiments()]
+        return list(self.client().search_runs(experiments, condition, max_results=_MOST))
 
     def _only(self, key: str, kind: str, start: str, found: Sequence[Any], known: Sequence[Any] = ()) -> Any:
         """Return the one run of `found`, checked; `known` are the choices where there is none."""

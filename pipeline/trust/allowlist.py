@@ -83,21 +83,18 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
     namespace, _, name = target.rpartition(".")
     if not DOTTED.fullmatch(target) or any(part.startswith("__") for part in target.split(".")):
         raise ConfigError(key, "must be a plain dotted name", target)
-    if is_under(target, allowed) or target in BUILDERS or target in LAYERS_BY_ANOTHER_NAME:
+    if is_under(target, allowed) or target in BUILDERS | CALLBACKS | LAYERS_BY_ANOTHER_NAME:
         return
     if target in REFUSED:
         raise ConfigError(key, f"of a config from a tracking store {REFUSED[target]}", target)
-    if namespace == "keras.callbacks":
-        if target in CALLBACKS:
-            return
-    elif namespace == "keras.applications":
-        if name[0].isupper():
-            return
-    elif namespace in BASES and name[0] != "_" and name not in ("get", "serialize", "deserialize"):
-        return
-    rule = "of a config from a tracking store must be a builder of this package, a public Keras layer, optimizer, "
-    rule += "schedule, loss, metric, callback, regularizer, initializer, constraint or application, or lie under "
-    raise ConfigError(key, f"{rule}a prefix that you allow", target)
+    if namespace == "keras.applications":
+        known = name[0].isupper()
+    else:
+        known = namespace in BASES and name[0] != "_" and name not in ("get", "serialize", "deserialize")
+    if not known or namespace == "keras.callbacks":
+        rule = "of a config from a tracking store must be a builder of this package, a public Keras layer, optimizer, "
+        rule += "schedule, loss, metric, callback, regularizer, initializer, constraint or application, or lie under "
+        raise ConfigError(key, f"{rule}a prefix that you allow", target)
 
 
 def is_of_keras(target: str, found: Any) -> bool:

@@ -46,24 +46,21 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     global _places
     # Scheme → what opens a place, whatever MLflow calls it: each of its calls looks it up here.
     repositories: dict[str, Any] = get_registered_artifact_repositories()
-    before, opened = _places, dict(repositories)
-    _places = places
+    before_places, before_tempdir, opened = _places, tempfile.tempdir, dict(repositories)
 
     def checked(open_place: Any, artifact_uri: str, *arguments: Any, **named: Any) -> Any:
         check(artifact_uri, tracking_uri, [*places, temporary])
         return open_place(artifact_uri, *arguments, **named)
 
-    # `runs:` and `models:` lead to another address, which is looked up as well.
-    names = [scheme for scheme in opened if scheme not in ("runs", "models")]
-    repositories.update({scheme: partial(checked, opened[scheme]) for scheme in names})
-    before_tempdir = tempfile.tempdir
+    for scheme, open_place in opened.items():
+        if scheme not in ("runs", "models"):  # which lead to another address, and that is looked up as well
+            repositories[scheme] = partial(checked, open_place)
     with tempfile.TemporaryDirectory() as temporary:
-        tempfile.tempdir = temporary
+        _places, tempfile.tempdir = places, temporary
         try:
             yield
         finally:
-            tempfile.tempdir = before_tempdir
-            _places = before
+            _places, tempfile.tempdir = before_places, before_tempdir
             repositories.update(opened)
 
 

@@ -25,11 +25,12 @@ from pipeline.errors import ConfigError, first_line
 from pipeline.hydra_errors import refusing
 from pipeline.trust import allowlist
 
+_TFDS = "pipeline.dataset.from_tfds"
 # Without a namespace, which TFDS would download code for, and without arguments such as data_dir.
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
 # A home, a URL or a drive, a share.
 _ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
-_MOST_VALUES, _DEEPEST = 100_000, 40  # YAML's anchors make a small file of a huge or an endless config
+_MOST_VALUES, _DEEPEST = 100_000, 40
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,6 @@ class Gate:
     allowed: Sequence[str] = ()
     tracking_uri: str | None = None
     downloads: bool = False
-
-    @property
-    def roots(self) -> list[Path]:
-        return [self.run_dir] if self.data_dir is None else [self.run_dir, self.data_dir]
 
 
 _gate: Gate | None = None  # of this process: a context variable would leave the threads of a run unguarded
@@ -86,31 +83,24 @@ def check(node: DictConfig, key: str) -> None:
     if _gate is not None:
         with refusing():
             plain = OmegaConf.to_container(node, resolve=True)
-        walk = _Walk(_gate, Path.cwd())
-        walk.read(plain, key)
-        _identify(walk)
+        check_config({key: plain}, _gate)
 
 
-def check_config(
-    config: Mapping[str, Any], gate: Gate, *, recorded_run_dir: str | Path | None = None, imports: bool = True
-) -> dict[str, Any]:
+def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
     """Check a whole fetched config before anything is created.
 
     Args:
         config: as it was recorded, in plain dicts, lists and scalars.
         gate: what it may reach.
-        recorded_run_dir: of the recorded run. A path in it becomes the same path in the new run's directory.
         imports: also whether the names are what they seem; that imports Keras and what the user allowed.
-
-    Returns:
-        A copy in which the paths of readers are absolute.
 
     Raises:
         ConfigError: something in it is not trusted. Nothing that is refused by its name was imported, nor anything
             else before every name was accepted.
     """
-    walk = _Walk(gate, gate.run_dir, None if recorded_run_dir is None else str(recorded_run_dir))
-    checked = walk.read(dict(config), "")  # first, since it finds what is too large to be said
+    check_size(config)
+    reader = _Reader(gate)
+    reader.read(dict(config), "")
     for key in ("hydra", "defaults"):
         if key in config:
             raise ConfigError(key, "must be of your own config, not of one from a tracking store", str(config[key]))
@@ -118,8 +108,24 @@ def check_config(
     if isinstance(tracking, Mapping) and tracking.get("uri") not in (None, gate.tracking_uri):
         raise ConfigError("tracking.uri", "must be your own, not that of a fetched config", tracking["uri"])
     if imports:
-        _identify(walk)
-    return dict(checked)
+        for key, target in dict.fromkeys(reader.targets):
+            _identify(key, target, gate.allowed)
+
+
+def check_size(config: Mapping[str, Any]) -> None:
+    """Refuse a config that YAML's anchors make huge or endless.
+
+    Raises:
+        ConfigError: it has too many values, or is too deep.
+    """
+    rest, values = [(key, value, 1) for key, value in config.items()], 0
+    while rest:
+        key, node, depth = rest.pop()
+        values += 1
+        if depth > _DEEPEST or values + len(rest) > _MOST_VALUES:
+            raise ConfigError(str(key), f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep")
+        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        rest += [(key, entry, depth + 1) for entry in inner]
 
 
 def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -129,8 +135,7 @@ def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[s
         The config without them, and what each of them is by its dotted name.
     """
     training = config.get("training")
-    callbacks = training.get("callbacks") if isinstance(training, dict) else None
-    if not isinstance(training, dict) or not isinstance(callbacks, dict):
+    if not isinstance(training, dict) or not isinstance(callbacks := training.get("callbacks"), dict):
         return config, {}
     targets = {name: node.get("_target_") for name, node in callbacks.items() if isinstance(node, dict)}
     writers = {
@@ -143,105 +148,71 @@ def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[s
     return {**config, "training": {**training, "callbacks": kept}}, dropped
 
 
-def is_small(config: Any) -> bool:
-    """Return whether the config is finite and below the size limit."""
-    rest, values = [config], 0
-    while rest and values + len(rest) <= _MOST_VALUES:
-        node, values = rest.pop(), values + 1
-        rest += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return not rest
-
-
-def confine(path: str | Path, roots: Sequence[Path], key: str = "path", *, base: Path | None = None) -> str:
-    """Return `path`, absolute and with its symlinks followed.
-
-    Args:
-        path: without `..`; of this machine, so no URL.
-        roots: the folders that it must lie in.
-        key: for the error.
-        base: of a relative path; the current directory where it is left out.
+def confine(path: str, roots: Sequence[Path], key: str) -> None:
+    """Refuse a path that leads out of the folders `roots`, also through a symlink, or is no path of this machine.
 
     Raises:
-        ConfigError: it leads elsewhere.
+        ConfigError: it does; `key` is where it stands.
     """
-    text = os.fspath(path)
-    rule = f"must lie in {' or '.join(map(str, roots))}"
-    if not text or _ELSEWHERE.match(text) or _upwards(text):
-        raise ConfigError(key, rule, text)
     try:
-        whole = ((base or Path.cwd()) / text).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is too long, a null byte
-        raise ConfigError(key, f"{rule} ({first_line(error)})", text) from error
-    for root in (root.resolve() for root in roots):
-        if whole.is_relative_to(root):
-            return str(whole)
-    raise ConfigError(key, rule, text)
+        whole = Path(path).resolve()
+        inside = path != "" and not _leads_away(path) and any(whole.is_relative_to(root.resolve()) for root in roots)
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long, a null byte
+        inside = False
+    if not inside:
+        raise ConfigError(key, f"must lie in {' or '.join(map(str, roots))}", path)
 
 
-class _Walk:
-    """Read a plain config through once, as text; import nothing.
+class _Reader:
+    """Reads a plain config through once, as text; imports nothing.
 
     Attributes:
         targets: (key, name) of what it would build, all accepted by name.
     """
 
-    def __init__(self, gate: Gate, base: Path, recorded: str | None = None):
-        self.gate, self.base = gate, base
-        self.recorded = recorded.rstrip("/") if recorded and os.path.isabs(recorded) else None
+    def __init__(self, gate: Gate):
+        self.gate = gate
+        self.roots = [gate.run_dir] if gate.data_dir is None else [gate.run_dir, gate.data_dir]
         self.targets: list[tuple[str, str]] = []
-        self._values = 0
 
-    def read(self, value: Any, key: str, depth: int = 0) -> Any:
-        """Return a copy of `value`, in which the paths that are read from are absolute."""
-        self._values += 1
-        if depth > _DEEPEST or self._values > _MOST_VALUES:
-            rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
-            raise ConfigError(key.split(".")[0], rule)
+    def read(self, value: Any, key: str) -> None:
         if isinstance(value, dict):
-            return self._mapping(value, key, depth)
-        if isinstance(value, list):
-            return [self.read(entry, _join(key, index), depth + 1) for index, entry in enumerate(value)]
-        if type(value) is str:
-            return self._text(value, key)
-        if value is None or type(value) in (bool, int, float):
-            return value
-        raise ConfigError(key, "must be a mapping, a list, text, a number, true, false or null", type(value).__name__)
+            self._read_mapping(value, key)
+        elif isinstance(value, list):
+            for index, entry in enumerate(value):
+                self.read(entry, _join(key, index))
+        elif type(value) is str:
+            self._read_text(value, key)
+        elif value is not None and type(value) not in (bool, int, float):
+            rule = "must be a mapping, a list, text, a number, true, false or null"
+            raise ConfigError(key, rule, type(value).__name__)
 
-    def _mapping(self, node: dict[Any, Any], key: str, depth: int) -> dict[Any, Any]:
+    def _read_mapping(self, node: dict[Any, Any], key: str) -> None:
         for name in node:
             if type(name) not in (str, int, bool, float) or "${" in str(name) or not str(name).isprintable():
                 raise ConfigError(key or "the config", "must have plain names for its keys", repr(name))
         for name in ("class_name", "registered_name"):  # with either Keras would build an object from the mapping
             if name in node:
                 raise ConfigError(_join(key, name), "must not be a serialized object: name it by _target_", node[name])
-        paths = self._target(node, key) if "_target_" in node else {}
-        others = {name: entry for name, entry in node.items() if name not in paths}
-        return {name: self.read(entry, _join(key, name), depth + 1) for name, entry in others.items()} | paths
+        if "_target_" in node:
+            self._check_target(node, key)
+        for name, entry in node.items():
+            if not (name == "name" and node.get("_target_") == _TFDS):  # which is no path, and was checked
+                self.read(entry, _join(key, name))
 
-    def _text(self, text: str, key: str) -> str:
-        """Return `text`, checked as a path: whoever is given it could read it, or write there."""
-        text = self._plain(text, key)
-        if key.startswith("tracking."):  # the names of an experiment and of a run are no paths, and may look like one
-            return text
-        if _ELSEWHERE.match(text) or text.startswith("/") or _upwards(text):
-            confine(text, self.gate.roots, key, base=self.base)
-        elif re.search(r"[\\/]", text) and os.path.lexists(text):
-            confine(text, self.gate.roots, key)
-        return text
-
-    def _plain(self, text: str, key: str) -> str:
-        """Return `text`; a path in the recorded run's directory becomes the same path in the new run's."""
+    def _read_text(self, text: str, key: str) -> None:
+        """Check `text` as a path as well: whoever is given it could read it, or write there."""
         if "${" in text:
             raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
         # What is not seen may be passed over by whoever reads the text as a path or as an address.
         if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in text):
             raise ConfigError(key, "must be of signs that can be seen", text)
-        if self.recorded is not None and (text == self.recorded or text.startswith(f"{self.recorded}/")):
-            text = f"{self.gate.run_dir.absolute()}{text[len(self.recorded) :]}"
-        return text
+        if key.startswith("tracking."):  # the names of an experiment and of a run are no paths, and may look like one
+            return
+        if text.startswith("/") or _leads_away(text) or (re.search(r"[\\/]", text) and os.path.lexists(text)):
+            confine(text, self.roots, key)
 
-    def _target(self, node: dict[Any, Any], key: str) -> dict[str, Any]:
-        """Check the target's name; return its arguments that are a path, made absolute."""
+    def _check_target(self, node: dict[Any, Any], key: str) -> None:
         target, where = node["_target_"], _join(key, "_target_")
         if type(target) is not str:
             raise ConfigError(where, "must be the dotted name of what builds it", str(target))
@@ -252,51 +223,46 @@ class _Walk:
                 raise ConfigError(_join(key, flag), f"of {target} must be true or false", node[flag])
         if type(node.get("_args_", [])) is not list:
             raise ConfigError(_join(key, "_args_"), f"of {target} must be a list", node["_args_"])
-        return self._paths(target, node, key)
-
-    def _paths(self, target: str, node: dict[Any, Any], key: str) -> dict[str, Any]:
         application = target.startswith("keras.applications.")
         if not (application or target in allowlist.READERS):
-            return {}
+            return
         for name in ("_args_", "_partial_"):  # either would bring the path in unseen
             if node.get(name):
                 raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
         if application and node.get("weights") not in (None, "imagenet"):
             raise ConfigError(_join(key, "weights"), f"of {target} must be null or 'imagenet'", node["weights"])
-        if target == "pipeline.dataset.from_tfds" and not _TFDS_NAME.fullmatch(str(node.get("name"))):
+        if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
             rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
             raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
-        named = {"name": node["name"]} if target == "pipeline.dataset.from_tfds" else {}  # which is no path
         name = allowlist.READERS.get(target, "")
         path, where = node.get(name), _join(key, name)
         if isinstance(path, dict):  # what it builds could be any text
             raise ConfigError(where, f"of {target} must be given as it is", path)
-        if type(path) is not str:  # a vocabulary may be a list; null is the reader's default
-            return named
-        return {**named, name: confine(self._plain(path, where), self.gate.roots, where, base=self.base)}
+        if type(path) is str:  # a vocabulary may be a list; null is the reader's default
+            confine(path, self.roots, where)
 
 
-def _identify(walk: _Walk) -> None:
-    """Import the accepted names and refuse those that are not what they seem."""
-    for key, target in dict.fromkeys(walk.targets):
-        if target in allowlist.BUILDERS:
-            continue
-        try:
-            found = get_object(target)
-        except Exception as error:
-            rule = f"must name something that exists ({first_line(error.__cause__ or error)})"
-            raise ConfigError(key, rule, target) from error
-        if allowlist.is_under(target, walk.gate.allowed):
-            module = getattr(found, "__module__", None) or type(found).__module__
-            if target not in walk.gate.allowed and not allowlist.is_under(module, walk.gate.allowed):
-                rule = f"must be defined under a prefix that you allow ({', '.join(walk.gate.allowed)})"
-                raise ConfigError(key, f"{rule}, not only be reachable through one", target)
-        elif not allowlist.is_of_keras(target, found):
+def _identify(key: str, target: str, allowed: Sequence[str]) -> None:
+    """Import an accepted name and refuse it where it is not what it seems."""
+    if target in allowlist.BUILDERS:
+        return
+    try:
+        found = get_object(target)
+    except Exception as error:
+        rule = f"must name something that exists ({first_line(error.__cause__ or error)})"
+        raise ConfigError(key, rule, target) from error
+    if not allowlist.is_under(target, allowed):
+        if not allowlist.is_of_keras(target, found):
             raise ConfigError(key, f"must be what {target.rpartition('.')[0]} is for", target)
+    elif target not in allowed:
+        module = getattr(found, "__module__", None) or type(found).__module__
+        if not allowlist.is_under(module, allowed):
+            rule = f"must be defined under a prefix that you allow ({', '.join(allowed)})"
+            raise ConfigError(key, f"{rule}, not only be reachable through one", target)
 
 
-def _upwards(path: str) -> bool:
-    return ".." in re.split(r"[\\/]", path)
+def _leads_away(path: str) -> bool:
+    return bool(_ELSEWHERE.match(path)) or ".." in re.split(r"[\\/]", path)
 
 
 def _join(key: str, name: object) -> str:

@@ -432,7 +432,7 @@ UNREADABLE = {
         '{"version": "", "examples": {}, "files": {}, "content": {}}',
         "dataset.json lacks name or version",
     ),
-    "schema, endless": ("config.yaml", "schema: &a [*a, *a]\n", "of schema 0 to 1"),
+    "schema, endless": ("config.yaml", "schema: &a [*a, *a]\n", "schema must be of at most"),
     "links": ("links.json", "{", "must have a record that can be read"),
 }
 
