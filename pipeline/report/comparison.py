@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.metric_names import UPDATE_METRICS
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
 from pipeline.tracking.foreign_store import ForeignStore, listed
@@ -58,42 +60,35 @@ class JobResult:
     @property
     def group(self) -> str:
         """Return the name without the seed: jobs of one group are repetitions."""
-        return self._named(*(key for key, _ in self._parts if key != "seed")) or "all jobs"
+        return self._without({"seed"}) or "all jobs"
 
     @property
     def family(self) -> str:
         """Return the name without seed and batch sizes: jobs of one family show what factor and batch do."""
-        return self._named(*(key for key, _ in self._parts if key != "seed" and key not in _SIZES))
+        return self._without({"seed", *_SIZES})
 
-    def _named(self, *keys: str) -> str:
-        return " ".join(f"{key}={value}" if value else key for key, value in self._parts if key in keys)
-
-    @property
-    def _parts(self) -> list[tuple[str, str]]:
+    def _without(self, keys: set[str]) -> str:
         # Jobs with equal values are numbered at the end of their name: they are repetitions too.
         words = re.split(r" (?=[^\s=]+=)", re.sub(r" #\d+$", "", self.name))
-        return [(key, value) for key, _, value in (word.partition("=") for word in words)]
+        return " ".join(word for word in words if word.partition("=")[0] not in keys)
 
     @property
     def factor(self) -> int | None:
-        return self._number("derived.factor", "accumulation.factor")
+        return self._size("factor")
 
     @property
     def batch(self) -> int | None:
         """Return the effective batch size, in examples."""
-        return self._number("derived.effective_batch_size", "accumulation.effective_batch_size")
+        return self._size("effective_batch_size")
+
+    def _size(self, name: str) -> int | None:
+        """Return a size of the batch: as derived, else, where a run came not so far, as configured."""
+        values = (self.params.get(f"{place}.{name}", "") for place in ("derived", "accumulation"))
+        return next((int(value) for value in values if value.isdigit()), None)
 
     @property
     def micro(self) -> int | None:
-        return self._number("derived.micro_batch_size", "accumulation.micro_batch_size")
-
-    @property
-    def precision(self) -> str:
-        return self.params.get("hardware.precision", "float32")
-
-    def _number(self, *keys: str) -> int | None:
-        values = [self.params[key] for key in keys if self.params.get(key, "").isdigit()]
-        return int(values[0]) if values else None
+        return self._size("micro_batch_size")
 
     @cached_property
     def seconds(self) -> Curve | None:
@@ -131,6 +126,15 @@ class JobResult:
         return float(np.median(later if later.size else curve.values))
 
 
+def grouped(jobs: Sequence[JobResult], key: str) -> dict[Any, list[JobResult]]:
+    """Return the jobs by their attribute `key`, in their order; a job without it is left out."""
+    found = defaultdict(list)
+    for job in jobs:
+        if (value := getattr(job, key)) is not None:
+            found[value].append(job)
+    return dict(found)
+
+
 def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
     """Return the finished jobs, else the running ones, else all: one that ended early would bend a mean over seeds."""
     for status in ("FINISHED", "RUNNING"):
@@ -144,10 +148,8 @@ def pooled(jobs: Sequence[JobResult], value: Callable[[JobResult], float]) -> Sp
 
     The latter has no deviation, as what differs between groups is not chance; its count is the fewest seeds of a group.
     """
-    groups: dict[str, list[float]] = {}
-    for job in jobs:
-        groups.setdefault(job.group, []).append(value(job))
-    spreads = [found for values in groups.values() if (found := statistics.spread(values)) is not None]
+    groups = grouped(jobs, "group").values()
+    spreads = [found for group in groups if (found := statistics.spread([value(job) for job in group])) is not None]
     if len(spreads) < 2:
         return spreads[0] if spreads else None
     return Spread(float(np.mean([s.mean for s in spreads])), None, min(s.count for s in spreads))
@@ -167,28 +169,19 @@ class Comparison:
 
     @cached_property
     def groups(self) -> dict[str, list[JobResult]]:
-        groups: dict[str, list[JobResult]] = {}
-        for job in self.jobs:
-            groups.setdefault(job.group, []).append(job)
-        return groups
+        return grouped(self.jobs, "group")
 
     @cached_property
     def families(self) -> dict[str, list[JobResult]]:
-        families: dict[str, list[JobResult]] = {}
-        for job in self.jobs:
-            families.setdefault(job.family, []).append(job)
-        return families
+        return grouped(self.jobs, "family")
 
     @cached_property
     def metrics(self) -> list[str]:
         """Return the metrics of quality: the losses, then the metrics of validation, else those of training."""
-        names = {name for job in self.jobs for name in job.curves}
-        own = {"learning_rate", "effective_batch_size", "examples_seen", "gradient_noise_scale", "loss"}
-        found = {
-            place: sorted(n for n in names if n.startswith(f"{place}/") and n.split("/", 1)[1] not in own)
-            for place in ("val", "train")
-        }
-        return [name for name in ("train/loss", "val/loss") if name in names] + (found["val"] or found["train"])
+        names = sorted({name for job in self.jobs for name in job.curves if not name.startswith("perf/")})
+        users = [name for name in names if name.partition("/")[2] not in UPDATE_METRICS]
+        validation = [name for name in users if name.startswith("val/")]
+        return [name for name in ("train/loss", "val/loss") if name in names] + (validation or users)
 
     @property
     def quality(self) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import numbers, statistics
-from pipeline.report.comparison import JobResult
+from pipeline.report.comparison import JobResult, grouped
 from pipeline.report.findings import Finding
 from pipeline.report.numbers import count, listed, number
 from pipeline.report.statistics import Spread
@@ -25,7 +25,7 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
     A finding without figures names no family, so that it can be said once for all of them.
     """
     about = f"{family}: " if family else ""
-    at = {batch: [job for job in jobs if job.batch == batch] for batch in sorted({j.batch for j in jobs if j.batch})}
+    at = dict(sorted(grouped(jobs, "batch").items()))
     costs = {b: cost for b, of in at.items() if target and (cost := target.spread(of, "examples"))}
     scale = statistics.spread([noise_scale(job, target) for job in jobs])
     if len(costs) < 2:
@@ -39,12 +39,10 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
         why += "" if any((job.factor or 0) > 1 for job in jobs) else ", as it takes a factor over 1"
         yield Finding("noise_scale", f"The gradient noise scale predicts nothing here: {why}.")
         return
-    values = [value for job in jobs if math.isfinite(value := noise_scale(job, target))]
-    text = f"{about}The gradient noise scale predicts a critical batch of {number(scale.mean)} examples: "
-    text += f"the mean over {count(len(values), 'run')} of each one's median up to the target"
-    text += f", {number(min(values))} to {number(max(values))}." if len(values) > 1 else "."
+    text = f"{about}The gradient noise scale predicts a critical batch of {numbers.spread(scale)} examples: "
+    text += f"the mean over {count(scale.count, 'run')} of each one's median up to the target."
     figures: dict[str, Any] = {"family": family, "predicted": scale.mean, "deviation": scale.deviation}
-    figures["runs"] = len(values)
+    figures["runs"] = scale.count
     fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
     if fit is not None and min(costs) <= fit.critical <= max(costs):
         figures |= {"measured": fit.critical, "ratio": scale.mean / fit.critical}
@@ -52,13 +50,9 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
     elif fit is not None:
         figures["extrapolated"] = fit.critical
         text += f" The sweep's own costs extrapolate to {number(fit.critical)}, outside of what was tried."
-    elif len(costs) > 1:
-        text += " The sweep's own costs do not give a critical batch to set beside it"
-        text += ": that takes three batches." if len(costs) < 3 else ": they do not follow the trade-off."
-    low, high = min(at), max(at)
     figures["cost"] = {batch: 1 + batch / scale.mean for batch in at}
-    text += f" At that scale a batch of {high} needs {1 + high / scale.mean:.2f} times the examples of a tiny one"
-    text += f", and one of {low} {1 + low / scale.mean:.2f} times." if low != high else "."
+    high = max(at)
+    text += f" At that scale a batch of {high} needs {figures['cost'][high]:.2f} times the examples of a tiny one."
     yield Finding("noise_scale", text, figures, "noise_by_batch")
 
 
@@ -75,25 +69,21 @@ def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dic
     updates = {batch: cost.mean / batch for batch, cost in costs.items()}
     saves = [b for b in costs if b == least or all(updates[b] < updates[smaller] for smaller in costs if smaller < b)]
     largest = max(batch for batch in saves if ratio[batch] <= PAYS)
-    missed = [batch for batch in at if batch not in costs]
     text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
     text += f"{ratio[largest]:.2f} times the fewest examples ({numbers.spread(costs[least])}, at {least}), where up to "
     text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer "
     fewest = f"{number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)}"
     text += f"updates than any smaller batch ({fewest})."
-    if largest == max(at):
-        text += " It is the largest that was tried, so the limit may lie beyond."
-    else:
-        above = [f"{b} took {ratio[b]:.2f} times, in {number(updates[b])} updates" for b in costs if b > largest]
-        above += [f"{batch} did not reach it" for batch in missed if batch > largest]
-        text += f" {listed(above)}."
+    above = [f"{b} took {ratio[b]:.2f} times, in {number(updates[b])} updates" for b in costs if b > largest]
+    above += [f"{b} did not reach it" for b in at if b > largest and b not in costs]
+    text += f" {listed(above) or 'It is the largest that was tried, so the limit may lie beyond'}."
     if min(cost.count for cost in costs.values()) == 1:
         text += " With one seed at some batch, this is one observation."
     figures: dict[str, Any] = {"family": family, "largest": largest, "least": least, "open": largest == max(at)}
     figures |= {"ratio": ratio, "updates": updates}
     fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
     if fit is not None:
-        figures |= {"critical": fit.critical, "least_examples": fit.examples, "least_updates": fit.updates}
+        figures["critical"] = fit.critical
         text += f" Fitted to all batches, the critical batch is {number(fit.critical)}"
         text += ", outside of what was tried." if not min(costs) <= fit.critical <= max(costs) else "."
     return Finding("largest_batch", text, figures, "examples_to_target")

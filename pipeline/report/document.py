@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.plotly_figure import DARK, LIGHT, Plot, plotly_json
+from pipeline.report.plotly_figure import DARK, LIGHT, Plot
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 
@@ -35,13 +37,11 @@ def document(title: str, about: str, body: str, plots: Sequence[Plot], footer: s
         "footer": html.escape(footer),
         "plotly": get_plotlyjs(),
         # JSON in a script element: no text in it may close the element.
-        "data": json_text([plotly_json(plot) for plot in plots]).replace("<", "\\u003c"),
+        "data": json_text([asdict(plot) for plot in plots]).replace("<", "\\u003c"),
         "count": str(len(LIGHT)),
     }
     # Filled in one pass, so that a name in the store that looks like a gap of the template stays a name.
-    pieces = _TEMPLATE.read_text(encoding="utf-8").split("{{")
-    filled = [parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces[1:])]
-    return pieces[0] + "".join(filled)
+    return re.sub(r"{{(\w+)}}", lambda gap: parts[gap[1]], _TEMPLATE.read_text(encoding="utf-8"))
 
 
 def figures(plots: Sequence[Plot]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -44,14 +45,10 @@ def job_states(sweep: Comparison) -> Finding:
     for status, n in states.items():
         if status != "FINISHED":
             those = [job for job in sweep.jobs if job.status == status]
-            which = [job.name + (f" ({_first_line(job.failure)})" if job.failure else "") for job in those]
+            why = {job.name: textwrap.shorten(job.failure.strip().partition("\n")[0], 160) for job in those}
+            which = [name + (f" ({reason})" if reason else "") for name, reason in why.items()]
             text += f" {n} {words.get(status, status.lower())}: {listed(which)}."
     return Finding("jobs", text, {"planned": len(sweep.jobs), **states})
-
-
-def _first_line(text: str) -> str:
-    first = next(iter(text.strip().splitlines()), "")
-    return first if len(first) <= 160 else f"{first[:159]}…"
 
 
 def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
@@ -67,9 +64,9 @@ def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
 def _parting(pairs: list[Parting], precision: str) -> Finding:
     worst = max(pairs, key=lambda pair: pair.largest)
     above = {level: min((step for p in pairs if (step := p.above[level])), default=None) for level in worst.above}
-    first = max(pair.first for pair in pairs)
+    first, at = max(pair.first for pair in pairs), int(worst.curve.steps[worst.curve.values.argmax()])
     figures = {"precision": precision, "pairs": len(pairs), "updates": int(worst.curve.steps.size)}
-    figures |= {"first": first, "largest": worst.largest, "at": worst.at, "above": above}
+    figures |= {"first": first, "largest": worst.largest, "at": at, "above": above}
     subject = f"{count(len(pairs) + len({p.one for p in pairs}), 'job')} of equal effective batch, seed and config"
     who = f"{worst.one} and {worst.other}"
     if all(pair.agrees for pair in pairs):
@@ -78,12 +75,12 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         return Finding("trajectories", text, {**figures, "agree": True}, "difference")
     levels = "; ".join(f"above {level} from update {step}" for level, step in above.items() if step is not None)
     text = f"In {precision}, the trajectories of {subject} part: their training losses differ by "
-    at = "the first update" if worst.begins == 1 else f"update {worst.begins}, the first that was logged"
-    text += f"at most {number(first)} of their value at {at}; {levels or 'never above 1e-6'}; "
+    begin = "the first update" if worst.begins == 1 else f"update {worst.begins}, the first that was logged"
+    text += f"at most {number(first)} of their value at {begin}; {levels or 'never above 1e-6'}; "
     if math.isfinite(worst.largest):
-        text += f"at most {number(worst.largest)}, at update {worst.at} ({who})."
+        text += f"at most {number(worst.largest)}, at update {at} ({who})."
     else:
-        text += f"from update {worst.at} only one of {who} is finite."
+        text += f"from update {at} only one of {who} is finite."
     early = [pair for pair in pairs if pair.from_the_start]
     if early:
         layers = ", ".join(sorted({pair.dependent for pair in early} - {""}))
@@ -92,10 +89,9 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         text += "" if layers else ", as with dropout, of which each micro-batch draws its own."
     elif worst.begins == 1 and worst.start is not None and math.isfinite(worst.largest):
         step, apart = worst.start
-        amplified = worst.largest / apart
-        figures["amplified"] = amplified
+        figures["amplified"] = worst.largest / apart
         text += f" Rounding set {who} apart by {number(apart)} at update {step}, and training amplified that "
-        text += f"{number(amplified)} times."
+        text += f"{number(worst.largest / apart)} times."
     return Finding("trajectories", text, {**figures, "agree": False, "rounding": not early}, "difference")
 
 
@@ -106,24 +102,33 @@ def final_result(sweep: Comparison) -> Finding:
     if metric is None or not spreads:
         return Finding("final", "There is no final metric to compare: no job has finished with one.")
     sign = 1 if sweep.lower_is_better(metric) else -1
+    words, figures = _ranked(spreads, sign, numbers.plain, "ends best, at", "worst, at")
+    best = spreads[figures["best"]].mean
+    if len(spreads) > 1 and all(abs(best - spread.mean) <= EQUAL * abs(best) for spread in spreads.values()):
+        text = f"Final {metric}: all {len(spreads)} groups end at {numbers.spread(spreads[figures['best']])}."
+        figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
+        return Finding("final", text, figures, "final_by_factor")
+    where = f", where {'lower' if sign > 0 else 'higher'} is better" if len(spreads) > 1 else f" of {figures['best']}"
+    figures |= {"metric": metric, "value": best}
+    return Finding("final", f"Final {metric}{where}: {words}", figures, "final_by_factor")
+
+
+def _ranked(
+    spreads: dict[str, Spread], sign: int, scale: numbers.Scale, leads: str, trails: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the best group, the worst, and whether chance explains the lead; `sign` 1 ranks the least first."""
     order = sorted(spreads, key=lambda group: sign * spreads[group].mean)
-    best = spreads[order[0]]
-    if len(order) > 1 and abs(best.mean - spreads[order[-1]].mean) <= EQUAL * abs(best.mean):
-        text = f"Final {metric}: all {len(order)} groups end at {numbers.spread(best)}."
-        groups = {group: spreads[group].mean for group in order}
-        return Finding("final", text, {"metric": metric, "equal": True, "groups": groups}, "final_by_factor")
-    if len(order) > 1:
-        text = f"Final {metric}, where {'lower' if sign > 0 else 'higher'} is better: {order[0]} ends best, at "
-    else:
-        text = f"Final {metric} of {order[0]}: "
-    text += f"{numbers.spread(best)} ({count(best.count, 'seed')})"
-    figures: dict[str, Any] = {"metric": metric, "best": order[0], "value": best.mean, "deviation": best.deviation}
-    figures |= {"seeds": best.count, "groups": {group: spreads[group].mean for group in order}}
-    if len(order) > 1:
-        last = spreads[order[-1]]
-        text += f", {order[-1]} worst, at {numbers.spread(last)}. {_versus(order, spreads, numbers.plain)}"
-        figures |= {"worst": order[-1], "difference": statistics.difference(best, spreads[order[1]])}
-    return Finding("final", text + ("." if len(order) == 1 else ""), figures, "final_by_factor")
+    best, last = spreads[order[0]], spreads[order[-1]]
+    figures: dict[str, Any] = {"best": order[0], "deviation": best.deviation, "seeds": best.count}
+    figures["groups"] = {group: spreads[group].mean for group in order}
+    text = f"{numbers.spread(best, scale)} ({count(best.count, 'seed')})"
+    if len(order) == 1:
+        return f"{text}.", figures
+    apart = statistics.difference(best, spreads[order[1]])
+    figures |= {"worst": order[-1], "difference": apart}
+    figures["told_apart"] = apart is not None and abs(apart[0]) > apart[1]
+    text = f"{order[0]} {leads} {text}, {order[-1]} {trails} {numbers.spread(last, scale)}. "
+    return text + _versus(order, spreads, scale), figures
 
 
 def _versus(order: list[str], spreads: dict[str, Spread], scale: numbers.Scale) -> str:
@@ -131,10 +136,7 @@ def _versus(order: list[str], spreads: dict[str, Spread], scale: numbers.Scale) 
     one, other = spreads[order[0]], spreads[order[1]]
     interval = statistics.difference(one, other)
     if min(one.count, other.count) < 2:
-        where = (
-            f" in {order[0] if one.count == 1 else order[1]}" if len({s.count for s in spreads.values()}) > 1 else ""
-        )
-        return f"With one seed{where}, chance is not told from effect."
+        return "With one seed, chance is not told from effect."
     by = abs(other.mean - one.mean)
     if by <= EQUAL * abs(one.mean):
         return f"{order[1]} does just as well."
@@ -169,20 +171,9 @@ def time_to_target(sweep: Comparison, target: TargetLoss | None) -> Finding:
     figures: dict[str, Any] = {"metric": target.metric, "target": target.value, "all_reach": target.all_reach}
     if not times:
         return Finding("time_to_target", f"{text}; no group reached it with all of its seeds.", figures)
-    order = sorted(times, key=lambda group: times[group].mean)
-    best = times[order[0]]
-    first = f"{order[0]} gets there first," if len(order) > 1 else "It is reached"
-    text += f". {first} after {numbers.spread(best, numbers.seconds)} of training"
-    text += f" ({count(best.count, 'seed')})"
-    figures |= {"best": order[0], "seconds": best.mean, "deviation": best.deviation, "seeds": best.count}
-    figures["groups"] = {group: times[group].mean for group in order}
-    if len(order) > 1:
-        apart = statistics.difference(best, times[order[1]])
-        figures["told_apart"] = apart is not None and abs(apart[0]) > apart[1]
-        text += f"; {order[-1]} last, after {numbers.spread(times[order[-1]], numbers.seconds)}. "
-        text += _versus(order, times, numbers.seconds)
-    else:
-        text += "."
+    words, ranked = _ranked(times, 1, numbers.seconds, "gets there first, after", "last, after")
+    figures |= {**ranked, "seconds": times[ranked["best"]].mean}
+    text += f". {words if len(times) > 1 else f'It is reached after {words}'}"
     return Finding("time_to_target", text + _shared(sweep), figures, "time_to_target")
 
 

@@ -10,6 +10,7 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -86,16 +87,13 @@ def _columns(sweep: Comparison, target: TargetLoss | None) -> list[Column]:
     def cost(axis: str) -> Callable[[JobResult], float]:
         return lambda job: target.cost(job, axis) if target else math.nan
 
-    def final(metric: str) -> Callable[[JobResult], float]:
-        return lambda job: sweep.final(job, metric)
-
     return [
         ("factor", lambda job: job.factor or math.nan, numbers.plain),
         ("effective batch", lambda job: job.batch or math.nan, numbers.plain),
         ("micro-batch", lambda job: job.micro or math.nan, numbers.plain),
         ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), numbers.plain),
         ("examples", lambda job: job.last("train/examples_seen"), numbers.plain),
-        *((metric, final(metric), numbers.plain) for metric in sweep.metrics),
+        *((metric, partial(sweep.final, metric=metric), numbers.plain) for metric in sweep.metrics),
         ("updates to target", cost("updates"), numbers.plain),
         ("examples to target", cost("examples"), numbers.plain),
         ("time to target", cost("seconds"), numbers.seconds),
@@ -182,17 +180,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _figures(sweep: Comparison, drawn: Sequence[Plot]) -> str:
     absent = [name for name in _MEASURED if not any(name in job.curves for job in sweep.jobs)]
     text = f'<p class="about">Not drawn, as no run has it: {", ".join(absent)}.</p>' if absent else ""
-    if len(sweep.groups) > 1 and any(plot.by_group for plot in drawn):
+    if len(sweep.groups) > 1 and drawn:
         text += f'<div class="legend" role="group" aria-label="Show or hide">{_legend(sweep)}</div>'
     return f"<section>{text}{figures(drawn)}</section>"
 
 
 def _legend(sweep: Comparison) -> str:
-    dashes = {"solid": "", "dash": "9 5", "dot": "3 4", "dashdot": "9 4 3 4", "longdash": "14 4"}
     chips = []
     for index, group in enumerate(sweep.groups):
-        colour, dash = f"var(--c{index % len(LIGHT)})", dashes.get(DASHES[index % len(DASHES)], "14 4 3 4")
-        line = f'<line x1="0" y1="4" x2="30" y2="4" stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"/>'
+        style = f"stroke: var(--c{index % len(LIGHT)}); stroke-dasharray: {DASHES[index % len(DASHES)]}"
+        line = f'<line x1="0" y1="4" x2="30" y2="4" stroke-width="3" style="{style}"/>'
         # Escaped twice: a trace's group is the name as Plotly reads it, with its entities.
         name = escape(escape(group, quote=False))
         svg = f'<svg aria-hidden="true">{line}</svg>'

@@ -14,13 +14,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds.
-
-    Attributes:
-        mean: arithmetic mean.
-        deviation: sample standard deviation (n − 1); None with one value, which shows no spread.
-        count: number of values.
-    """
+    """A mean over `count` seeds, and their sample standard deviation (n − 1): None with one value."""
 
     mean: float
     deviation: float | None
@@ -46,12 +40,11 @@ def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
         return None
     from scipy.special import stdtrit  # Student's quantile; scipy.stats takes seconds to import
 
-    parts = [s.deviation**2 / s.count for s in (one, other) if s.deviation is not None]
-    variance = sum(parts)
-    if variance == 0:
+    a, b = one.deviation**2 / one.count, other.deviation**2 / other.count
+    if a + b == 0:
         return None
-    freedom = variance**2 / sum(part**2 / (s.count - 1) for part, s in zip(parts, (one, other), strict=True))
-    return other.mean - one.mean, float(stdtrit(freedom, 0.975) * math.sqrt(variance))
+    freedom = (a + b) ** 2 / (a**2 / (one.count - 1) + b**2 / (other.count - 1))
+    return other.mean - one.mean, float(stdtrit(freedom, 0.975) * math.sqrt(a + b))
 
 
 def relative_difference(one: Array, other: Array) -> Array:
@@ -60,12 +53,6 @@ def relative_difference(one: Array, other: Array) -> Array:
         result = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
     result = np.where(np.isfinite(one) & np.isfinite(other), result, np.inf)
     return np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, result)
-
-
-def first_above(steps: NDArray[np.int64], values: Array, threshold: float) -> int | None:
-    """Return the first of `steps` whose value exceeds `threshold`."""
-    above = np.flatnonzero(values > threshold)
-    return int(steps[above[0]]) if above.size else None
 
 
 def reached(x: Array, y: Array, target: float) -> float | None:
@@ -89,11 +76,9 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
         window: examples; a value that begins inside counts whole, so one value is the least.
     """
     weights = np.diff(examples, prepend=0.0)
-    sums, totals = np.cumsum(weights * values), np.cumsum(weights)
-    first = np.searchsorted(examples - weights, examples - window, side="left")
-    first = np.minimum(first, np.arange(len(values)))
-    before = np.where(first > 0, first - 1, 0)
-    return (sums - np.where(first > 0, sums[before], 0.0)) / (totals - np.where(first > 0, totals[before], 0.0))
+    sums, totals = (np.cumsum(np.append(0.0, part)) for part in (weights * values, weights))
+    first = np.minimum(np.searchsorted(examples - weights, examples - window), np.arange(len(values)))
+    return (sums[1:] - sums[first]) / (totals[1:] - totals[first])
 
 
 @dataclass(frozen=True)
@@ -120,12 +105,11 @@ def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | 
     With E = B·S it is the line E = E_min + S_min·B, fitted to least squares of the relative residuals.
 
     Args:
-        batches: effective batch sizes; at least three different ones.
+        batches: effective batch sizes.
         examples: to the target at each.
 
     Returns:
-        None with fewer batches, or where the line has no positive intercept and slope: then the points do not
-        show the trade-off.
+        None with fewer than three batches, or where the points do not show the trade-off.
     """
     if len(set(batches)) < 3:
         return None

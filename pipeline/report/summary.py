@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pipeline.report import critical_batch, findings, target_loss
 from pipeline.report.comparison import NO_RUN, Comparison
 from pipeline.report.findings import Finding
-from pipeline.report.numbers import count, listed, number
+from pipeline.report.numbers import count, listed
 from pipeline.report.trajectories import Parting, partings
 from pipeline.sweep import resume
 
@@ -59,14 +59,6 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
             beyond = 2 * figures["largest"]
             text = f"Try an effective batch of {beyond}{' with ' + family if family else ''}: none was too large yet."
             yield Finding("next", text, {"batch": beyond, "family": family})
-    for finding in found:
-        if finding.topic != "noise_scale" or not finding.figures:
-            continue
-        family, predicted = finding.figures["family"], finding.figures["predicted"]
-        tried = max(job.batch or 0 for job in sweep.families[family])
-        if predicted > 2 * tried and family not in largest:  # else the sweep itself has said how far it pays
-            text = f"The noise scale of {number(predicted)} is far above every batch tried: larger ones should pay."
-            yield Finding("next", text, {"predicted": predicted})
     seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
     if seeds == 1:
         yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": seeds})

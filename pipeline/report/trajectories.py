@@ -29,9 +29,7 @@ class Parting:
     Attributes:
         one, other: names of the jobs; the first has the smallest factor.
         curve: the difference at each update that both logged.
-        first: the difference at the first of these updates.
         start: the first update with a difference that is not zero, and that difference; None where all are zero.
-        largest: the largest difference; `at` is its update.
         above: the first update at which the difference exceeds each of `THRESHOLDS`; None where it never does.
         dependent: layers whose output depends on the micro-batch they see; empty where there are none.
     """
@@ -40,12 +38,17 @@ class Parting:
     other: str
     precision: str
     curve: Curve
-    first: float
     start: tuple[int, float] | None
-    largest: float
-    at: int
     above: dict[str, int | None]
     dependent: str
+
+    @property
+    def first(self) -> float:
+        return float(self.curve.values[0])
+
+    @property
+    def largest(self) -> float:
+        return float(self.curve.values.max())
 
     @property
     def agrees(self) -> bool:
@@ -77,8 +80,12 @@ def partings(sweep: Comparison) -> list[Parting]:
 
 def _trajectory(job: JobResult) -> tuple:
     kept = {key: value for key, value in job.params.items() if not key.startswith(_FREE) and key not in _ALSO_FREE}
-    kept |= {"derived.effective_batch_size": str(job.batch), "hardware.precision": job.precision}
+    kept |= {"derived.effective_batch_size": str(job.batch), "hardware.precision": _precision(job)}
     return tuple(sorted(kept.items()))
+
+
+def _precision(job: JobResult) -> str:
+    return job.params.get("hardware.precision", "float32")
 
 
 def _compare(one: JobResult, other: JobResult) -> Parting | None:
@@ -91,12 +98,9 @@ def _compare(one: JobResult, other: JobResult) -> Parting | None:
     return Parting(
         one=one.name,
         other=other.name,
-        precision=one.precision,
+        precision=_precision(one),
         curve=Curve(steps, differences),
-        first=float(differences[0]),
         start=next(((int(s), float(d)) for s, d in zip(steps, differences, strict=True) if d > 0), None),
-        largest=float(differences.max()),
-        at=int(steps[differences.argmax()]),
-        above={name: statistics.first_above(steps, differences, level) for name, level in THRESHOLDS.items()},
+        above={name: next(map(int, steps[differences > level]), None) for name, level in THRESHOLDS.items()},
         dependent=", ".join(sorted(dependent)),
     )

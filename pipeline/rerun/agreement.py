@@ -173,25 +173,26 @@ def _histories(client: Any, run: Any) -> dict[str, dict[int, float]]:
 def drawn(old: History, new: History, title: str, about: str) -> str:
     """Return an HTML page that needs no other file: both runs' losses by update, and how far they are apart."""
     from pipeline.report.document import document, figures
-    from pipeline.report.plotly_figure import Axis, Plot, Series
+    from pipeline.report.plotly_figure import Plot, axis, trace
 
-    losses: list[Series] = []
-    apart: list[Series] = []
-    for metric, marks in (("train/loss", False), ("val/loss", True)):
+    losses: list[dict[str, Any]] = []
+    apart: list[dict[str, Any]] = []
+    for metric, mode in (("train/loss", "lines"), ("val/loss", "lines+markers")):
         then, now = (
             {step: value for step, value in history.get(metric, {}).items() if math.isfinite(value)}
             for history in (old, new)
         )
         for points, name in ((then, f"{metric}, then"), (now, f"{metric}, now")):
-            losses.append(Series(name, list(points), list(points.values()), len(losses), marks=marks))
+            losses.append(trace(name, points, points.values(), len(losses), mode))
         differ = {s: Difference(metric, s, then[s], now[s]).relative for s in then if s in now and then[s] != now[s]}
-        apart.append(Series(metric, list(differ), list(differ.values()), len(losses) - 2, marks=True))
-    x, caption = Axis("updates"), "Updates at which both runs are equal to the bit are left out."
+        apart.append(trace(metric, differ, differ.values(), len(losses) - 2, "lines+markers"))
+    caption = "Updates at which both runs are equal to the bit are left out."
+    by_update, parted = {"xaxis": axis("updates"), "yaxis": axis("loss")}, axis("relative difference", log=True)
     plots = [
-        Plot("loss", "Losses", "Loss by update", "", x, Axis("loss"), losses),
-        Plot("apart", "Differences", "How far the runs part", caption, x, Axis("relative difference", True), apart),
+        Plot("loss", "Losses", "Loss by update", "", losses, by_update),
+        Plot("apart", "Differences", "How far the runs part", caption, apart, by_update | {"yaxis": parted}),
     ]
-    plots = [plot for plot in plots if any(series.x for series in plot.series)]
+    plots = [plot for plot in plots if any(one["x"] for one in plot.data)]
     return document(title, about, figures(plots), plots, "Computed from the metrics of both runs in MLflow.")
 
 

@@ -160,8 +160,8 @@ def test_error_bars_and_whether_groups_differ(store):
         made.job(name, {"val/loss": {1: 2.0, 2: 1.0}, "val/accuracy": {1: 0.1, 2: accuracy}}, factor=int(name[7]))
     read = comparison.read(store.uri, made.run_id)
     plot = next(plot for plot in plots.draw(read) if plot.key == "final_by_factor")
-    assert (plot.series[0].x, plot.series[0].y) == ([1, 2, 4], pytest.approx([0.82, 0.92, 0.92]))
-    assert plot.series[0].error == pytest.approx([0.02, 0.02, 0.01])
+    assert (plot.data[0]["x"], plot.data[0]["y"]) == ([1, 2, 4], pytest.approx([0.82, 0.92, 0.92]))
+    assert plot.data[0]["error_y"]["array"] == pytest.approx([0.02, 0.02, 0.01])
     final = found(made)["final"]
     assert (final.figures["worst"], final.figures["groups"]["factor=2"]) == ("factor=1", pytest.approx(0.92))
     assert "does just as well" in final.text
@@ -263,7 +263,7 @@ def test_optimizers_are_families_with_a_batch_each(store):
     assert [f.figures["batch"] for f in every if f.topic == "next" and "Try an" in f.text] == [128]
     assert [f.figures["largest"] for f in every if f.topic == "largest_batch"] == [32, 64]
     plot = next(p for p in plots.draw(comparison.read(store.uri, made.run_id)) if p.key == "final_by_factor")
-    assert [series.name for series in plot.series] == ["optimizer=sgd", "optimizer=adam"]
+    assert [trace["name"] for trace in plot.data] == ["optimizer=sgd", "optimizer=adam"]
 
 
 def test_jobs_that_ran_at_once_are_said_to_have(store):
@@ -355,8 +355,9 @@ def test_what_differs_between_groups_is_no_error_bar(store):
         made.job(name, {"train/loss": loss, "val/accuracy": {40: batch / 128}}, factor=factor, batch=batch)
     sweep = comparison.read(store.uri, made.run_id)
     by_factor = next(plot for plot in plots.draw(sweep) if plot.key == "final_by_factor")
-    assert [list(series.error) for series in by_factor.series] == [[0, 0]]
-    assert list(by_factor.series[0].y) == pytest.approx([(32 + 64 + 128) / 3 / 128] * 2)
+    (means,) = by_factor.data
+    assert "error_y" not in means
+    assert means["y"] == pytest.approx([(32 + 64 + 128) / 3 / 128] * 2)
     assert "With one seed at some batch, this is one observation" in found(made)["largest_batch"].text
 
 
