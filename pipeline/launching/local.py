@@ -108,7 +108,7 @@ class LocalJob:
         self.deadline = float("inf")
         self._call, self._gpus, self._log, self._limit, self._methods = call, gpus, log, limit, methods
         self._ours, self._theirs = multiprocessing.Pipe()
-        self._process: Any = None
+        self._process: Any = None  # with a `pid` once it has started; an interruption may come before either
         self._ending: Ending | None = None
         self._overdue = False
 
@@ -146,7 +146,7 @@ class LocalJob:
                 self._ending = self._ours.recv()
         except (EOFError, OSError):
             self._ours.close()
-        if self._process.pid is None:
+        if getattr(self._process, "pid", None) is None:
             return Ending("interrupted")
         status = self._process.exitcode
         if status is None or (status == LOST and not self._ours.closed):
@@ -162,9 +162,9 @@ class LocalJob:
 
     def end(self, late: bool) -> None:
         """Ask the job to end; kill it when it is late."""
-        if self._process.pid is not None:
+        if pid := getattr(self._process, "pid", None):
             with contextlib.suppress(OSError):  # it has ended by itself
-                os.kill(self._process.pid, signal.SIGKILL if late else signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
 
 
 def _ended_by(status: int) -> str:
