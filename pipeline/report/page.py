@@ -7,20 +7,20 @@ read (comparison.py) ─► summarize (summary.py) ─► report.html, jobs.csv,
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from pipeline.report import comparison, numbers, plots, statistics, target_loss
-from pipeline.report.comparison import Comparison, JobResult, comparable_jobs
+from pipeline.report import comparison, numbers, plots, target_loss
+from pipeline.report.comparison import Comparison, JobResult, comparable_jobs, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.document import document, figures, json_text
+from pipeline.report.document import document, finite
 from pipeline.report.findings import Finding
-from pipeline.report.plotly_figure import DASHES, LIGHT, Plot
+from pipeline.report.plotly_figure import Plot
 from pipeline.report.summary import summarize
 from pipeline.report.target_loss import TargetLoss
 
@@ -75,7 +75,9 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     page.write_text(_page(read, found, drawn, columns), encoding="utf-8")
     with (out / "jobs.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(_csv(read, columns))
-    (out / "findings.json").write_text(json_text([asdict(finding) for finding in found], indent=1) + "\n")
+    (out / "findings.json").write_text(
+        json.dumps(finite([asdict(finding) for finding in found]), indent=1, allow_nan=False) + "\n"
+    )
     return Report(read.run_id, found, page)
 
 
@@ -120,78 +122,41 @@ def _cell(text: str) -> str:
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
-def _page(sweep: Comparison, found: Sequence[Finding], drawn: Sequence[Plot], columns: list[Column]) -> str:
+def _page(sweep: Comparison, found: list[Finding], drawn: list[Plot], columns: list[Column]) -> str:
     jobs, varied = numbers.count(len(sweep.jobs), "job"), ", ".join(sweep.varied) or "nothing"
-    about = f"{jobs}, varied: {varied} · {sweep.status.lower()} · MLflow run {sweep.run_id}"
-    body = "\n".join([_words(found, drawn), _tables(sweep, columns), _figures(sweep, drawn)])
-    footer = f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table."
-    return document(f"Sweep {sweep.name}", about, body, drawn, footer)
-
-
-def _words(found: Sequence[Finding], drawn: Sequence[Plot]) -> str:
-    titles = {plot.key: plot.title for plot in drawn}
-    items = []
-    for finding in found:
-        kind = "next" if finding.topic == "next" else "found" if finding.figures else "unsaid"
-        link = f' <a href="#{finding.plot}">{escape(titles[finding.plot])}</a>' if finding.plot in titles else ""
-        items.append(f'<li class="{kind}"><h3>{_TOPICS[finding.topic]}</h3><p>{escape(finding.text)}{link}</p></li>')
-    return f'<section><h2>What was found</h2><ul class="findings">{"".join(items)}</ul></section>'
-
-
-def _tables(sweep: Comparison, columns: list[Column]) -> str:
     columns = [column for column in columns if any(math.isfinite(column[1](job)) for job in sweep.jobs)]
-    head = ["job", *(name for name, *_ in columns), "status"]
+    return document(
+        f"Sweep {sweep.name}",
+        f"{jobs}, varied: {varied} · {sweep.status.lower()} · MLflow run {sweep.run_id}",
+        drawn,
+        f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
+        findings=found,
+        topics=_TOPICS,
+        head=["job", *(name for name, *_ in columns), "status"],
+        means=_means(sweep, columns),
+        jobs=_jobs(sweep, columns),
+        absent=[name for name in _MEASURED if not any(name in job.curves for job in sweep.jobs)],
+        groups=list(sweep.groups),
+    )
+
+
+def _means(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
+    """Return a row for each group of jobs."""
     rows = []
     for group, jobs in sweep.groups.items():
-        compared = comparable_jobs(jobs)
-        cells = [_mean(statistics.spread([value(job) for job in compared]), scale) for _, value, scale in columns]
+        spreads = [(pooled(comparable_jobs(jobs), value), scale) for _, value, scale in columns]
+        cells = ["–" if spread is None else numbers.spread(spread, scale) for spread, scale in spreads]
         done = sum(job.finished for job in jobs)
         status = jobs[0].status.lower() if len(jobs) == 1 else f"{done} of {len(jobs)} finished"
         rows.append([group, *cells, status])
-    text = f"<section><h2>Table</h2>{_table(head, rows)}"
-    if any(len(jobs) > 1 for jobs in sweep.groups.values()):
-        text += "<p class=about>Means over the seeds that finished ± one sample standard deviation.</p>"
+    return rows
+
+
+def _jobs(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
+    """Return a row for each job."""
     rows = []
     for job in sweep.jobs:
         values = [(value(job), scale) for _, value, scale in columns]
         cells = ["–" if math.isnan(value) else numbers.number(value, scale) for value, scale in values]
         rows.append([job.name, *cells, job.status.lower(), job.run_id or "–", job.failure.strip().split("\n")[0]])
-    every = _table([*head, "run", "failure"], rows)
-    return f"{text}<details><summary>Each of the {numbers.count(len(rows), 'job')}</summary>{every}</details></section>"
-
-
-def _mean(spread: statistics.Spread | None, scale: numbers.Scale) -> str:
-    if spread is None:
-        return "–"
-    # Sizes are equal over seeds: ± 0 would say nothing.
-    return numbers.spread(spread, scale) if spread.deviation else numbers.number(spread.mean, scale)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = []
-    for first, *rest in rows:
-        cells = "".join(f"<td{' class=text' if len(cell) > 40 else ''}>{escape(cell)}</td>" for cell in rest)
-        body.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
-    table = f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="Table">{table}</div>'
-
-
-def _figures(sweep: Comparison, drawn: Sequence[Plot]) -> str:
-    absent = [name for name in _MEASURED if not any(name in job.curves for job in sweep.jobs)]
-    text = f'<p class="about">Not drawn, as no run has it: {", ".join(absent)}.</p>' if absent else ""
-    if len(sweep.groups) > 1 and drawn:
-        text += f'<div class="legend" role="group" aria-label="Show or hide">{_legend(sweep)}</div>'
-    return f"<section>{text}{figures(drawn)}</section>"
-
-
-def _legend(sweep: Comparison) -> str:
-    chips = []
-    for index, group in enumerate(sweep.groups):
-        style = f"stroke: var(--c{index % len(LIGHT)}); stroke-dasharray: {DASHES[index % len(DASHES)]}"
-        line = f'<line x1="0" y1="4" x2="30" y2="4" stroke-width="3" style="{style}"/>'
-        # Escaped twice: a trace's group is the name as Plotly reads it, with its entities.
-        name = escape(escape(group, quote=False))
-        svg = f'<svg aria-hidden="true">{line}</svg>'
-        chips.append(f'<button data-group="{name}" aria-pressed="true">{svg}{escape(group)}</button>')
-    return "".join(chips)
+    return rows

@@ -18,13 +18,7 @@ MARKS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot: `data` are traces as `trace` makes them, `layout` is Plotly's.
-
-    Attributes:
-        key: its ID on the page.
-        section: heading under which it stands.
-        caption: what to read in it.
-    """
+    """One plot: `data` are traces as `trace` makes them, `layout` is Plotly's, `key` its ID on the page."""
 
     key: str
     section: str
@@ -41,7 +35,7 @@ def trace(
     colour: int = 0,
     mode: str = "lines",
     error: Sequence[float] = (),
-    by_group: bool = False,
+    group: str | None = None,
     faint: bool = False,
 ) -> dict[str, Any]:
     """Return points, joined by a line or not; `meta` holds the index of the colour and the group.
@@ -51,39 +45,34 @@ def trace(
         x: numbers, or labels.
         mode: `lines`, `markers` or `lines+markers`.
         error: half the length of the bar at each point, in units of y.
-        by_group: it is one group of the sweep, whose legend the page draws once.
+        group: of the sweep, whose legend the page draws once.
         faint: it is one repetition behind its group's mean.
     """
     name = html.escape(name, quote=False)  # Plotly reads a few tags in texts
-    made: dict[str, Any] = {
+    where = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
+    made = {
         "type": "scatter",
         "mode": mode,
         # Seven digits are more than a screen shows; all of them would make the page a third longer.
         "x": [html.escape(value, quote=False) if isinstance(value, str) else float(f"{value:.7g}") for value in x],
         "y": [float(f"{value:.7g}") for value in y],
         "name": name,
+        "showlegend": group is None,
         "line": {"dash": DASHES[colour % len(DASHES)], "width": 1 if faint else 2.2},
         "marker": {"symbol": MARKS[colour % len(MARKS)], "size": 8},
         "opacity": 0.4 if faint else 1,
-        "meta": {"colour": colour, "group": name if by_group else None},
+        "meta": {"colour": colour, "group": group},
     }
-    if by_group:
-        made["showlegend"] = False
-    if faint:
-        made["hoverinfo"] = "skip"
-    else:
-        where = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
-        made["hovertemplate"] = f"{name}<br>{where}<extra></extra>"
     if any(error):
         made["error_y"] = {"type": "data", "array": list(error), "thickness": 1.6, "width": 5}
-    return made
+    return made | ({"hoverinfo": "skip"} if faint else {"hovertemplate": f"{name}<br>{where}<extra></extra>"})
 
 
 def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
     """Return an axis, with no other `ticks` where they are given."""
     made: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": "log" if log else "linear"}
     if ticks:
-        made |= {"tickmode": "array", "tickvals": list(ticks), "ticktext": [f"{tick:g}" for tick in ticks]}
+        made["tickvals"] = list(ticks)
     elif log:
         made |= {"exponentformat": "power", "minor": {"showgrid": False}}
     return made

@@ -22,56 +22,57 @@ POINTS = 600  # the most points of a drawn curve; a longer one is drawn as means
 RESULT = "Trajectory and result"  # a section
 BARS = "Bars: ± one sample standard deviation over seeds"
 FALLS = 20.0  # a cost whose largest value is more than this many times its smallest gets a logarithmic axis
+NOTES = {
+    "updates": "Equal effective batches lie on one line where accumulation is exact.",
+    "examples": "What it costs in data: a line further left learns more from each example.",
+    "seconds": "What it costs in time; evaluation, start-up and the tracing of the first update are left out.",
+}
 
 
 def draw(sweep: Comparison) -> list[Plot]:
     """Return every plot for which the sweep has data."""
     target = target_loss.choose(sweep)
-    plots = [_curves(sweep, metric, axis, target) for metric in sweep.metrics for axis in AXES]
+    plots = []
+    for metric in sweep.metrics:
+        section = "Loss" if metric.endswith("/loss") else "Metric"
+        plots += [_curve(sweep, metric, along, section, note, target) for along, note in NOTES.items()]
     plots += [_difference(sweep), *_final(sweep)]
     rate = "The rate that each update used; groups that share a schedule lie on one line."
-    plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, "Learning rate by update", rate))
-    plots += [*_to_target(sweep, target), *_costs(sweep), *_noise(sweep, target)]
-    return [plot for plot in plots if any(trace["x"] for trace in plot.data)]
-
-
-def _curves(sweep: Comparison, metric: str, along: str, target: TargetLoss | None) -> Plot:
-    level = target.value if target is not None and target.metric == metric else None
-    notes = {
-        "updates": "Equal effective batches lie on one line where accumulation is exact.",
-        "examples": "What it costs in data: a line further left learns more from each example.",
-        "seconds": "What it costs in time; evaluation, start-up and the tracing of the first update are left out.",
-    }
-    section = "Loss" if metric.endswith("/loss") else "Metric"
-    return _curve(sweep, metric, along, section, f"{metric} by {along}", notes[along], level)
+    plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, rate))
+    plots += [*_to_target(sweep, target), *_costs(sweep), _noise_by_batch(sweep, target)]
+    noise = "In examples, smoothed by the run. It grows while the loss falls: later training bears larger batches."
+    plots.append(_curve(sweep, NOISE, "examples", "Noise scale", noise))
+    return [plot for plot in plots if any(one["x"] for one in plot.data)]
 
 
 def _curve(
-    sweep: Comparison, metric: str, along: str, section: str, title: str, note: str, level: float | None = None
+    sweep: Comparison, metric: str, along: str, section: str, note: str, target: TargetLoss | None = None
 ) -> Plot:
+    """Return the curves of all jobs, and the mean of each group that has several."""
     traces = []
     for colour, (group, jobs) in enumerate(sweep.groups.items()):
         curves = [(job, curve) for job in jobs if (curve := job.curves.get(metric)) is not None]
         faint = len(curves) > 1
-        draw_one = partial(_points, name=group, colour=colour, by_group=True)
-        traces += [draw_one(job.along(along, c.steps), c.values, faint=faint) for job, c in curves]
+        points = partial(_points, name=group, colour=colour, group=group)
+        traces += [points(job.along(along, c.steps), c.values, faint=faint) for job, c in curves]
         together = [(job, curve) for job, curve in curves if job in comparable_jobs(jobs)]
         if faint and together:
-            traces.append(draw_one(*_mean(together, along)))
+            traces.append(points(*_mean(together, along)))
     traces = [one for one in traces if one["x"]]
     if any("hoverinfo" in one for one in traces):
         note += " Thin lines are seeds, the thick one is the mean of those that finished."
-    if any(len(curve.steps) > POINTS for job in sweep.jobs if (curve := job.curves.get(metric)) is not None):
+    if any(len(job.curves[metric].steps) > POINTS for job in sweep.jobs if metric in job.curves):
         note += f" Long curves are drawn as means over at most {POINTS} stretches."
     values = [value for one in traces for value in one["y"]]
     falls = metric == NOISE or (metric != "train/learning_rate" and sweep.lower_is_better(metric))
     log = falls and min(values, default=0) > 0 and max(values) > FALLS * min(values)
     layout: dict[str, Any] = {"xaxis": axis(AXES[along]), "yaxis": axis(metric, log)}
-    if level is not None:
+    if target is not None and target.metric == metric:
         label = {"text": "target", "textposition": "end", "yanchor": "bottom"}
-        line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level, "y1": level}
-        layout["shapes"] = [line | {"label": label}]
-    return Plot(re.sub(r"[^\w.-]", "_", f"{metric} by {along}"), section, title, note, traces, layout)
+        ends = {"x0": 0, "x1": 1, "y0": target.value, "y1": target.value}
+        layout["shapes"] = [{"type": "line", "xref": "paper", "label": label, **ends}]
+    title = f"{metric} by {along}"
+    return Plot(re.sub(r"[^\w.-]", "_", title), section, title, note, traces, layout)
 
 
 def _points(x: statistics.Array, y: statistics.Array, **options: Any) -> dict[str, Any]:
@@ -112,8 +113,7 @@ def _final(sweep: Comparison) -> list[Plot]:
         return []
     value, note = _finished(partial(sweep.final, metric=metric)), f"{BARS}, where there are several."
     return [
-        _by(sweep, size, value, RESULT, f"final_by_{size}", f"Final {metric} by {size}", note, metric)
-        for size in _sizes(sweep)
+        _by(sweep, size, value, RESULT, f"final_by_{size}", f"Final {metric}", note, metric) for size in _sizes(sweep)
     ]
 
 
@@ -151,74 +151,44 @@ def _by(
         name = {"factor": "accumulation factor", "batch": "effective batch size"}[size]
         x = axis(name, log=True, ticks=sorted({x for one in traces for x in one["x"]}))
     y = axis(unit, log) | ({"rangemode": "tozero"} if section in ("Cost", "To the target") else {})
-    return Plot(key, section, title, note, traces, {"xaxis": x, "yaxis": y})
+    return Plot(key, section, f"{title} by {size}", note, traces, {"xaxis": x, "yaxis": y})
 
 
 def _to_target(sweep: Comparison, target: TargetLoss | None) -> list[Plot]:
     if target is None:
         return []
-    axes = [("seconds", _sizes(sweep)[0])]
+    sizes = {"time": _sizes(sweep)[0]}
     if "batch" in _sizes(sweep):  # else all cost the same examples, as far as the trajectories agree
-        axes += [("examples", "batch"), ("updates", "batch")]
+        sizes |= {"examples": "batch", "updates": "batch"}
     note = f"Until {target.metric} ≤ {target.value:.4g}; finished jobs that got there. {BARS}."
-    found = []
-    for along, size in axes:
-        cost = _finished(partial(target.cost, axis=along))
-        key = "time_to_target" if along == "seconds" else f"{along}_to_target"
-        title, unit = f"{along.capitalize()} to the target by {size}", "seconds in updates"
-        unit = unit if along == "seconds" else along
-        plot = _by(sweep, size, cost, "To the target", key, title, note, unit)
-        found.append(_with_prediction(sweep, target, plot) if along == "examples" else plot)
-    return found
-
-
-def _with_prediction(sweep: Comparison, target: TargetLoss, plot: Plot) -> Plot:
-    """Add what the noise scale predicts: E ∝ 1 + B / B_noise, through the smallest batch's measured cost."""
-    predicted = []
-    for measured, (family, jobs) in zip(plot.data, sweep.families.items(), strict=True):
-        scale = statistics.spread([noise_scale(job, target) for job in jobs])
-        if scale is None or len(measured["x"]) < 2:
-            continue
-        batches = np.geomspace(measured["x"][0], measured["x"][-1], 40)
-        costs = measured["y"][0] * (scale.mean + batches) / (scale.mean + batches[0])
-        name = f"{family} predicted by the noise scale".strip()
-        predicted.append(trace(name, batches, costs, measured["meta"]["colour"] + 5))
-    if not predicted:
-        return plot
-    caption = f"{plot.caption} The prediction goes through the smallest batch: E ∝ 1 + B / noise scale."
-    return replace(plot, caption=caption, data=[*_named(plot.data, "measured"), *predicted])
-
-
-def _named(traces: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [one | {"name": one["name"] or name} for one in traces]
+    plots = []
+    for what, size in sizes.items():
+        along = "seconds" if what == "time" else what
+        cost, title = _finished(partial(target.cost, axis=along)), f"{what.capitalize()} to the target"
+        plots.append(_by(sweep, size, cost, "To the target", f"{what}_to_target", title, note, AXES[along]))
+    return plots
 
 
 def _costs(sweep: Comparison) -> list[Plot]:
-    size = _sizes(sweep)[0]
     median = "Median over the updates after the first, which is traced while it runs. Bars: over seeds."
     peak = "Of the first GPU, or the resident memory of the process on a CPU; it should not grow with the factor."
-
-    def plot(key: str, title: str, unit: str, note: str, value: Callable[[JobResult], float]) -> Plot:
-        return _by(sweep, size, value, "Cost", key, f"{title} by {size}", note, unit)
-
     seconds, speed, memory = "perf/update_seconds", "perf/examples_per_second", "perf/peak_memory_bytes"
+    plot = partial(_by, sweep, _sizes(sweep)[0], section="Cost")
     return [
-        plot("update_seconds", "Time per update", "seconds", median, lambda job: job.typical(seconds)),
-        plot("examples_per_second", "Examples per second", "examples/s", median, lambda job: job.typical(speed)),
-        plot("peak_memory", "Peak memory", "MiB", peak, lambda job: job.last(memory) / 2**20),
+        plot(lambda job: job.typical(seconds), key="update_seconds", title="Time per update", note=median, unit="s"),
+        plot(lambda job: job.typical(speed), key="speed", title="Examples per second", note=median, unit="examples/s"),
+        plot(lambda job: job.last(memory) / 2**20, key="peak_memory", title="Peak memory", note=peak, unit="MiB"),
     ]
 
 
-def _noise(sweep: Comparison, target: TargetLoss | None) -> list[Plot]:
-    note = "In examples, smoothed by the run. It grows while the loss falls: later training bears larger batches."
-    curve = _curve(sweep, NOISE, "examples", "Noise scale", "Noise scale by examples", note)
+def _noise_by_batch(sweep: Comparison, target: TargetLoss | None) -> Plot:
     note = "Each run's median up to the target. Below the dashed diagonal a batch is larger than the noise scale, "
     note += f"and costs over twice the examples of a tiny one. {BARS}."
-    key, title, scale = "noise_by_batch", "Noise scale against effective batch", partial(noise_scale, target=target)
-    plot = _by(sweep, "batch", scale, "Noise scale", key, title, note, "noise scale", log=True)
-    traces = [one for one in _named(plot.data, "noise scale") if one["x"]]
+    title, scale = "Noise scale", partial(noise_scale, target=target)
+    plot = _by(sweep, "batch", scale, title, "noise_by_batch", title, note, "noise scale", log=True)
+    traces = [one | {"name": one["name"] or "noise scale"} for one in plot.data if one["x"]]
     if traces:
         batches = [x for one in traces for x in one["x"]]
         ends = [min(batches) / 2, max(batches) * 2]
         traces.append(trace("noise scale = batch", ends, ends, 7))
-    return [replace(plot, data=traces), curve]
+    return replace(plot, data=traces)

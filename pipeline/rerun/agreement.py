@@ -172,7 +172,7 @@ def _histories(client: Any, run: Any) -> dict[str, dict[int, float]]:
 
 def drawn(old: History, new: History, title: str, about: str) -> str:
     """Return an HTML page that needs no other file: both runs' losses by update, and how far they are apart."""
-    from pipeline.report.document import document, figures
+    from pipeline.report.document import document
     from pipeline.report.plotly_figure import Plot, axis, trace
 
     losses: list[dict[str, Any]] = []
@@ -193,7 +193,7 @@ def drawn(old: History, new: History, title: str, about: str) -> str:
         Plot("apart", "Differences", "How far the runs part", caption, apart, by_update | {"yaxis": parted}),
     ]
     plots = [plot for plot in plots if any(one["x"] for one in plot.data)]
-    return document(title, about, figures(plots), plots, "Computed from the metrics of both runs in MLflow.")
+    return document(title, about, plots, "Computed from the metrics of both runs in MLflow.")
 
 
 def _differences(old: History, new: History) -> Iterator[Difference]:
