@@ -7,17 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.sweep import files, mlflow_view
+from pipeline.sweep.mlflow_view import LONGEST_TAG
 
 if TYPE_CHECKING:
     from pipeline.sweep.parent_run import ParentRun
 
-LONGEST_TAG = 5000  # characters; what every MLflow store takes
-
 
 def announce(sweep: ParentRun) -> None:
     """Save the view of a sweep that begins, describe the parent run, and print the link that compares its jobs."""
-    fragment = _describe(sweep, [])
-    link = mlflow_view.link(sweep.uri, fragment)
+    link = mlflow_view.link(sweep.uri, _describe(sweep, []))
     served = " (once `pipeline ui` runs)" if link.startswith(mlflow_view.LOCAL) else ""
     print(f"compare its runs: {link}{served}", file=sys.stderr)
 
@@ -39,7 +37,7 @@ def description(
         name: name of the sweep.
         question: the question that it answers; may be empty.
         varied: config keys in which its jobs differ.
-        fragment: what `saved_view` returned. Without an address, it works on whatever server shows the page.
+        fragment: what `saved_view` returned; it works on whatever server shows the page.
         results: a table, its header first; rows that do not fit are counted instead.
     """
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
@@ -71,14 +69,14 @@ def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
 def _results(names: Sequence[str], children: Mapping[str, Any]) -> list[list[object]]:
     """Return a header and a row for each job: its status and the last values of what was measured."""
     measured = {key for run in children.values() for key in run.data.metrics if key.startswith("val/")}
-    keys = sorted(measured - {"val/examples_seen"})
-    keys = [*(keys or ["train/loss"]), "perf/examples_per_second"]
+    keys = [*(sorted(measured - {"val/examples_seen"}) or ["train/loss"]), "perf/examples_per_second"]
     rows: list[list[object]] = [["job", "status", *keys]]
     for name in names:
         run = children.get(name)
-        values = [run.data.metrics.get(key) if run is not None else None for key in keys]
-        shown = ["" if value is None else f"{value:.4g}" for value in values]
-        rows.append([name, run.info.status if run is not None else "no run", *shown])
+        last = run.data.metrics if run else {}
+        rows.append(
+            [name, run.info.status if run else "no run", *(f"{last[k]:.4g}" if k in last else "" for k in keys)]
+        )
     return rows
 
 

@@ -23,7 +23,7 @@ def beat(client: Any, run_id: str, closed: threading.Event) -> None:
     def tell() -> None:
         while not closed.is_set():
             with contextlib.suppress(Exception):  # the store may be away for a while
-                client.set_tag(run_id, ALIVE, str(_now()))
+                client.set_tag(run_id, ALIVE, str(int(time.time() * 1000)))
             closed.wait(HEARTBEAT)
 
     threading.Thread(target=tell, daemon=True).start()
@@ -41,7 +41,7 @@ def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
     for run in running:
         histories = [client.get_metric_history(run.info.run_id, key) for key in SIGNS if key in run.data.metrics]
         signs += [run.info.start_time, *(point.timestamp for history in histories for point in history)]
-    silence = (_now() - max(signs, default=0)) / 1000
+    silence = time.time() - max(signs, default=0) / 1000
     if silence < GONE:
         rule = f"must have ended: {silence:.0f} s ago it still gave a sign of life ({GONE:.0f} s of silence are enough)"
         raise ConfigError("SWEEP", rule, parent.info.run_id)
@@ -53,7 +53,3 @@ def close_lost(client: Any, run: Any) -> None:
     """End the run of a job that can no longer do so itself."""
     client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
     client.set_terminated(run.info.run_id, "KILLED")
-
-
-def _now() -> int:
-    return int(time.time() * 1000)

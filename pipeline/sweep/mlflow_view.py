@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-TRIED = ("3.17", "3.18")  # versions of MLflow in whose UI the saved view was seen to work
+TRIED = ("3.17.", "3.18.")  # versions of MLflow in whose UI the saved view was seen to work
 EXAMPLES = {"train": "train/examples_seen", "val": "val/examples_seen"}  # the x axis of `train/…` and of `val/…`
 LOCAL = "http://127.0.0.1:5000"  # where `pipeline ui` serves a store that has no server of its own
 LONGEST_TAG = 5000  # characters; what every MLflow store takes
@@ -44,9 +44,7 @@ def saved_view(
     """Save the view of a sweep, or save it again; its runs need not be there yet.
 
     Args:
-        client: of the store.
-        experiment_id: of the sweep.
-        sweep_run_id: ID of its parent run; each of its jobs carries it in the tag `sweep`.
+        sweep_run_id: ID of the parent run; each job carries it in the tag `sweep`.
         varied: config keys in which the jobs differ.
         metrics: names of the metrics beside the loss, as in `val/NAME`.
         name: name of the sweep, under which the UI lists the view.
@@ -57,12 +55,11 @@ def saved_view(
     """
     # A browser that never chose a mode opens every experiment for GenAI, whatever the experiment's tags say.
     page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
-    if not version(client.tracking_uri).startswith(tuple(f"{tried}." for tried in TRIED)):
+    if not version(client.tracking_uri).startswith(TRIED):
         return page
-    now = int(time.time() * 1000)
     state = json.dumps(view_state(sweep_run_id, varied, metrics), separators=(",", ":")).encode()
     packed = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
-    view = json.dumps({"name": f"{name} {sweep_run_id[:6]}", "createdAt": now, "updatedAt": now, "state": packed})
+    view = json.dumps({"name": f"{name} {sweep_run_id[:6]}", "createdAt": int(time.time() * 1000), "state": packed})
     if len(view) > LONGEST_TAG:
         return page
     client.set_experiment_tag(experiment_id, TAG + sweep_run_id, view)
@@ -94,7 +91,6 @@ def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
     """Give each setting a colour of its own; without one the UI draws a colour at random for each run.
 
     Args:
-        client: of the store.
         runs: run ID by the name of the job; names that differ by the seed alone share a colour.
     """
     settings = {name: re.sub(r"(^| )seed=\S+", "", name) or name for name in runs}
@@ -104,58 +100,42 @@ def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
 
 
 def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what the UI is to show, in the form in which the UI itself writes it."""
+    """Return what the UI is to show, as far as it is not what the UI shows by default."""
     params = [_param(key) for key in varied if key != "seed"]
     ends = ["val/loss", *(f"val/{metric}" for metric in metrics)]
     losses = ["train/loss", *ends]
     charts = [
         *(_line("curves", key) for key in [*losses, "train/learning_rate", "train/gradient_noise_scale"]),
-        *(_bar("ends", key) for key in [*losses, "perf/examples_per_second", "perf/peak_memory_bytes"]),
-        *([_parallel("ends", params, ends)] if params else []),
+        *(_chart("BAR", "ends", key) for key in [*losses, "perf/examples_per_second", "perf/peak_memory_bytes"]),
         _line("axes", "train/loss", "step"),
         _line("axes", "train/loss", "time-relative"),
     ]
-    sections = [
-        _section("curves", "By examples seen"),
-        _section("ends", "At the end"),
-        _section("axes", "By updates and by time"),
-        # The UI adds a chart of every other metric: folded, as there are many.
-        *(_section(name, name, False) for name in ("perf", "train", "val", "Model metrics", "System metrics")),
-    ]
+    if params:
+        chosen = {"selectedParams": params, "selectedMetrics": ends, "showAllRuns": True}
+        charts.append(_chart("PARALLEL", "ends", "") | chosen)
+    sections = {"curves": "By examples seen", "ends": "At the end", "axes": "By updates and by time"}
+    # The UI adds a chart of every other metric: folded, as there are many.
+    folded = {name: name for name in ("perf", "train", "val", "Model metrics", "System metrics")}
     return {
         "searchFilter": f"tags.sweep = '{sweep_run_id}'",
         # Ordered by `attributes.start_time` the UI adds the parent to what the filter found and folds the jobs below,
         # where no chart sees them. Ordered by the same time under its other name, it lists the jobs alone.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
-        "startTime": "ALL",
-        "lifecycleFilter": "Active",
-        "modelVersionFilter": "All Runs",
-        "datasetsFilter": [],
         "groupBy": _grouping(varied),
-        "useGroupedValuesInCharts": True,
-        "groupsExpanded": {},
         "runsHiddenMode": "SHOW_ALL",
-        "runsExpanded": {},
-        "runsPinned": [],
-        "runsHidden": [],
-        "runsVisibilityMap": {},
         "selectedColumns": [*(f"params.`{param}`" for param in params), *(f"metrics.`{loss}`" for loss in losses)],
-        "columnOrder": [],
-        "columnWidths": {},
         "compareRunCharts": charts,
-        "compareRunSections": sections,
+        "compareRunSections": [
+            {"uuid": uuid, "name": name, "display": uuid in sections, "isReordered": True}
+            for uuid, name in (sections | folded).items()
+        ],
         "isAccordionReordered": True,
         "globalLineChartConfig": {
             "xAxisKey": "metric",
             "selectedXAxisMetricKey": EXAMPLES["train"],
             "lineSmoothness": 0,
         },
-        "hideEmptyCharts": True,
-        "viewMaximized": False,
-        "runListHidden": False,
-        "autoRefreshEnabled": True,
-        "chartsSearchFilter": "",
     }
 
 
@@ -177,29 +157,18 @@ def _param(key: str) -> str:
     return DERIVED.get(key, key) if "." in key else f"{key}._target_"
 
 
-def _section(uuid: str, name: str, display: bool = True) -> dict[str, Any]:
-    return {"uuid": uuid, "name": name, "display": display, "isReordered": True, "isGenerated": False, "deleted": False}
-
-
-def _card(section: str, kind: str, key: str) -> dict[str, Any]:
-    uuid = f"{section} {kind} {key}"
-    return {"type": kind, "uuid": uuid, "metricSectionId": section, "isGenerated": False, "deleted": False}
+def _chart(kind: str, section: str, metric: str, axis: str = "") -> dict[str, Any]:
+    uuid = f"{section} {kind} {metric} {axis}"
+    return {"type": kind, "uuid": uuid, "metricSectionId": section, "deleted": False, "metricKey": metric}
 
 
 def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
     # The UI joins a metric and its x axis by step, after thinning out both: most of the few evaluations would find no
     # `train/` row of their step, so `val/` has an axis of its own.
     examples = EXAMPLES[metric.split("/")[0]] if axis == "metric" else ""
-    card = _card(section, "LINE", f"{metric} {axis}") | {"metricKey": metric, "selectedMetricKeys": [metric]}
-    card |= {"xAxisKey": axis, "selectedXAxisMetricKey": examples, "useGlobalXaxisKey": examples == EXAMPLES["train"]}
-    card |= {"lineSmoothness": 0, "useGlobalLineSmoothing": True, "scaleType": "linear", "xAxisScaleType": "linear"}
-    return card | {"yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False, "range": {}}
-
-
-def _bar(section: str, metric: str) -> dict[str, Any]:
-    return _card(section, "BAR", metric) | {"metricKey": metric}
-
-
-def _parallel(section: str, params: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
-    chosen = {"selectedParams": list(params), "selectedMetrics": list(metrics), "showAllRuns": True}
-    return _card(section, "PARALLEL", "all") | chosen
+    chosen = {"xAxisKey": axis, "selectedXAxisMetricKey": examples, "useGlobalXaxisKey": examples == EXAMPLES["train"]}
+    return (
+        _chart("LINE", section, metric, axis)
+        | chosen
+        | {"selectedMetricKeys": [metric], "useGlobalLineSmoothing": True}
+    )

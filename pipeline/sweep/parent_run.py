@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline import config as configuration
 from pipeline.errors import ConfigError, say
 from pipeline.sweep import description, heartbeat, resume
+from pipeline.sweep.mlflow_view import LONGEST_TAG
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
@@ -27,12 +28,7 @@ PATIENCE = 75.0  # seconds for a job's shipper to close its run after the job en
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One job of a sweep.
-
-    Attributes:
-        name: by what differs, such as `factor=8 batch=256`; unique in its sweep.
-        overrides: of Hydra, that make this job.
-    """
+    """One job of a sweep: its unique name, such as `factor=8 batch=256`, and the overrides that make it."""
 
     name: str
     overrides: tuple[str, ...]
@@ -43,12 +39,11 @@ class ParentRun:
     """The parent run, and what is known of its jobs.
 
     Attributes:
-        uri: of the store.
-        run_id, experiment_id: of the parent.
-        name: of the sweep file; `multirun` where there is none.
-        places: where its artifacts may lie, other than with the store.
-        names: of all jobs, in the order in which they were planned.
-        varied, metrics: config keys in which they differ, and what they measure beside the loss.
+        uri: address of the store.
+        name: name of the sweep file; `multirun` where there is none.
+        places: where artifacts may lie, other than with the store.
+        names: names of all jobs, in the order in which they were planned.
+        varied, metrics: config keys in which the jobs differ, and what they measure beside the loss.
         lost: why a job gave no result, by its name.
         ended: when a job's process ended, by its name.
         closed: set when the parent run is about to end.
@@ -97,9 +92,8 @@ class ParentRun:
 
     def note(self, key: str, text: str) -> None:
         """Set a tag of the parent run; what is too long for one goes on in KEY.1, KEY.2 and so on: see `listed`."""
-        for part, first in enumerate(range(0, len(text), description.LONGEST_TAG)):
-            tag = f"{key}.{part}" if part else key
-            self.client().set_tag(self.run_id, tag, text[first : first + description.LONGEST_TAG])
+        for part, first in enumerate(range(0, len(text), LONGEST_TAG)):
+            self.client().set_tag(self.run_id, f"{key}.{part}" if part else key, text[first : first + LONGEST_TAG])
 
     def close(self, status: str | None = None) -> int:
         """End the parent run and print what became of the jobs.
@@ -123,9 +117,9 @@ class ParentRun:
         say(*(f"  {name:{width}}  {ended:8}  {why}".rstrip() for name, ended, why in rows))
         done = sum(ended == "FINISHED" for _, ended, _ in rows)
         say(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished")
-        complete = done == len(rows)
-        client.set_terminated(self.run_id, status or ("FINISHED" if complete else "FAILED"))
-        return 0 if complete else 1
+        missing = done < len(rows)
+        client.set_terminated(self.run_id, status or ("FAILED" if missing else "FINISHED"))
+        return int(missing)
 
     def _rows(self, children: Mapping[str, Any], interrupted: bool) -> list[tuple[str, str, str]]:
         """Return name, status and reason of every job."""
@@ -148,13 +142,12 @@ class ParentRun:
         """
         while True:
             children = self.children()
-            running = {name: run for name, run in children.items() if run.info.status == "RUNNING"}
-            mine = {name: run for name, run in running.items() if name in self.ended}
-            if not mine:
+            running = [name for name in self.ended if name in children and children[name].info.status == "RUNNING"]
+            if not running:
                 return children
-            for name, run in mine.items():
+            for name in running:
                 if time.monotonic() > self.ended[name] + PATIENCE:
-                    heartbeat.close_lost(self.client(), run)
+                    heartbeat.close_lost(self.client(), children[name])
             time.sleep(0.5)
 
 
@@ -162,12 +155,9 @@ _current: ParentRun | None = None
 
 
 def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
-    """Return the sweep of this process: its parent run is created, or taken up again, on the first call.
+    """Note `jobs`, which differ in the config keys `varied`, and return the sweep of this process.
 
-    Args:
-        config: what all jobs share, and Hydra's.
-        jobs: that are about to start.
-        varied: config keys in which they differ.
+    On the first call its parent run is created, or taken up again; `config` is what all jobs share, and Hydra's.
     """
     global _current
     if _current is not None:
@@ -199,7 +189,7 @@ def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first:
     """Return a unique name for each job by what differs, such as `factor=8 batch=256`.
 
     Args:
-        values: of each job, by config key.
+        values: the varied values of each job, by config key.
         batches: effective batch size of each job.
         first: number of the first job.
     """

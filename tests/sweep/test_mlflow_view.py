@@ -323,7 +323,7 @@ def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
     text = description.description("many", "", ["accumulation.factor"], "#/e", rows)
 
     kept = text.count("factor=") - text.count("`accumulation.factor=`")
-    assert len(text) <= description.LONGEST_TAG
+    assert len(text) <= mlflow_view.LONGEST_TAG
     assert kept > 100
     assert text.endswith(f"and {1000 - kept} more")
     assert "| factor=0 \\| x | 0 |" in text
