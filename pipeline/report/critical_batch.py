@@ -27,36 +27,39 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
     about = f"{family}: " if family else ""
     at = dict(sorted(grouped(jobs, "batch").items()))
     costs = {b: cost for b, of in at.items() if target and (cost := target.spread(of, "examples"))}
+    fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
+    critical = fit[0] / fit[1] if fit else math.nan
     scale = statistics.spread([noise_scale(job, target) for job in jobs])
     if len(costs) < 2:
         why = "all jobs have the same one" if len(at) == 1 else "fewer than two batches reached the target"
-        yield Finding("largest_batch", f"Which effective batch still pays cannot be said: {why}.")
+        yield Finding("largest_batch", f"Which effective batch still pays cannot be said where {why}.")
     else:
-        yield _largest(family, about, at, costs)
+        yield _largest(family, about, at, costs, critical)
     if scale is None:
         logged = any(NOISE in job.curves for job in jobs)
-        why = f"no run that did not fail has a positive {NOISE}" if logged else f"{NOISE} is in no run"
-        why += "" if any((job.factor or 0) > 1 for job in jobs) else ", as it takes a factor over 1"
-        yield Finding("noise_scale", f"The gradient noise scale predicts nothing here: {why}.")
+        why = f"no run that did not fail has a positive {NOISE}" if logged else f"no run has a {NOISE}"
+        why += "" if any((job.factor or 0) > 1 for job in jobs) else ", which takes a factor over 1"
+        yield Finding("noise_scale", f"The gradient noise scale predicts nothing where {why}.")
         return
     text = f"{about}The gradient noise scale predicts a critical batch of {numbers.spread(scale)} examples: "
     text += f"the mean over {count(scale.count, 'run')} of each one's median up to the target."
     figures: dict[str, Any] = {"family": family, "predicted": scale.mean, "deviation": scale.deviation}
     figures["runs"] = scale.count
-    fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
-    if fit is not None and min(costs) <= fit.critical <= max(costs):
-        figures |= {"measured": fit.critical, "ratio": scale.mean / fit.critical}
-        text += f" The sweep measured {number(fit.critical)}: the prediction is {figures['ratio']:.2f} times that."
-    elif fit is not None:
-        figures["extrapolated"] = fit.critical
-        text += f" The sweep's own costs extrapolate to {number(fit.critical)}, outside of what was tried."
+    if fit and min(costs) <= critical <= max(costs):
+        figures |= {"measured": critical, "ratio": scale.mean / critical}
+        text += f" The sweep measured {number(critical)}: the prediction is {figures['ratio']:.2f} times that."
+    elif fit:
+        figures["extrapolated"] = critical
+        text += f" The sweep's own costs extrapolate to {number(critical)}, outside of what was tried."
     figures["cost"] = {batch: 1 + batch / scale.mean for batch in at}
     high = max(at)
     text += f" At that scale a batch of {high} needs {figures['cost'][high]:.2f} times the examples of a tiny one."
     yield Finding("noise_scale", text, figures, "noise_by_batch")
 
 
-def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dict[int, Spread]) -> Finding:
+def _largest(
+    family: str, about: str, at: dict[int, list[JobResult]], costs: dict[int, Spread], critical: float
+) -> Finding:
     """Return the largest batch that pays by the definition of McCandlish et al. 2018 (arXiv:1812.06162, section 2).
 
     At the critical batch size a target takes twice the examples that the smallest batches need; a larger batch
@@ -81,11 +84,10 @@ def _largest(family: str, about: str, at: dict[int, list[JobResult]], costs: dic
         text += " With one seed at some batch, this is one observation."
     figures: dict[str, Any] = {"family": family, "largest": largest, "least": least, "open": largest == max(at)}
     figures |= {"ratio": ratio, "updates": updates}
-    fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
-    if fit is not None:
-        figures["critical"] = fit.critical
-        text += f" Fitted to all batches, the critical batch is {number(fit.critical)}"
-        text += ", outside of what was tried." if not min(costs) <= fit.critical <= max(costs) else "."
+    if not math.isnan(critical):
+        figures["critical"] = critical
+        text += f" Fitted to all batches, the critical batch is {number(critical)}"
+        text += ", outside of what was tried." if not min(costs) <= critical <= max(costs) else "."
     return Finding("largest_batch", text, figures, "examples_to_target")
 
 

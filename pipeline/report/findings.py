@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,18 +98,20 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
 def final_result(sweep: Comparison) -> Finding:
     """Return which group ends best, and whether chance explains its lead."""
     metric = sweep.quality
-    spreads = _by_group(sweep, lambda job: sweep.final(job, metric) if metric and job.finished else math.nan)
+    finished = {group: [job for job in jobs if job.finished] for group, jobs in sweep.groups.items()}
+    finals = {group: [sweep.final(job, metric) for job in jobs] for group, jobs in finished.items()} if metric else {}
+    spreads = {group: spread for group, values in finals.items() if (spread := statistics.spread(values))}
     if metric is None or not spreads:
         return Finding("final", "There is no final metric to compare: no job has finished with one.")
     sign = 1 if sweep.lower_is_better(metric) else -1
     words, figures = _ranked(spreads, sign, numbers.plain, "ends best, at", "worst, at")
-    best = spreads[figures["best"]].mean
-    if len(spreads) > 1 and all(abs(best - spread.mean) <= EQUAL * abs(best) for spread in spreads.values()):
-        text = f"Final {metric}: all {len(spreads)} groups end at {numbers.spread(spreads[figures['best']])}."
+    best = spreads[figures["best"]]
+    if len(spreads) > 1 and all(abs(best.mean - spread.mean) <= EQUAL * abs(best.mean) for spread in spreads.values()):
+        text = f"Final {metric}: all {len(spreads)} groups end at {numbers.spread(best)}."
         figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
         return Finding("final", text, figures, "final_by_factor")
     where = f", where {'lower' if sign > 0 else 'higher'} is better" if len(spreads) > 1 else f" of {figures['best']}"
-    figures |= {"metric": metric, "value": best}
+    figures |= {"metric": metric, "value": best.mean}
     return Finding("final", f"Final {metric}{where}: {words}", figures, "final_by_factor")
 
 
@@ -124,33 +126,21 @@ def _ranked(
     text = f"{numbers.spread(best, scale)} ({count(best.count, 'seed')})"
     if len(order) == 1:
         return f"{text}.", figures
-    apart = statistics.difference(best, spreads[order[1]])
-    figures |= {"worst": order[-1], "difference": apart}
-    figures["told_apart"] = apart is not None and abs(apart[0]) > apart[1]
     text = f"{order[0]} {leads} {text}, {order[-1]} {trails} {numbers.spread(last, scale)}. "
-    return text + _versus(order, spreads, scale), figures
-
-
-def _versus(order: list[str], spreads: dict[str, Spread], scale: numbers.Scale) -> str:
-    """Return whether the data tell the first of `order` from the second."""
-    one, other = spreads[order[0]], spreads[order[1]]
-    interval = statistics.difference(one, other)
-    if min(one.count, other.count) < 2:
-        return "With one seed, chance is not told from effect."
-    by = abs(other.mean - one.mean)
-    if by <= EQUAL * abs(one.mean):
-        return f"{order[1]} does just as well."
+    second = spreads[order[1]]
+    interval, by = statistics.difference(best, second), abs(second.mean - best.mean)
+    apart = interval is not None and by > interval[1]
+    figures |= {"worst": order[-1], "difference": interval, "told_apart": apart}
+    if min(best.count, second.count) < 2:
+        return f"{text}With one seed, chance is not told from effect.", figures
+    if by <= EQUAL * abs(best.mean):
+        return f"{text}{order[1]} does just as well.", figures
     if interval is None:
         behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
     else:
-        verdict = "so the data do not tell them apart" if by <= interval[1] else "so they differ"
+        verdict = "so they differ" if apart else "so the data do not tell them apart"
         behind = f"{numbers.spread(Spread(by, interval[1], 2), scale)} behind (95%, Welch), {verdict}"
-    return f"The next is {order[1]}, {behind}."
-
-
-def _by_group(sweep: Comparison, value: Callable[[JobResult], float]) -> dict[str, Spread]:
-    spreads = {group: statistics.spread([value(job) for job in jobs]) for group, jobs in sweep.groups.items()}
-    return {group: spread for group, spread in spreads.items() if spread is not None}
+    return f"{text}The next is {order[1]}, {behind}.", figures
 
 
 def time_to_target(sweep: Comparison, target: TargetLoss | None) -> Finding:

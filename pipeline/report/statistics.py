@@ -81,25 +81,7 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
     return (sums[1:] - sums[first]) / (totals[1:] - totals[first])
 
 
-@dataclass(frozen=True)
-class Tradeoff:
-    """What a target costs at effective batch B: E(B) = examples × (1 + B / critical).
-
-    Attributes:
-        examples: E_min, the fewest examples that reach the target, in the limit of small batches.
-        updates: S_min, the fewest updates, in the limit of large ones.
-        critical: B_crit = E_min / S_min, in examples: there both cost twice their least.
-    """
-
-    examples: float
-    updates: float
-
-    @property
-    def critical(self) -> float:
-        return self.examples / self.updates
-
-
-def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | None:
+def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> tuple[float, float] | None:
     """Fit (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
 
     With E = B·S it is the line E = E_min + S_min·B, fitted to least squares of the relative residuals.
@@ -109,10 +91,11 @@ def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | 
         examples: to the target at each.
 
     Returns:
-        None with fewer than three batches, or where the points do not show the trade-off.
+        E_min and S_min, the fewest examples and the fewest updates that reach the target. At a batch of E_min / S_min,
+        the critical one, both cost twice that. None with fewer than three batches, or without a trade-off.
     """
     if len(set(batches)) < 3:
         return None
     x, y = np.asarray(batches, float), np.asarray(examples, float)
-    slope, intercept = np.polyfit(x, y, 1, w=1 / y)
-    return Tradeoff(float(intercept), float(slope)) if slope > 0 and intercept > 0 else None
+    updates, fewest = np.polyfit(x, y, 1, w=1 / y)
+    return (float(fewest), float(updates)) if updates > 0 and fewest > 0 else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pipeline.report import critical_batch, findings, target_loss
 from pipeline.report.comparison import NO_RUN, Comparison
 from pipeline.report.findings import Finding
-from pipeline.report.numbers import count, listed
+from pipeline.report.numbers import count
 from pipeline.report.trajectories import Parting, partings
 from pipeline.sweep import resume
 
@@ -23,16 +23,8 @@ def summarize(sweep: Comparison) -> list[Finding]:
         findings.time_to_target(sweep, target),
         *findings.cost_of_the_factor(sweep),
     ]
-    unsaid: dict[tuple[str, str], list[str]] = {}
     for family, jobs in sweep.families.items():
-        for finding in critical_batch.findings(family, jobs, target):
-            if finding.figures:
-                found.append(finding)
-            else:
-                unsaid.setdefault((finding.topic, finding.text), []).append(family)
-    for (topic, text), families in unsaid.items():
-        about = f"{listed([f or 'others' for f in families])}: " if len(families) < len(sweep.families) else ""
-        found.append(Finding(topic, about + text))
+        found += [f for f in critical_batch.findings(family, jobs, target) if f not in found]
     return [*found, *_next(sweep, found, pairs)]
 
 
