@@ -28,13 +28,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
-    """Write the report, log it to the parent run under `report/`, and print what was found and where it is.
-
-    Args:
-        uri: of the store.
-        sweep: run ID of the sweep, the start of it, or its run name.
-        allow: what the user allows a store to name.
-    """
+    """Write the report of what `comparison.read` reads, log it to the parent run, and print what was found."""
     from pipeline.report import page
 
     store = ForeignStore.open(uri, allow)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,10 @@ class Curve:
     values: Array
 
 
+def _last(curve: Curve | None) -> float:
+    return math.nan if curve is None else float(curve.values[-1])
+
+
 @dataclass(frozen=True)
 class JobResult:
     """What a job's latest run left; without a run only the name.
@@ -40,6 +45,7 @@ class JobResult:
         name: unique in its sweep, such as `factor=8 batch=256 seed=1`.
         status: MLflow's status of the run, or `NO_RUN`.
         failure: why the run failed; empty where it did not.
+        factor, batch, micro: the sizes of the effective batch; in examples the last two.
         started, ended: ms since the epoch.
     """
 
@@ -47,6 +53,9 @@ class JobResult:
     run_id: str | None = None
     status: str = NO_RUN
     failure: str = ""
+    factor: int | None = None
+    batch: int | None = None
+    micro: int | None = None
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -72,24 +81,6 @@ class JobResult:
         words = re.split(r" (?=[^\s=]+=)", re.sub(r" #\d+$", "", self.name))
         return " ".join(word for word in words if word.partition("=")[0] not in keys)
 
-    @property
-    def factor(self) -> int | None:
-        return self._size("factor")
-
-    @property
-    def batch(self) -> int | None:
-        """Return the effective batch size, in examples."""
-        return self._size("effective_batch_size")
-
-    def _size(self, name: str) -> int | None:
-        """Return a size of the batch: as derived, else, where a run came not so far, as configured."""
-        values = (self.params.get(f"{place}.{name}", "") for place in ("derived", "accumulation"))
-        return next((int(value) for value in values if value.isdigit()), None)
-
-    @property
-    def micro(self) -> int | None:
-        return self._size("micro_batch_size")
-
     @cached_property
     def seconds(self) -> Curve | None:
         """Return the cumulative time spent in updates, without evaluation, checkpoints and start-up.
@@ -114,14 +105,13 @@ class JobResult:
         return np.asarray(known, float)
 
     def last(self, metric: str) -> float:
-        curve = self.curves.get(metric)
-        return float(curve.values[-1]) if curve is not None else float("nan")
+        return _last(self.curves.get(metric))
 
     def typical(self, metric: str) -> float:
         """Return the median over all rows but that of the first update, which is traced while it runs."""
         curve = self.curves.get(metric)
         if curve is None:
-            return float("nan")
+            return math.nan
         later = curve.values[curve.steps > 1]
         return float(np.median(later if later.size else curve.values))
 
@@ -161,17 +151,16 @@ class Comparison:
 
     uri: str
     run_id: str
-    experiment_id: str
     name: str
     status: str
     varied: list[str]
     jobs: list[JobResult]
 
-    @cached_property
+    @property
     def groups(self) -> dict[str, list[JobResult]]:
         return grouped(self.jobs, "group")
 
-    @cached_property
+    @property
     def families(self) -> dict[str, list[JobResult]]:
         return grouped(self.jobs, "family")
 
@@ -211,8 +200,7 @@ class Comparison:
 
     def final(self, job: JobResult, metric: str) -> float:
         """Return the last value; of a training metric the mean over the last `window` examples."""
-        curve = self.smooth(job, metric)
-        return float(curve.values[-1]) if curve is not None else float("nan")
+        return _last(self.smooth(job, metric))
 
     @property
     def at_once(self) -> int:
@@ -243,19 +231,26 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     names = [*planned, *(name for name in runs if name not in planned)]
     jobs = [_job(client, name, runs.get(name)) for name in names]
     varied = listed(tags, "sweep.varied")
-    return Comparison(uri, info.run_id, info.experiment_id, tags["sweep.name"], info.status, varied, jobs)
+    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, varied, jobs)
 
 
 def _job(client: Any, name: str, run: Any) -> JobResult:
     if run is None:
         return JobResult(name)
+    info, params, tags = run.info, run.data.params, run.data.tags
     wanted = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/")) and key not in _UNUSED]
-    curves = {key: _curve(client.get_metric_history(run.info.run_id, key)) for key in wanted}
-    info, tags = run.info, run.data.tags
-    failure = tags.get("failure", "")
+    curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in wanted}
+    factor, batch, micro = (_size(params, key) for key in ("factor", "effective_batch_size", "micro_batch_size"))
+    failure, started, ended = tags.get("failure", ""), info.start_time, info.end_time
     return JobResult(
-        name, info.run_id, info.status, failure, run.data.params, tags, curves, info.start_time, info.end_time
+        name, info.run_id, info.status, failure, factor, batch, micro, params, tags, curves, started, ended
     )
+
+
+def _size(params: Mapping[str, str], name: str) -> int | None:
+    """Return a size as derived, else, where a run came not so far, as configured."""
+    values = (params.get(f"{place}.{name}", "") for place in ("derived", "accumulation"))
+    return next((int(value) for value in values if value.isdigit()), None)
 
 
 def _curve(points: Sequence[Any]) -> Curve:

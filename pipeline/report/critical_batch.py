@@ -24,7 +24,6 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
 
     A finding without figures names no family, so that it can be said once for all of them.
     """
-    about = f"{family}: " if family else ""
     at = dict(sorted(grouped(jobs, "batch").items()))
     costs = {b: cost for b, of in at.items() if target and (cost := target.spread(of, "examples"))}
     fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
@@ -34,14 +33,14 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
         why = "all jobs have the same one" if len(at) == 1 else "fewer than two batches reached the target"
         yield Finding("largest_batch", f"Which effective batch still pays cannot be said where {why}.")
     else:
-        yield _largest(family, about, at, costs, critical)
+        yield _largest(family, at, costs, critical)
     if scale is None:
         logged = any(NOISE in job.curves for job in jobs)
         why = f"no run that did not fail has a positive {NOISE}" if logged else f"no run has a {NOISE}"
         why += "" if any((job.factor or 0) > 1 for job in jobs) else ", which takes a factor over 1"
         yield Finding("noise_scale", f"The gradient noise scale predicts nothing where {why}.")
         return
-    text = f"{about}The gradient noise scale predicts a critical batch of {numbers.spread(scale)} examples: "
+    text = f"{_about(family)}The gradient noise scale predicts a critical batch of {numbers.spread(scale)} examples: "
     text += f"the mean over {count(scale.count, 'run')} of each one's median up to the target."
     figures: dict[str, Any] = {"family": family, "predicted": scale.mean, "deviation": scale.deviation}
     figures["runs"] = scale.count
@@ -57,9 +56,7 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
     yield Finding("noise_scale", text, figures, "noise_by_batch")
 
 
-def _largest(
-    family: str, about: str, at: dict[int, list[JobResult]], costs: dict[int, Spread], critical: float
-) -> Finding:
+def _largest(family: str, at: dict[int, list[JobResult]], costs: dict[int, Spread], critical: float) -> Finding:
     """Return the largest batch that pays by the definition of McCandlish et al. 2018 (arXiv:1812.06162, section 2).
 
     At the critical batch size a target takes twice the examples that the smallest batches need; a larger batch
@@ -72,7 +69,7 @@ def _largest(
     updates = {batch: cost.mean / batch for batch, cost in costs.items()}
     saves = [b for b in costs if b == least or all(updates[b] < updates[smaller] for smaller in costs if smaller < b)]
     largest = max(batch for batch in saves if ratio[batch] <= PAYS)
-    text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
+    text = f"{_about(family)}The largest effective batch that still pays is {largest}: it reached the target with "
     text += f"{ratio[largest]:.2f} times the fewest examples ({numbers.spread(costs[least])}, at {least}), where up to "
     text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer "
     fewest = f"{number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)}"
@@ -89,6 +86,10 @@ def _largest(
         text += f" Fitted to all batches, the critical batch is {number(critical)}"
         text += ", outside of what was tried." if not min(costs) <= critical <= max(costs) else "."
     return Finding("largest_batch", text, figures, "examples_to_target")
+
+
+def _about(family: str) -> str:
+    return f"{family}: " if family else ""
 
 
 def noise_scale(job: JobResult, target: TargetLoss | None) -> float:

@@ -17,6 +17,7 @@ from pipeline.report.target_loss import TargetLoss
 from pipeline.report.trajectories import Parting
 
 EQUAL = 1e-6  # relative; results this close are the same in float32
+LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,20 @@ def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
 
 def _parting(pairs: list[Parting], precision: str) -> Finding:
     worst = max(pairs, key=lambda pair: pair.largest)
-    above = {level: min((step for p in pairs if (step := p.above[level])), default=None) for level in worst.above}
-    first, at = max(pair.first for pair in pairs), int(worst.curve.steps[worst.curve.values.argmax()])
-    figures = {"precision": precision, "pairs": len(pairs), "updates": int(worst.curve.steps.size)}
+    steps, differences = worst.curve.steps, worst.curve.values
+    above = {level: min((step for p in pairs if (step := p.above(float(level)))), default=None) for level in LEVELS}
+    first, at = max(pair.first for pair in pairs), int(steps[differences.argmax()])
+    figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size)}
     figures |= {"first": first, "largest": worst.largest, "at": at, "above": above}
     subject = f"{count(len(pairs) + len({p.one for p in pairs}), 'job')} of equal effective batch, seed and config"
     who = f"{worst.one} and {worst.other}"
     if all(pair.agrees for pair in pairs):
         text = f"In {precision}, {subject} train the same trajectory to floating point: their training losses differ "
-        text += f"by at most {number(worst.largest)} of their value, over {count(worst.curve.steps.size, 'update')}."
+        text += f"by at most {number(worst.largest)} of their value, over {count(steps.size, 'update')}."
         return Finding("trajectories", text, {**figures, "agree": True}, "difference")
     levels = "; ".join(f"above {level} from update {step}" for level, step in above.items() if step is not None)
     text = f"In {precision}, the trajectories of {subject} part: their training losses differ by "
-    begin = "the first update" if worst.begins == 1 else f"update {worst.begins}, the first that was logged"
+    begin = "the first update" if steps[0] == 1 else f"update {steps[0]}, the first that was logged"
     text += f"at most {number(first)} of their value at {begin}; {levels or 'never above 1e-6'}; "
     if math.isfinite(worst.largest):
         text += f"at most {number(worst.largest)}, at update {at} ({who})."
@@ -83,12 +85,12 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         text += f"from update {at} only one of {who} is finite."
     early = [pair for pair in pairs if pair.from_the_start]
     if early:
-        layers = ", ".join(sorted({pair.dependent for pair in early} - {""}))
+        layers = ", ".join(sorted(set().union(*(pair.dependent for pair in early))))
         text += " That is more than rounding, which cannot have been amplified yet at the first update: "
-        text += f"{layers} depend on the micro-batch they see." if layers else "the jobs compute different things"
-        text += "" if layers else ", as with dropout, of which each micro-batch draws its own."
-    elif worst.begins == 1 and worst.start is not None and math.isfinite(worst.largest):
-        step, apart = worst.start
+        other = "the jobs compute different things, as with dropout, of which each micro-batch draws its own."
+        text += f"{layers} depend on the micro-batch they see." if layers else other
+    elif steps[0] == 1 and (step := worst.above(0)) and math.isfinite(worst.largest):
+        apart = float(differences[steps == step][0])
         figures["amplified"] = worst.largest / apart
         text += f" Rounding set {who} apart by {number(apart)} at update {step}, and training amplified that "
         text += f"{number(worst.largest / apart)} times."
@@ -150,10 +152,8 @@ def time_to_target(sweep: Comparison, target: TargetLoss | None) -> Finding:
         why = "no job has a loss that has fallen" if goes else "no job has finished"
         return Finding("time_to_target", f"No target can be chosen: {why}.")
     times = {group: spread for group, jobs in sweep.groups.items() if (spread := target.spread(jobs, "seconds"))}
-    n = len(target.judged)
-    those = "the one job" if n == 1 else "both jobs" if n == 2 else f"all {n} jobs"
     whose = "that finished" if any(job.finished for job in sweep.jobs) else "still running"
-    reach = f"the lowest that {those} {whose} reached"
+    reach = f"the lowest that all of the {count(len(target.judged), 'job')} {whose} reached"
     reach = reach if target.all_reach else "reached by half of the jobs, as others did not get near"
     text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}"
     if target.metric == "train/loss":

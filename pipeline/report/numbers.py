@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 from pipeline.report.statistics import Spread
@@ -24,17 +25,16 @@ def size(value: float) -> tuple[float, str]:
 
 
 def number(value: float, scale: Scale = plain) -> str:
-    """Return three or four digits that count, and the unit; whole numbers whole."""
+    """Return four digits that count, and the unit; whole numbers whole."""
     if not math.isfinite(value):
         return str(value)
     by, unit = scale(value)
     value /= by
     if value == int(value) and abs(value) < 1e6:
         return f"{int(value)}{unit}"
-    if abs(value) >= 1e6 or abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}{unit}"
-    return f"{value:.0f}{unit}" if abs(value) >= 1000 else f"{value:.4g}{unit}"
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:.0f}{unit}"
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}") + unit
 
 
 def spread(value: Spread, scale: Scale = plain) -> str:

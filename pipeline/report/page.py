@@ -39,13 +39,7 @@ _MEASURED = ("train/loss", "train/learning_rate", "train/examples_seen", "perf/u
 
 @dataclass(frozen=True)
 class Report:
-    """What was written.
-
-    Attributes:
-        run_id: the sweep's parent run, to which the files belong.
-        findings: in the order in which they should be read.
-        page: the HTML page; it needs no other file.
-    """
+    """What was written about the sweep `run_id`: the findings, in the order of reading, and the HTML page."""
 
     run_id: str
     findings: list[Finding]
@@ -58,16 +52,7 @@ class Report:
 
 
 def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
-    """Write the report of a sweep that finished, failed or still runs.
-
-    Args:
-        uri: of the store.
-        sweep: the parent's run ID, the start of it, or its run name.
-        out: the folder for `report.html`, `jobs.csv` and `findings.json`; made where it is missing.
-
-    Raises:
-        ConfigError: there is no such sweep, or several, or the store does not answer.
-    """
+    """Write `report.html`, `jobs.csv` and `findings.json` to the folder `out`; the rest is for `comparison.read`."""
     read = comparison.read(uri, sweep, allow)
     found, drawn, columns = summarize(read), plots.draw(read), _columns(read, target_loss.choose(read))
     out.mkdir(parents=True, exist_ok=True)
@@ -133,14 +118,14 @@ def _page(sweep: Comparison, found: list[Finding], drawn: list[Plot], columns: l
         findings=found,
         topics=_TOPICS,
         head=["job", *(name for name, *_ in columns), "status"],
-        means=_means(sweep, columns),
-        jobs=_jobs(sweep, columns),
+        rows=_rows(sweep, columns),
+        repeated=len(sweep.groups) < len(sweep.jobs),
         absent=[name for name in _MEASURED if not any(name in job.curves for job in sweep.jobs)],
         groups=list(sweep.groups),
     )
 
 
-def _means(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
+def _rows(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
     """Return a row for each group of jobs."""
     rows = []
     for group, jobs in sweep.groups.items():
@@ -149,14 +134,4 @@ def _means(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
         done = sum(job.finished for job in jobs)
         status = jobs[0].status.lower() if len(jobs) == 1 else f"{done} of {len(jobs)} finished"
         rows.append([group, *cells, status])
-    return rows
-
-
-def _jobs(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
-    """Return a row for each job."""
-    rows = []
-    for job in sweep.jobs:
-        values = [(value(job), scale) for _, value, scale in columns]
-        cells = ["–" if math.isnan(value) else numbers.number(value, scale) for value, scale in values]
-        rows.append([job.name, *cells, job.status.lower(), job.run_id or "–", job.failure.strip().split("\n")[0]])
     return rows

@@ -36,7 +36,11 @@ def draw(sweep: Comparison) -> list[Plot]:
     for metric in sweep.metrics:
         section = "Loss" if metric.endswith("/loss") else "Metric"
         plots += [_curve(sweep, metric, along, section, note, target) for along, note in NOTES.items()]
-    plots += [_difference(sweep), *_final(sweep)]
+    plots.append(_difference(sweep))
+    if metric := sweep.quality:
+        final, title = _finished(partial(sweep.final, metric=metric)), f"Final {metric}"
+        note = f"{BARS}, where there are several."
+        plots += [_by(sweep, size, final, RESULT, f"final_by_{size}", title, note, metric) for size in _sizes(sweep)]
     rate = "The rate that each update used; groups that share a schedule lie on one line."
     plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, rate))
     plots += [*_to_target(sweep, target), *_costs(sweep), _noise_by_batch(sweep, target)]
@@ -79,9 +83,7 @@ def _points(x: statistics.Array, y: statistics.Array, **options: Any) -> dict[st
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) > POINTS:
-        edges = np.linspace(0, len(x), POINTS + 1).astype(int)[:-1]
-        counts = np.diff(np.append(edges, len(x)))
-        x, y = np.add.reduceat(x, edges) / counts, np.add.reduceat(y, edges) / counts
+        x, y = (np.array([part.mean() for part in np.array_split(values, POINTS)]) for values in (x, y))
     marked = len(x) < 30 and not options.get("faint")
     return trace(x=x, y=y, mode="lines+markers" if marked else "lines", **options)
 
@@ -105,16 +107,6 @@ def _difference(sweep: Comparison) -> Plot:
     caption += "Updates without any difference are left out; where there is none at all, 1e-17 is drawn."
     layout = {"xaxis": axis("updates"), "yaxis": axis("relative difference of train/loss", log=True)}
     return Plot("difference", RESULT, "How far trajectories part", caption, traces, layout)
-
-
-def _final(sweep: Comparison) -> list[Plot]:
-    metric = sweep.quality
-    if metric is None:
-        return []
-    value, note = _finished(partial(sweep.final, metric=metric)), f"{BARS}, where there are several."
-    return [
-        _by(sweep, size, value, RESULT, f"final_by_{size}", f"Final {metric}", note, metric) for size in _sizes(sweep)
-    ]
 
 
 def _finished(value: Callable[[JobResult], float]) -> Callable[[JobResult], float]:

@@ -84,11 +84,8 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
 def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> tuple[float, float] | None:
     """Fit (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
 
-    With E = B·S it is the line E = E_min + S_min·B, fitted to least squares of the relative residuals.
-
-    Args:
-        batches: effective batch sizes.
-        examples: to the target at each.
+    With E = B·S it is the line E = E_min + S_min·B, fitted to least squares of the relative residuals. E are the
+    `examples` until the target, B the effective `batches`.
 
     Returns:
         E_min and S_min, the fewest examples and the fewest updates that reach the target. At a batch of E_min / S_min,

@@ -22,7 +22,6 @@ class TargetLoss:
 
     Attributes:
         metric: `val/loss`, or `train/loss` averaged over `Comparison.window` examples.
-        value: the loss itself.
         judged: names of the jobs from which it was chosen.
         all_reach: whether all of them reach it; else half of them do.
         costs: updates, examples and seconds of each job that reached it, interpolated between two points.

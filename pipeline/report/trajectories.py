@@ -11,7 +11,6 @@ from pipeline.report import statistics
 from pipeline.report.comparison import Comparison, Curve, JobResult
 
 METRIC = "train/loss"
-THRESHOLDS = {"1e-6": 1e-6, "1e-3": 1e-3, "1e-2": 1e-2}
 # The largest relative difference of losses that rounding alone explains, as a multiple of what a precision
 # resolves: the machine epsilon of float64 is 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
 AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}
@@ -29,18 +28,14 @@ class Parting:
     Attributes:
         one, other: names of the jobs; the first has the smallest factor.
         curve: the difference at each update that both logged.
-        start: the first update with a difference that is not zero, and that difference; None where all are zero.
-        above: the first update at which the difference exceeds each of `THRESHOLDS`; None where it never does.
-        dependent: layers whose output depends on the micro-batch they see; empty where there are none.
+        dependent: layers whose output depends on the micro-batch they see, by name.
     """
 
     one: str
     other: str
     precision: str
     curve: Curve
-    start: tuple[int, float] | None
-    above: dict[str, int | None]
-    dependent: str
+    dependent: set[str]
 
     @property
     def first(self) -> float:
@@ -54,15 +49,14 @@ class Parting:
     def agrees(self) -> bool:
         return self.largest <= AGREEMENT.get(self.precision, AGREEMENT["float32"])
 
-    @property
-    def begins(self) -> int:
-        """Return the first update that both logged."""
-        return int(self.curve.steps[0])
+    def above(self, bound: float) -> int | None:
+        """Return the first update at which the difference exceeds `bound`; None where it never does."""
+        return next(map(int, self.curve.steps[self.curve.values > bound]), None)
 
     @property
     def from_the_start(self) -> bool:
         """Return whether they differ before anything could have amplified rounding, so for another reason."""
-        return self.begins == 1 and self.first > FIRST.get(self.precision, FIRST["float32"])
+        return self.curve.steps[0] == 1 and self.first > FIRST.get(self.precision, FIRST["float32"])
 
 
 def partings(sweep: Comparison) -> list[Parting]:
@@ -95,12 +89,4 @@ def _compare(one: JobResult, other: JobResult) -> Parting | None:
         return None
     differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
     dependent = {job.tags.get("model.batch_dependent_layers", "none") for job in (one, other)} - {"none"}
-    return Parting(
-        one=one.name,
-        other=other.name,
-        precision=_precision(one),
-        curve=Curve(steps, differences),
-        start=next(((int(s), float(d)) for s, d in zip(steps, differences, strict=True) if d > 0), None),
-        above={name: next(map(int, steps[differences > level]), None) for name, level in THRESHOLDS.items()},
-        dependent=", ".join(sorted(dependent)),
-    )
+    return Parting(one.name, other.name, _precision(one), Curve(steps, differences), dependent)

@@ -34,9 +34,7 @@ def description(
     """Return the text of the parent's page, in Markdown: the value of the tag `mlflow.note.content`.
 
     Args:
-        name: name of the sweep.
-        question: the question that it answers; may be empty.
-        varied: config keys in which its jobs differ.
+        varied: config keys in which the jobs differ.
         fragment: what `saved_view` returned; it works on whatever server shows the page.
         results: a table, its header first; rows that do not fit are counted instead.
     """

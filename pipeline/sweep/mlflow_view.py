@@ -1,7 +1,8 @@
-"""The page of MLflow's UI that compares a sweep: a saved view, the link that opens it, the parent's description.
+"""The page of MLflow's UI that compares a sweep: a saved view, the link that opens it, and the colours of the runs.
 
 A saved view is a tag of the experiment that MLflow's UI reads and writes; it is no public interface. The keys below
-are those that MLflow 3.17.2 writes. On a version that is not one of `TRIED` the link opens the experiment's plain page.
+are those of MLflow 3.17.2; the UI fills in its defaults for what is not said. On a version that is not one of `TRIED`
+the link opens the experiment's plain page.
 """
 
 from __future__ import annotations
@@ -88,10 +89,9 @@ def version(uri: str) -> str:
 
 
 def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
-    """Give each setting a colour of its own; without one the UI draws a colour at random for each run.
+    """Give each setting a colour of its own, for runs by the name of the job; the seed alone makes no setting.
 
-    Args:
-        runs: run ID by the name of the job; names that differ by the seed alone share a colour.
+    Without one the UI draws a colour at random for each run.
     """
     settings = {name: re.sub(r"(^| )seed=\S+", "", name) or name for name in runs}
     order = list(dict.fromkeys(settings.values()))

@@ -96,14 +96,11 @@ class ParentRun:
             self.client().set_tag(self.run_id, f"{key}.{part}" if part else key, text[first : first + LONGEST_TAG])
 
     def close(self, status: str | None = None) -> int:
-        """End the parent run and print what became of the jobs.
+        """End the parent run, print what became of the jobs, and return 0 when every job finished, else 1.
 
         Args:
             status: `KILLED` where the sweep was interrupted, `FAILED` where something other than a job failed; by
                 default what the jobs make of it.
-
-        Returns:
-            0 when every job finished, else 1.
         """
         client = self.client()
         self.closed.set()
@@ -142,7 +139,7 @@ class ParentRun:
         """
         while True:
             children = self.children()
-            running = [name for name in self.ended if name in children and children[name].info.status == "RUNNING"]
+            running = [name for name, run in children.items() if name in self.ended and run.info.status == "RUNNING"]
             if not running:
                 return children
             for name in running:
@@ -188,10 +185,7 @@ def take() -> ParentRun | None:
 def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
     """Return a unique name for each job by what differs, such as `factor=8 batch=256`.
 
-    Args:
-        values: the varied values of each job, by config key.
-        batches: effective batch size of each job.
-        first: number of the first job.
+    `values` are those of the varied config keys; `batches` are effective batch sizes; the jobs count from `first`.
     """
     names = []
     for job, batch in zip(values, batches, strict=True):
