@@ -37,10 +37,10 @@ def draw(sweep: Comparison) -> list[Plot]:
         section = "Loss" if metric.endswith("/loss") else "Metric"
         plots += [_curve(sweep, metric, along, section, note, target) for along, note in NOTES.items()]
     plots.append(_difference(sweep))
-    if metric := sweep.quality:
-        final, title = _finished(partial(sweep.final, metric=metric)), f"Final {metric}"
-        note = f"{BARS}, where there are several."
-        plots += [_by(sweep, size, final, RESULT, f"final_by_{size}", title, note, metric) for size in _sizes(sweep)]
+    if quality := sweep.quality:
+        final, note = _finished(partial(sweep.final, metric=quality)), f"{BARS}, where there are several."
+        for size in _sizes(sweep):
+            plots.append(_by(sweep, size, final, RESULT, f"final_by_{size}", f"Final {quality}", note, quality))
     rate = "The rate that each update used; groups that share a schedule lie on one line."
     plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, rate))
     plots += [*_to_target(sweep, target), *_costs(sweep), _noise_by_batch(sweep, target)]
