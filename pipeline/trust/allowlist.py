@@ -1,6 +1,6 @@
 """The names that a config from a tracking store may build, and those that it may not.
 
-Read in the sources of Keras 3.15. tests/trust/test_gate.py looks through the Keras that is installed for layers that
+Read in the sources of Keras 3.15. tests/trust/test_gate.py looks through the installed Keras for layers that
 read files or run code, and for callbacks, that are on no list.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 from hydra.utils import get_object
 
 from pipeline.config import DOTTED
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line
 
 BUILDERS = frozenset(
     {
@@ -28,42 +27,34 @@ BUILDERS = frozenset(
     }
 )
 
-# Public namespace of Keras → what everything in it that is built must derive from.
+# Public namespace of Keras → what its classes must derive from.
 BASES = {
     "keras.layers": "keras.layers.Layer",
     "keras.optimizers": "keras.optimizers.Optimizer",
     "keras.optimizers.schedules": "keras.optimizers.schedules.LearningRateSchedule",
     "keras.losses": "keras.losses.Loss",
     "keras.metrics": "keras.metrics.Metric",
-    "keras.callbacks": "keras.callbacks.Callback",
     "keras.regularizers": "keras.regularizers.Regularizer",
     "keras.initializers": "keras.initializers.Initializer",
     "keras.constraints": "keras.constraints.Constraint",
 }
-# Also functions, each defined in a module under one of these and not in the namespace itself, as `get` is.
-FUNCTIONS = {
-    "keras.applications": ("keras.src.applications.",),
-    "keras.losses": ("keras.src.losses.",),
-    "keras.metrics": ("keras.src.losses.", "keras.src.metrics."),
-}
-LAYERS_BY_ANOTHER_NAME = frozenset({"keras.Input", "keras.layers.Input", "keras.Sequential", "keras.models.Sequential"})
+# Functions are accepted from the modules under these; `get` and its like are defined in the namespaces themselves.
+_FUNCTIONS = ("keras.src.applications.", "keras.src.losses.", "keras.src.metrics.")
 
-_CODE = "must not carry code or load it from a file"
-REFUSED = {
-    "keras.layers.FlaxLayer": _CODE,
-    "keras.layers.JaxLayer": _CODE,
-    "keras.layers.Lambda": _CODE,
-    "keras.layers.TFSMLayer": _CODE,
-    "keras.layers.TorchModuleWrapper": _CODE,
-    "keras.callbacks.LambdaCallback": _CODE,
-    "keras.callbacks.RemoteMonitor": "must not send anything over the network",
-}
 # Callbacks are listed, since most others write: what Keras adds is refused until somebody has read it.
 _QUIET = ("EarlyStopping", "History", "LearningRateScheduler", "ProgbarLogger", "ReduceLROnPlateau")
 CALLBACKS = {f"keras.callbacks.{name}" for name in (*_QUIET, "SwapEMAWeights", "TerminateOnNaN")}
+_LISTED = CALLBACKS | {"keras.Input", "keras.layers.Input", "keras.Sequential", "keras.models.Sequential"}
+
 _WRITING = ("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "TensorBoard")
 WRITERS = {f"keras.callbacks.{name}" for name in _WRITING}
-REFUSED |= dict.fromkeys(WRITERS, "must not write files unless you allow it")
+_CODE = "must not carry code or load it from a file"
+_RUNNING = ("layers.FlaxLayer", "layers.JaxLayer", "layers.Lambda", "layers.TFSMLayer", "layers.TorchModuleWrapper")
+REFUSED = {
+    **dict.fromkeys(WRITERS, "must not write files unless you allow it"),
+    **{f"keras.{name}": "must not carry code" for name in (*_RUNNING, "callbacks.LambdaCallback")},
+    "keras.callbacks.RemoteMonitor": "must not send anything over the network",
+}
 # Target → the argument that is a path where it is text.
 READERS = {
     "keras.layers.IntegerLookup": "vocabulary",
@@ -75,36 +66,45 @@ READERS = {
 
 
 def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
-    """Refuse a target that may not be imported at all, by its text alone.
-
-    Raises:
-        ConfigError: it is on no list, and under none of the prefixes `allowed`.
-    """
+    """Refuse, by its text alone, a target that is on no list and under none of the prefixes `allowed`."""
     namespace, _, name = target.rpartition(".")
     if not DOTTED.fullmatch(target) or any(part.startswith("__") for part in target.split(".")):
         raise ConfigError(key, "must be a plain dotted name", target)
-    if is_under(target, allowed) or target in BUILDERS | CALLBACKS | LAYERS_BY_ANOTHER_NAME:
+    if is_under(target, allowed) or target in BUILDERS | _LISTED:
         return
     if target in REFUSED:
         raise ConfigError(key, f"of a config from a tracking store {REFUSED[target]}", target)
-    if namespace == "keras.applications":
-        known = name[0].isupper()
-    else:
-        known = namespace in BASES and name[0] != "_" and name not in ("get", "serialize", "deserialize")
-    if not known or namespace == "keras.callbacks":
+    public = namespace in BASES and name[0] != "_" and name not in ("get", "serialize", "deserialize")
+    if not public and not (namespace == "keras.applications" and name[0].isupper()):
         rule = "of a config from a tracking store must be a builder of this package, a public Keras layer, optimizer, "
         rule += "schedule, loss, metric, callback, regularizer, initializer, constraint or application, or lie under "
         raise ConfigError(key, f"{rule}a prefix that you allow", target)
 
 
-def is_of_keras(target: str, found: Any) -> bool:
-    """Return whether what an accepted name led to is what its namespace is for."""
+def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
+    """Import a target that `check_name` accepted, and refuse it where it is not what its name says."""
+    if target in BUILDERS:
+        return
+    try:
+        found = get_object(target)
+    except Exception as error:
+        rule = f"must name something that exists ({first_line(error.__cause__ or error)})"
+        raise ConfigError(key, rule, target) from error
     namespace = target.rpartition(".")[0]
-    if target in LAYERS_BY_ANOTHER_NAME:
-        return str(found.__module__).startswith("keras.src.")
-    if inspect.isfunction(found):
-        return found.__module__.startswith(FUNCTIONS.get(namespace, ()))
-    return namespace in BASES and inspect.isclass(found) and issubclass(found, get_object(BASES[namespace]))
+    module = str(getattr(found, "__module__", None) or type(found).__module__)
+    if is_under(target, allowed):
+        if target not in allowed and not is_under(module, allowed):
+            rule = f"must be defined under a prefix that you allow ({', '.join(allowed)})"
+            raise ConfigError(key, f"{rule}, not only be reachable through one", target)
+        return
+    if target in _LISTED:
+        known = module.startswith("keras.src.")
+    elif inspect.isfunction(found):
+        known = module.startswith(_FUNCTIONS)
+    else:
+        known = namespace in BASES and inspect.isclass(found) and issubclass(found, get_object(BASES[namespace]))
+    if not known:
+        raise ConfigError(key, f"must be what {namespace} is for", target)
 
 
 def is_under(name: str, prefixes: Sequence[str]) -> bool:

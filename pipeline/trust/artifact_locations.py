@@ -24,13 +24,13 @@ from pipeline.errors import ConfigError
 
 _BESIDE = ("artifacts", "mlartifacts", "mlruns")  # ours, and those that MLflow's server makes
 # Read as text: parsers disagree on where the host of an address with an @ or a backslash ends.
-_SERVER = re.compile(r"(mlflow-artifacts|https?)://(?P<host>[\w.\-]+|\[[\da-f:.]+\])(?P<port>:\d+)?(/.*)?", re.I | re.A)
+_SERVER = re.compile(r"(mlflow-artifacts|https?)://((?:[\w.\-]+|\[[\da-f:.]+\])(?::\d+)?)(/.*)?", re.I | re.A)
 _OF_THE_SERVER = re.compile(r"mlflow-artifacts:(/(?!/).*)?")
 # Of Azure's URIs MLflow asks the host that they name, with a token.
 _BUCKET = re.compile(r"(s3|gs)://.+|(wasbs|abfss)://[\w$\-]+@\w+\.(blob|dfs)\.core\.windows\.net(/.*)?", re.A)
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
-_places: Sequence[str] | None = None  # that the user allows, in all threads of this process; None: it is not confined
+_places: list[str] | None = None  # that the user allows, in all threads of this process; None: it is not confined
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
         if scheme not in ("runs", "models"):  # which lead to another address, and that is looked up as well
             repositories[scheme] = partial(checked, open_place)
     with tempfile.TemporaryDirectory() as temporary:
-        _places, tempfile.tempdir = places, temporary
+        _places, tempfile.tempdir = list(places), temporary
         try:
             yield
         finally:
@@ -66,15 +66,11 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
 
 def allowed_places() -> list[str] | None:
     """Return the places that the user allows beside the store; None where this process is not `confined`."""
-    return None if _places is None else list(_places)
+    return _places
 
 
 def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
-    """Refuse artifacts that lie neither with the store nor in one of `places`.
-
-    Raises:
-        ConfigError: `uri` leads elsewhere.
-    """
+    """Refuse artifacts that lie neither with the store nor in one of `places`."""
     readable = uri.isprintable() and "\\" not in uri
     if not readable or not (_lies_in_the_store(uri, tracking_uri) or any(_lies_in(uri, place) for place in places)):
         rule = f"must be a store that keeps artifacts with itself or in a bucket: these lie in {uri}"
@@ -82,23 +78,21 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
 
 
 def _lies_in_the_store(uri: str, tracking_uri: str) -> bool:
-    ours = urlsplit(tracking_uri)
+    if _BUCKET.fullmatch(uri):
+        return True
+    ours, path = urlsplit(tracking_uri), _path(uri)
     if ours.scheme in _DEFAULT_PORTS:
-        if _OF_THE_SERVER.fullmatch(uri):
-            return True
         found = _SERVER.fullmatch(uri)
-        if found is not None:
-            scheme = found[1].lower() if found[1].lower() in _DEFAULT_PORTS else ours.scheme
-            port = int(found["port"][1:]) if found["port"] else _DEFAULT_PORTS[scheme]
-            host = found["host"].strip("[]").lower()
-            return (scheme, host, port) == (ours.scheme, ours.hostname, ours.port or _DEFAULT_PORTS[ours.scheme])
-    elif (path := _path(uri)) is not None:
-        folders = [Path("mlruns")]
-        if tracking_uri.startswith("sqlite:///"):
-            database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).absolute()
-            folders += [database.parent / name for name in _BESIDE]
-        return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
-    return _BUCKET.fullmatch(uri) is not None
+        if found is None:
+            return _OF_THE_SERVER.fullmatch(uri) is not None
+        addresses = (ours.netloc.rpartition("@")[2], found[2])
+        host, theirs = (address.lower().removesuffix(_DEFAULT_PORTS[ours.scheme]) for address in addresses)
+        return theirs == host and found[1].lower() in ("mlflow-artifacts", ours.scheme)
+    folders = [Path("mlruns")]
+    if tracking_uri.startswith("sqlite:///"):
+        database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).absolute()
+        folders += [database.parent / name for name in _BESIDE]
+    return path is not None and any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _lies_in(uri: str, place: str) -> bool:

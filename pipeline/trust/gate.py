@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
 from pipeline.trust import allowlist
 
@@ -35,17 +34,16 @@ _MOST_VALUES, _DEEPEST = 100_000, 40
 
 @dataclass(frozen=True)
 class Gate:
-    """What a fetched config may reach.
+    """What a fetched config may reach: all of it is said by the user, and none of it by the config.
 
     Attributes:
         run_dir: of the new run; everything that is written stays beneath it.
-        data_dir: the user's own, where files may be read as well.
-        allowed: dotted prefixes of the user's own, never of the fetched config. `mypkg` allows `mypkg.models.build`
-            where that is defined under `mypkg`, and not what `mypkg` only imports. The whole name of an object allows
-            that object, wherever it is defined.
-        tracking_uri: the user's own, the only one that a config may have.
-        downloads: whether a dataset of TFDS may be fetched and prepared, which runs that dataset's own code on what
-            it downloads; some of it unpickles and evaluates.
+        data_dir: where files may be read as well.
+        allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` where that is defined under `mypkg`, and not what
+            `mypkg` only imports. The whole name of an object allows that object, wherever it is defined.
+        tracking_uri: the only one that a config may have.
+        downloads: whether TFDS may fetch and prepare a dataset, which runs that dataset's own code on what it
+            downloads; some of it unpickles and evaluates.
     """
 
     run_dir: Path
@@ -53,6 +51,11 @@ class Gate:
     allowed: Sequence[str] = ()
     tracking_uri: str | None = None
     downloads: bool = False
+
+    @property
+    def roots(self) -> list[Path]:
+        """Return the folders that a path may lie in."""
+        return [self.run_dir] if self.data_dir is None else [self.run_dir, self.data_dir]
 
 
 _gate: Gate | None = None  # of this process: a context variable would leave the threads of a run unguarded
@@ -75,11 +78,7 @@ def downloads() -> bool:
 
 
 def check(node: DictConfig, key: str) -> None:
-    """Check `node` before anything of it is imported or built; do nothing outside of `strict`.
-
-    Raises:
-        ConfigError: `node`, or anything in it, is not trusted.
-    """
+    """Refuse a `node` that is not trusted before anything of it is imported; do nothing outside of `strict`."""
     if _gate is not None:
         with refusing():
             plain = OmegaConf.to_container(node, resolve=True)
@@ -87,20 +86,13 @@ def check(node: DictConfig, key: str) -> None:
 
 
 def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
-    """Check a whole fetched config before anything is created.
+    """Refuse a fetched config, in plain dicts, lists and scalars, in which something is not trusted.
 
-    Args:
-        config: as it was recorded, in plain dicts, lists and scalars.
-        gate: what it may reach.
-        imports: also whether the names are what they seem; that imports Keras and what the user allowed.
-
-    Raises:
-        ConfigError: something in it is not trusted. Nothing that is refused by its name was imported, nor anything
-            else before every name was accepted.
+    Nothing is imported before every name was accepted. Without `imports` nothing is imported at all, and it is not
+    known whether the names are what they seem.
     """
     check_size(config)
-    reader = _Reader(gate)
-    reader.read(dict(config), "")
+    targets = dict.fromkeys(_read(dict(config), "", gate))
     for key in ("hydra", "defaults"):
         if key in config:
             raise ConfigError(key, "must be of your own config, not of one from a tracking store", str(config[key]))
@@ -108,16 +100,12 @@ def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True)
     if isinstance(tracking, Mapping) and tracking.get("uri") not in (None, gate.tracking_uri):
         raise ConfigError("tracking.uri", "must be your own, not that of a fetched config", tracking["uri"])
     if imports:
-        for key, target in dict.fromkeys(reader.targets):
-            _identify(key, target, gate.allowed)
+        for key, target in targets:
+            allowlist.check_object(target, key, gate.allowed)
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Refuse a config that YAML's anchors make huge or endless.
-
-    Raises:
-        ConfigError: it has too many values, or is too deep.
-    """
+    """Refuse a config that YAML's anchors make huge or endless."""
     rest, values = [(key, value, 1) for key, value in config.items()], 0
     while rest:
         key, node, depth = rest.pop()
@@ -129,31 +117,20 @@ def check_size(config: Mapping[str, Any]) -> None:
 
 
 def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Leave out the callbacks of a fetched config that write files, but for those that the user allows.
-
-    Returns:
-        The config without them, and what each of them is by its dotted name.
-    """
-    training = config.get("training")
-    if not isinstance(training, dict) or not isinstance(callbacks := training.get("callbacks"), dict):
+    """Return a fetched config without the callbacks that write files and are not `allowed`, and those: key → target."""
+    training: Any = config.get("training")
+    callbacks = training.get("callbacks") if isinstance(training, dict) else None
+    if not isinstance(callbacks, dict):
         return config, {}
+    writers = [target for target in allowlist.WRITERS if not allowlist.is_under(target, allowed)]
     targets = {name: node.get("_target_") for name, node in callbacks.items() if isinstance(node, dict)}
-    writers = {
-        name: target
-        for name, target in targets.items()
-        if isinstance(target, str) and target in allowlist.WRITERS and not allowlist.is_under(target, allowed)
-    }
-    kept = {name: node for name, node in callbacks.items() if name not in writers}
-    dropped = {f"training.callbacks.{name}": target for name, target in writers.items()}
+    dropped = {f"training.callbacks.{name}": target for name, target in targets.items() if target in writers}
+    kept = {name: node for name, node in callbacks.items() if targets.get(name) not in writers}
     return {**config, "training": {**training, "callbacks": kept}}, dropped
 
 
 def confine(path: str, roots: Sequence[Path], key: str) -> None:
-    """Refuse a path that leads out of the folders `roots`, also through a symlink, or is no path of this machine.
-
-    Raises:
-        ConfigError: it does; `key` is where it stands.
-    """
+    """Refuse a path that leads out of the folders `roots`, also through a symlink, or is no path of this machine."""
     try:
         whole = Path(path).resolve()
         inside = path != "" and not _leads_away(path) and any(whole.is_relative_to(root.resolve()) for root in roots)
@@ -163,102 +140,72 @@ def confine(path: str, roots: Sequence[Path], key: str) -> None:
         raise ConfigError(key, f"must lie in {' or '.join(map(str, roots))}", path)
 
 
-class _Reader:
-    """Reads a plain config through once, as text; imports nothing.
-
-    Attributes:
-        targets: (key, name) of what it would build, all accepted by name.
-    """
-
-    def __init__(self, gate: Gate):
-        self.gate = gate
-        self.roots = [gate.run_dir] if gate.data_dir is None else [gate.run_dir, gate.data_dir]
-        self.targets: list[tuple[str, str]] = []
-
-    def read(self, value: Any, key: str) -> None:
-        if isinstance(value, dict):
-            self._read_mapping(value, key)
-        elif isinstance(value, list):
-            for index, entry in enumerate(value):
-                self.read(entry, _join(key, index))
-        elif type(value) is str:
-            self._read_text(value, key)
-        elif value is not None and type(value) not in (bool, int, float):
-            rule = "must be a mapping, a list, text, a number, true, false or null"
-            raise ConfigError(key, rule, type(value).__name__)
-
-    def _read_mapping(self, node: dict[Any, Any], key: str) -> None:
-        for name in node:
+def _read(value: Any, key: str, gate: Gate) -> Iterator[tuple[str, str]]:
+    """Read a plain config through once, as text; yield (key, name) of what it would build, accepted by name."""
+    if isinstance(value, dict):
+        for name in value:
             if type(name) not in (str, int, bool, float) or "${" in str(name) or not str(name).isprintable():
                 raise ConfigError(key or "the config", "must have plain names for its keys", repr(name))
         for name in ("class_name", "registered_name"):  # with either Keras would build an object from the mapping
-            if name in node:
-                raise ConfigError(_join(key, name), "must not be a serialized object: name it by _target_", node[name])
-        if "_target_" in node:
-            self._check_target(node, key)
-        for name, entry in node.items():
-            if not (name == "name" and node.get("_target_") == _TFDS):  # which is no path, and was checked
-                self.read(entry, _join(key, name))
-
-    def _read_text(self, text: str, key: str) -> None:
-        """Check `text` as a path as well: whoever is given it could read it, or write there."""
-        if "${" in text:
-            raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
-        # What is not seen may be passed over by whoever reads the text as a path or as an address.
-        if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in text):
-            raise ConfigError(key, "must be of signs that can be seen", text)
-        if key.startswith("tracking."):  # the names of an experiment and of a run are no paths, and may look like one
-            return
-        if text.startswith("/") or _leads_away(text) or (re.search(r"[\\/]", text) and os.path.lexists(text)):
-            confine(text, self.roots, key)
-
-    def _check_target(self, node: dict[Any, Any], key: str) -> None:
-        target, where = node["_target_"], _join(key, "_target_")
-        if type(target) is not str:
-            raise ConfigError(where, "must be the dotted name of what builds it", str(target))
-        allowlist.check_name(target, where, self.gate.allowed)
-        self.targets.append((where, target))
-        for flag in ("_partial_", "_recursive_"):
-            if type(node.get(flag, True)) is not bool:
-                raise ConfigError(_join(key, flag), f"of {target} must be true or false", node[flag])
-        if type(node.get("_args_", [])) is not list:
-            raise ConfigError(_join(key, "_args_"), f"of {target} must be a list", node["_args_"])
-        application = target.startswith("keras.applications.")
-        if not (application or target in allowlist.READERS):
-            return
-        for name in ("_args_", "_partial_"):  # either would bring the path in unseen
-            if node.get(name):
-                raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
-        if application and node.get("weights") not in (None, "imagenet"):
-            raise ConfigError(_join(key, "weights"), f"of {target} must be null or 'imagenet'", node["weights"])
-        if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
-            rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
-            raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
-        name = allowlist.READERS.get(target, "")
-        path, where = node.get(name), _join(key, name)
-        if isinstance(path, dict):  # what it builds could be any text
-            raise ConfigError(where, f"of {target} must be given as it is", path)
-        if type(path) is str:  # a vocabulary may be a list; null is the reader's default
-            confine(path, self.roots, where)
+            if name in value:
+                rule = "must not be a serialized object: name it by _target_"
+                raise ConfigError(_join(key, name), rule, value[name])
+        if "_target_" in value:
+            _check_target(value, key, gate)
+            yield _join(key, "_target_"), value["_target_"]
+        for name, entry in value.items():
+            if not (name == "name" and value.get("_target_") == _TFDS):  # which is no path, and was checked
+                yield from _read(entry, _join(key, name), gate)
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from _read(entry, _join(key, index), gate)
+    elif type(value) is str:
+        _check_text(value, key, gate.roots)
+    elif value is not None and type(value) not in (bool, int, float):
+        rule = "must be a mapping, a list, text, a number, true, false or null"
+        raise ConfigError(key, rule, type(value).__name__)
 
 
-def _identify(key: str, target: str, allowed: Sequence[str]) -> None:
-    """Import an accepted name and refuse it where it is not what it seems."""
-    if target in allowlist.BUILDERS:
+def _check_text(text: str, key: str, roots: Sequence[Path]) -> None:
+    """Check `text` as a path as well: whoever is given it could read it, or write there."""
+    if "${" in text:
+        raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
+    # What is not seen may be passed over by whoever reads the text as a path or as an address.
+    if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in text):
+        raise ConfigError(key, "must be of signs that can be seen", text)
+    if key.startswith("tracking."):  # the names of an experiment and of a run are no paths, and may look like one
         return
-    try:
-        found = get_object(target)
-    except Exception as error:
-        rule = f"must name something that exists ({first_line(error.__cause__ or error)})"
-        raise ConfigError(key, rule, target) from error
-    if not allowlist.is_under(target, allowed):
-        if not allowlist.is_of_keras(target, found):
-            raise ConfigError(key, f"must be what {target.rpartition('.')[0]} is for", target)
-    elif target not in allowed:
-        module = getattr(found, "__module__", None) or type(found).__module__
-        if not allowlist.is_under(module, allowed):
-            rule = f"must be defined under a prefix that you allow ({', '.join(allowed)})"
-            raise ConfigError(key, f"{rule}, not only be reachable through one", target)
+    if text.startswith("/") or _leads_away(text) or (re.search(r"[\\/]", text) and os.path.lexists(text)):
+        confine(text, roots, key)
+
+
+def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
+    """Check the name of a target, and the arguments with which some of them read files."""
+    target = node["_target_"]
+    if type(target) is not str:
+        raise ConfigError(_join(key, "_target_"), "must be the dotted name of what builds it", str(target))
+    allowlist.check_name(target, _join(key, "_target_"), gate.allowed)
+    kinds = {"_partial_": (bool, "true or false"), "_recursive_": (bool, "true or false"), "_args_": (list, "a list")}
+    for name, (kind, rule) in kinds.items():
+        if name in node and type(node[name]) is not kind:
+            raise ConfigError(_join(key, name), f"of {target} must be {rule}", node[name])
+    application = target.startswith("keras.applications.")
+    if not (application or target in allowlist.READERS):
+        return
+    for name in ("_args_", "_partial_"):  # either would bring the path in unseen
+        if node.get(name):
+            raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
+    if application and node.get("weights") not in (None, "imagenet"):
+        raise ConfigError(_join(key, "weights"), f"of {target} must be null or 'imagenet'", node["weights"])
+    if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
+        rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
+        raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
+    name = allowlist.READERS.get(target, "")
+    path = node.get(name)
+    if isinstance(path, dict):  # what it builds could be any text
+        raise ConfigError(_join(key, name), f"of {target} must be given as it is", path)
+    if type(path) is str:  # a vocabulary may be a list; null is the reader's default
+        confine(path, gate.roots, _join(key, name))
 
 
 def _leads_away(path: str) -> bool:
