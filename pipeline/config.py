@@ -48,7 +48,7 @@ _OPTIMIZER_RANGES = {
 _MAY_BE_NULL = {"clipnorm", "global_clipnorm", "clipvalue", "weight_decay"}
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
-SCHEMA = 1  # of the config; pipeline.rerun.migration says what older records need
+SCHEMA = 1  # of the config; pipeline.rerun.recorded_run says what older records need
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 
 

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from pipeline import config as configuration
 from pipeline import hydra_errors, imports
 from pipeline.errors import ConfigError, first_line, printable, say
 from pipeline.masking import HIDDEN, mask
-from pipeline.rerun import migration
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
-from pipeline.rerun.request import Request, parsed
+from pipeline.rerun.request import Request, in_folder, parsed
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict
@@ -45,42 +43,23 @@ def rerun(arguments: Sequence[str]) -> int:
     if request.sweep:
         return _rerun_sweep(store, request)
     with store.confined():
-        return Rerun(request, own, store, fetch(store, request.run_id)).run()
+        return Rerun(request, own, store, fetch(store, request.run_id), _gate(request, own)).run()
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """One run that runs again.
-
-    Attributes:
-        request: what the command line asks for.
-        own: the user's own config.
-        store: that holds the run, and will hold the new one.
-        recorded: what the run left of itself.
-    """
+    """One recorded run that runs again, in the store that holds it; `own` is the user's own config."""
 
     request: Request
     own: DictConfig
     store: ForeignStore
     recorded: RecordedRun
+    gate: Gate
 
     @property
     def run_id(self) -> str:
         """Return the recorded run's ID."""
         return str(self.recorded.run.info.run_id)
-
-    @cached_property
-    def gate(self) -> Gate:
-        """Return what the record may reach."""
-        values = self.request.values
-        data_dir = values.get("dataset.data_dir", OmegaConf.select(self.own, "dataset.data_dir"))
-        return Gate(
-            _run_dir(self.request),
-            None if data_dir is None else Path(str(data_dir)).absolute(),
-            configuration.allowed_names(self.own.trust.allow),
-            self.own.tracking.uri,
-            downloads=values.get("dataset.download") is True,
-        )
 
     def run(self) -> int:
         """Run it and compare the two runs; return the exit status."""
@@ -110,11 +89,7 @@ class Rerun:
         return lines
 
     def _experiment(self) -> str:
-        """Return the experiment: the recorded one, unless another is asked for or its artifacts lie elsewhere.
-
-        Raises:
-            ConfigError: the artifacts of the user's own experiment lie elsewhere, too.
-        """
+        """Return the recorded experiment, or the user's own where they name one or its artifacts lie elsewhere."""
         mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking")
         theirs = tracking.get("experiment") if isinstance(tracking, dict) else None
         if "tracking.experiment" not in self.request.values and isinstance(theirs, str) and theirs != mine:
@@ -130,7 +105,7 @@ class Rerun:
         """Return the recorded config with what belongs to this place put in, once the gate has let it through."""
         values, links = self.request.values, self.recorded.links
         config = self._placed(experiment)
-        migration.check(config, self.run_id, self.recorded.environment)
+        self.recorded.check_schema()
         deleted = {override.key_or_group for override in self.request.parsed if override.is_delete()}
         # What an override replaces is neither read nor checked. What it deletes Hydra must find.
         for key in values.keys() - deleted:
@@ -144,8 +119,6 @@ class Rerun:
         config, writers = drop_writers(config, self.gate.allowed)
         for key, target in writers.items():
             say(f"  left out: {key}, a {target}: it writes files, which --allow {target} allows")
-        check_config(config, self.gate, imports=False)  # as text, before anything of it is believed
-        config = migration.migrate(config, self.run_id)
         # The store's address is the user's own, and an experiment's name is masked in the store as well.
         passed = ("tracking.", *(f"{key}." for key in deleted))
         for key, value in configuration.leaves(config).items():
@@ -167,7 +140,7 @@ class Rerun:
             raise ConfigError("tracking", "must be a mapping", type(tracking).__name__)
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
-        config["tracking"] = tracking | here
+        config |= {"schema": configuration.SCHEMA, "tracking": tracking | here}
         if isinstance(dataset, dict) and "data_dir" in dataset:
             dataset["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
         return config
@@ -243,6 +216,18 @@ class Rerun:
         return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
 
 
+def _gate(request: Request, own: DictConfig) -> Gate:
+    """Return what the record may reach."""
+    data_dir = request.values.get("dataset.data_dir", OmegaConf.select(own, "dataset.data_dir"))
+    return Gate(
+        _run_dir(request),
+        None if data_dir is None else Path(str(data_dir)).absolute(),
+        configuration.allowed_names(own.trust.allow),
+        own.tracking.uri,
+        downloads=request.values.get("dataset.download") is True,
+    )
+
+
 def _run_dir(request: Request) -> Path:
     named = request.values.get("hydra.run.dir", f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")
     if not isinstance(named, str) or "${" in named:
@@ -263,8 +248,7 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     folder, statuses = _run_dir(request), []
     for number, (name, run) in enumerate(children.items()):
         say(f"{name}:")
-        quoted = str(folder / str(number)).replace("'", "\\'")
-        command = [run.info.run_id, *options, *given, f"hydra.run.dir='{quoted}'"]
+        command = [run.info.run_id, *options, *given, in_folder(folder / str(number))]
         statuses.append(subprocess.call([sys.executable, "-m", "pipeline", "rerun", *command]))
     same = sum(status == 0 for status in statuses)
     verdict = "can be run again" if request.dry else "agree"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from pipeline import config as configuration
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError, first_line, say
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
 
+_FILES = ("config.yaml", "environment.json", "dataset.json", "links.json")
 _PLACE = {"tracking", "trust", "hydra"}  # a store's address, with its password, is of no other key
 LARGEST = 16 * 2**20  # bytes of one file of a record
 
@@ -29,7 +30,7 @@ class RecordedRun:
     Attributes:
         run: of MLflow.
         config: resolved, as it was written; of whatever schema.
-        environment, dataset: as `record` wrote them; empty for runs older than they are.
+        environment, dataset: as `provenance` describes them; empty where an older run recorded none.
         links: what a value of the config followed before it was resolved, by dotted name.
     """
 
@@ -40,10 +41,9 @@ class RecordedRun:
     links: dict[str, str]
 
     @property
-    def run_dir(self) -> str | None:
+    def run_dir(self) -> str:
         """Return the run directory that the record names."""
-        named = self.environment.get("run_dir")
-        return named if isinstance(named, str) else None
+        return str(self.environment.get("run_dir") or "")
 
     def is_unchanged(self) -> bool:
         """Return whether the config is still the one that its hash was taken of. Older schemas took it otherwise."""
@@ -57,7 +57,7 @@ class RecordedRun:
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
         """Return a copy of the config in which what lay in the recorded run's directory lies in `run_dir`."""
-        before = (self.run_dir or "").rstrip("/")
+        before = self.run_dir.rstrip("/")
 
         def move(_: tuple[str, ...], node: Any) -> Any:
             if before.startswith("/") and isinstance(node, str) and f"{node}/".startswith(f"{before}/"):
@@ -65,6 +65,24 @@ class RecordedRun:
             return node
 
         return dict(_copy(self.config, move))
+
+    def check_schema(self) -> None:
+        """Refuse a record of a newer schema, and say that it is of an older one.
+
+        Who raises `SCHEMA`, as a key is renamed, removed or given another meaning, brings older records up to date
+        here. From 0 to 1 there was nothing to do: the default of a key that is new is what older code did.
+        """
+        version, run_id = self.config.get("schema", 0), self.run.info.run_id
+        if type(version) is not int or not 0 <= version <= configuration.SCHEMA:
+            # Of hexadecimal digits, since it is to be typed into a shell.
+            commit = str((self.environment.get("git") or {}).get("commit"))
+            on = f"git checkout {commit} && " if re.fullmatch("[0-9a-f]{7,64}", commit) else "on its own commit: "
+            rule = f"must have a record of schema 0 to {configuration.SCHEMA}; the code that made it runs it: {on}"
+            short = type(version) is int and abs(version) < 10**9  # anything else may be long
+            received = version if short else type(version).__name__
+            raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
+        if version < configuration.SCHEMA:
+            say(f"the record of {run_id} is of schema {version}: brought to schema {configuration.SCHEMA}")
 
 
 def fetch(store: ForeignStore, start: str) -> RecordedRun:
@@ -85,11 +103,8 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         texts = _texts(store.client(), run_id)
         if "config.yaml" not in texts:
             raise ConfigError("RUN_ID", "must be a run that recorded its config (config.yaml)", run_id)
-        config = _mapping(yaml.safe_load(texts.pop("config.yaml")), "config.yaml")
-        environment, dataset, links = (
-            _mapping(json.loads(texts.get(name, "{}")), name)
-            for name in ("environment.json", "dataset.json", "links.json")
-        )
+        config = _mapping(yaml.safe_load(texts["config.yaml"]), "config.yaml")
+        environment, dataset, links = (_mapping(json.loads(texts.get(name, "{}")), name) for name in _FILES[1:])
         for name in ("git", "package", "packages"):
             _mapping(environment.get(name) or {}, f"{name} of environment.json")
         gate.check_size(config)
@@ -102,29 +117,26 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         raise ConfigError("RUN_ID", f"must have a record that can be read ({first_line(error)})", run_id) from error
 
 
-def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Iterable[str]) -> dict[str, Any]:
-    """Return `config` with its links to changed keys put back, so that they follow those keys.
+def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collection[str]) -> dict[str, Any]:
+    """Return a checked config with its links to the `changed` keys put back, so that they follow those keys.
 
-    The record holds values: without this a learning rate of an override would not reach the schedule.
-
-    Args:
-        config: a checked one.
-        links: of the record; one that refers to anything but keys of the config is passed over.
-        changed: keys of the overrides.
+    The record holds values: without this a learning rate of an override would not reach the schedule. A link that
+    refers to anything but keys of the config is passed over.
     """
-    given = frozenset(changed)
-    following: dict[str, str] = {}
-    while True:
-        more = {
-            key: link
-            for key, link in links.items()
-            if key not in following and not _touches(key, given) and provenance.LINK.fullmatch(link)
-            if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
-            if any(_touches(reference, {*given, *following}) for reference in _references(link))
-        }
-        if not more:
-            return dict(_copy(config, {tuple(key.split(".")): link for key, link in following.items()}.get))
-        following |= more
+    eligible = {
+        key: link
+        for key, link in links.items()
+        if provenance.LINK.fullmatch(link) and not _touches(key, changed)
+        if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
+    }
+    followed = set(changed)
+    while more := {
+        key
+        for key in eligible.keys() - followed
+        if any(_touches(reference, followed) for reference in _references(eligible[key]))
+    }:
+        followed |= more
+    return dict(_copy(config, {tuple(key.split(".")): eligible[key] for key in eligible.keys() & followed}.get))
 
 
 def _copy(node: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
@@ -141,13 +153,12 @@ def _texts(client: Any, run_id: str) -> dict[str, str]:
     texts = {}
     with tempfile.TemporaryDirectory() as folder:
         for artifact in client.list_artifacts(run_id):
-            name, size = artifact.path, artifact.file_size or 0
             # A folder has no size to go by, and would be fetched whole.
-            if artifact.is_dir or name not in ("config.yaml", "environment.json", "dataset.json", "links.json"):
-                continue
-            if size > LARGEST:
-                raise ValueError(f"{name} is of {size} bytes")
-            texts[name] = Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+            if artifact.path in _FILES and not artifact.is_dir:
+                if (artifact.file_size or 0) > LARGEST:
+                    raise ValueError(f"{artifact.path} is of {artifact.file_size} bytes")
+                fetched = client.download_artifacts(run_id, artifact.path, folder)
+                texts[artifact.path] = Path(fetched).read_text(encoding="utf-8")
     return texts
 
 
@@ -161,6 +172,6 @@ def _references(link: str) -> list[str]:
     return re.findall(r"\$\{([\w.]+)\}", link)
 
 
-def _touches(key: str, names: Iterable[str]) -> bool:
+def _touches(key: str, names: Collection[str]) -> bool:
     """Return whether `key` is one of `names`, or one lies in the other."""
     return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)

@@ -21,15 +21,7 @@ _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not c
 
 @dataclass
 class Request:
-    """What the command line asks for.
-
-    Attributes:
-        run_id: of the run, or of the sweep.
-        dry, sweep: flags.
-        allow: dotted prefixes that the record may name.
-        config_dir, config_name: of the user's own config.
-        overrides: in Hydra's grammar.
-    """
+    """What the command line asks for, as `parsed` declares it."""
 
     run_id: str
     dry: bool
@@ -84,16 +76,17 @@ class Request:
             elif text.startswith(f"{key}=") and not (key.startswith("hydra") or isinstance(self.values[key], dict)):
                 text = f"++{text}"
             found.append(text)
-        quoted = str(run_dir).replace("'", "\\'")
-        return [*found, f"hydra.run.dir='{quoted}'"]
+        return [*found, in_folder(run_dir)]
+
+
+def in_folder(run_dir: Path) -> str:
+    """Return the override that lets a run work in `run_dir`."""
+    quoted = str(run_dir).replace("'", "\\'")
+    return f"hydra.run.dir='{quoted}'"
 
 
 def parsed(arguments: Sequence[str], description: str | None) -> Request:
-    """Parse the command line's `arguments`.
-
-    Raises:
-        ConfigError: they are none of the command.
-    """
+    """Parse the command line's `arguments`."""
     parser = argparse.ArgumentParser(prog="pipeline rerun", description=description, allow_abbrev=False)
     parser.add_argument("run_id", metavar="RUN_ID", help="of the run in the store that tracking.uri names")
     parser.add_argument("--dry", action="store_true", help="show the plan and the differences, and run nothing")
