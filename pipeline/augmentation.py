@@ -6,16 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from omegaconf import DictConfig
-
-from pipeline import instantiate
 
 Augment = Callable[[Any, tf.Tensor], Any]
-
-
-def build(node: DictConfig | None) -> Augment | None:
-    """Return the augmentation that `dataset.augment` names; None where it names none."""
-    return None if node is None else instantiate.build(node, "dataset.augment")
 
 
 def epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
@@ -36,11 +28,7 @@ def augmenting(augment: Augment | None, key: tf.Tensor) -> Callable[[tf.Tensor, 
 
 
 class Shift:
-    """Move an image by up to `pixels` in each direction; what comes in from outside is zero.
-
-    Args:
-        pixels: the largest shift, in pixels.
-    """
+    """Move an image by up to `pixels` in each direction; what comes in from outside is zero."""
 
     def __init__(self, pixels: int):
         if pixels < 1:

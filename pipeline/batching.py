@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import augmentation
+from pipeline import augmentation, instantiate
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 
@@ -32,7 +32,7 @@ def effective_batches(
         epochs: how many, from `first_epoch` on.
         first_epoch: counts from 0.
     """
-    augment = augmentation.build(node.get("augment"))
+    augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
     count = data.examples
     buffer = node.get("shuffle_buffer") or count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,19 +53,23 @@ class Data:
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
-    """Load the data that the `dataset` group names.
-
-    Args:
-        node: the group.
-        prepare: whether to fetch and prepare what is not there.
+    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared.
 
     Raises:
         ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
     """
     target = instantiate.locate(node, "dataset")
     offers = {} if prepare else instantiate.accepted(target, without(node, "download"), download=False)
-    with _quietly():
-        made = instantiate.build(without(node, *_OURS), "dataset", **offers)
+    # What TFDS and its downloader print about a dataset that is not there, the error says in one line.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads go on when one has failed
+    absl = logging.getLogger("absl")
+    level = absl.level
+    absl.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(None):
+            made = instantiate.build(without(node, *_OURS), "dataset", **offers)
+    finally:
+        absl.setLevel(level)
     if isinstance(made, tuple) and len(made) == 2:
         made = Data(*made, name=str(node.get("_target_")))
     if not isinstance(made, Data):
@@ -114,10 +118,7 @@ def from_tfds(
         builder = tfds.builder(name, data_dir=data_dir)
     except Exception as error:
         raise ConfigError("dataset.name", f"must be a TFDS dataset ({first_line(error)})", name) from error
-    if download and not gate.downloads() and not builder.is_prepared():
-        rule = f"must hold {builder.info.full_name}, prepared; dataset.download=true allows to download and prepare it"
-        raise ConfigError("dataset.data_dir", rule, builder.data_dir)
-    _prepare(builder, download)
+    _prepare(builder, download and gate.downloads())
     if preprocess is None:
         keys = list(builder.info.features or {})
         for key, value in (("input_key", input_key), ("label_key", label_key)):
@@ -135,7 +136,8 @@ def _prepare(builder: Any, download: bool) -> None:
     if builder.is_prepared():
         return
     if not download:
-        raise ConfigError("dataset.data_dir", f"must hold {builder.info.full_name}, prepared", builder.data_dir)
+        rule = f"must hold {builder.info.full_name}, prepared; dataset.download=true allows to download and prepare it"
+        raise ConfigError("dataset.data_dir", rule, builder.data_dir)
     try:
         tf.io.gfile.makedirs(builder._data_dir_root)
         with FileLock(f"{builder._data_dir_root}/{builder.name}.lock"):
@@ -148,20 +150,6 @@ def _prepare(builder: Any, download: bool) -> None:
     except Exception as error:
         rule = f"could not be downloaded and prepared in {builder._data_dir_root} ({first_line(error)})"
         raise ConfigError("dataset", rule, builder.info.full_name) from error
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence what TFDS and its downloader print about a dataset that is not there: the error says it in one line."""
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads go on when one has failed
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(None):
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _from_builder(
@@ -179,19 +167,15 @@ def _from_builder(
             raise ConfigError(f"dataset.{key}", f"must be a split of {builder.name}", name, choices) from error
         return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 
-    features = dict(builder.info.features or {})
-    labels = features.get(label_key)
+    labels = dict(builder.info.features or {}).get(label_key)
+    files = (path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json")
     return Data(
         split(train, "train_split"),
         None if validation is None else split(validation, "validation_split"),
-        getattr(labels, "num_classes", None),
-        builder.name,
-        str(builder.version),
-        tuple(
-            sorted(
-                path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json"
-            )
-        ),
+        classes=getattr(labels, "num_classes", None),
+        name=builder.name,
+        version=str(builder.version),
+        files=tuple(sorted(files)),
     )
 
 
@@ -210,10 +194,10 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     key = "dataset._target_"
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(key, f"must give its {split} split as a tf.data.Dataset", type(dataset).__name__)
-    if not isinstance(dataset.element_spec, tuple) or len(dataset.element_spec) not in (2, 3):
-        spec = dataset.element_spec
+    spec, count = dataset.element_spec, int(dataset.cardinality())
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
         raise ConfigError(key, f"must give (x, y) or (x, y, sample_weight) as an example of its {split} split", spec)
-    if int(dataset.cardinality()) < 1:
+    if count < 1:
         rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
-        raise ConfigError(key, rule, int(dataset.cardinality()))
+        raise ConfigError(key, rule, count)
     return dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -13,34 +13,22 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     """1797 images of 8×8×1 with values 0 … 16, in fixed stratified splits of 1437, 180 and 180."""
 
     VERSION = tfds.core.Version("1.0.0")
-    RELEASE_NOTES: ClassVar = {"1.0.0": "Stratified splits of scikit-learn's 1797 digits."}
 
     def _info(self) -> tfds.core.DatasetInfo:
-        return self.dataset_info_from_configs(
-            description=self.__doc__,
-            features=tfds.features.FeaturesDict(
-                {
-                    "image": tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8),
-                    "label": tfds.features.ClassLabel(num_classes=10),
-                }
-            ),
-            supervised_keys=("image", "label"),
-            homepage="https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits",
-        )
+        image = tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8)
+        features = tfds.features.FeaturesDict({"image": image, "label": tfds.features.ClassLabel(num_classes=10)})
+        return self.dataset_info_from_configs(description=self.__doc__, features=features)
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         from sklearn.datasets import load_digits  # takes a second, needed only to prepare
         from sklearn.model_selection import train_test_split
 
         digits = load_digits()
-        images, labels = digits.images.astype(np.uint8)[..., None], digits.target
-        train, rest = train_test_split(np.arange(len(labels)), test_size=360, random_state=0, stratify=labels)
-        validation, test = train_test_split(rest, test_size=180, random_state=0, stratify=labels[rest])
+        train, rest = train_test_split(np.arange(1797), test_size=360, random_state=0, stratify=digits.target)
+        validation, test = train_test_split(rest, test_size=180, random_state=0, stratify=digits.target[rest])
         splits = {"train": train, "validation": validation, "test": test}
-        return {name: self._generate_examples(images, labels, indices) for name, indices in splits.items()}
+        return {name: self._generate_examples(digits, indices) for name, indices in splits.items()}
 
-    def _generate_examples(
-        self, images: np.ndarray, labels: np.ndarray, indices: np.ndarray
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(self, digits: Any, indices: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
         for index in sorted(indices.tolist()):
-            yield index, {"image": images[index], "label": int(labels[index])}
+            yield index, {"image": digits.images[index, ..., None].astype(np.uint8), "label": int(digits.target[index])}
