@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
-
-Augment = Callable[[Any, tf.Tensor], Any]
 
 
 def epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
@@ -15,7 +12,7 @@ def epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
     return tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
 
 
-def augmenting(augment: Augment | None, key: tf.Tensor) -> Callable[[tf.Tensor, tuple], tuple]:
+def augmenting(augment: Callable | None, key: tf.Tensor) -> Callable[[tf.Tensor, tuple], tuple]:
     """Return a function of (number, example) that augments the example's input by the epoch's `key` and its number."""
 
     def example_of(number: tf.Tensor, example: tuple) -> tuple:

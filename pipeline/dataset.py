@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,10 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     if not isinstance(made, Data):
         rule = "must give (train, validation) as tf.data.Datasets, or a pipeline.dataset.Data"
         raise ConfigError("dataset._target_", rule, type(made).__name__)
-    validation = None if made.validation is None else _checked(made.validation, "validation")
-    return replace(made, train=_checked(made.train, "train"), validation=validation)
+    _check(made.train, "train")
+    if made.validation is not None:
+        _check(made.validation, "validation")
+    return made
 
 
 def digits(data_dir: str | None = None, download: bool = True) -> Data:
@@ -190,7 +192,7 @@ def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, i
     return preprocess
 
 
-def _checked(dataset: Any, split: str) -> tf.data.Dataset:
+def _check(dataset: Any, split: str) -> None:
     key = "dataset._target_"
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(key, f"must give its {split} split as a tf.data.Dataset", type(dataset).__name__)
@@ -200,4 +202,3 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     if count < 1:
         rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
         raise ConfigError(key, rule, count)
-    return dataset

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline import metric_names
@@ -136,8 +135,8 @@ def compare(
     )
 
 
-def of_runs(client: Any, old: Any, new: Any, validation: int | None, page: Path) -> Agreement:
-    """Compare two runs of MLflow, with `validation` examples in that split, and draw both into the HTML file `page`."""
+def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Agreement, str]:
+    """Compare two runs of MLflow, with `validation` examples in that split; return the outcome and a page of HTML."""
     before, after = (
         {
             key: {point.step: point.value for point in client.get_metric_history(run.info.run_id, key)}
@@ -156,8 +155,7 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None, page: Path)
         same_cut=all(then.get(key) == now.get(key) for key in CUT),
         until=None if old.info.status == "FINISHED" else max((max(h, default=0) for h in before.values()), default=0),
     )
-    page.write_text(drawn(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found)))
-    return found
+    return found, drawn(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))
 
 
 def drawn(old: History, new: History, title: str, about: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -58,14 +57,12 @@ class Rerun:
 
     @property
     def run_id(self) -> str:
-        """Return the recorded run's ID."""
         return str(self.recorded.run.info.run_id)
 
     def run(self) -> int:
         """Run it and compare the two runs; return the exit status."""
         said = self._say_plan()
-        config = self._config(self._experiment())
-        new = self._train(config)
+        new = self._train(self._config(self._experiment()))
         status = 0 if new is None else self._compare(new)
         self._say_differences(said)  # of CUDA and cuDNN only TensorFlow knows, which is loaded by now
         return status
@@ -155,9 +152,8 @@ class Rerun:
 
         def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
             with strict(self.gate):
-                with hydra_errors.refusing():
-                    resolved = configuration.plain(composed)
-                check_config(resolved, self.gate, imports=False)  # once more: a link of the record led somewhere
+                with hydra_errors.refusing():  # once more: a link of the record led somewhere
+                    check_config(configuration.plain(composed), self.gate, imports=False)
                 if self.request.dry:
                     self._check_without_running(composed, overrides)
                     return 0.0
@@ -199,10 +195,8 @@ class Rerun:
         client = self.store.client()
         new = client.get_run(run_id)
         validation = (self.recorded.dataset.get("examples") or {}).get("validation")
-        with tempfile.TemporaryDirectory() as folder:
-            page = Path(folder) / "comparison.html"
-            found = agreement.of_runs(client, self.recorded.run, new, validation, page)
-            client.log_artifact(run_id, str(page), "rerun")
+        found, page = agreement.of_runs(client, self.recorded.run, new, validation)
+        client.log_text(run_id, page, "rerun/comparison.html")
         client.set_tag(run_id, "rerun.verdict", found.verdict)
         say(f"rerun {run_id} of {self.run_id}: {found}")
         deterministic = new.data.params.get("hardware.deterministic") == "true"

@@ -49,13 +49,11 @@ class Request:
 
     @cached_property
     def parsed(self) -> list[Override]:
-        """Return the overrides as Hydra reads them."""
         with hydra_errors.refusing(self.overrides, self.folders):
             return OverridesParser.create().parse_overrides(self.overrides)
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Return the overrides' values by their keys."""
         return {override.key_or_group: override.value() for override in self.parsed}
 
     @cached_property

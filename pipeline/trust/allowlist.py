@@ -14,18 +14,16 @@ from hydra.utils import get_object
 from pipeline.config import DOTTED
 from pipeline.errors import ConfigError, first_line
 
-BUILDERS = frozenset(
-    {
-        "pipeline.augmentation.Flip",
-        "pipeline.augmentation.Shift",
-        "pipeline.dataset.digits",
-        "pipeline.dataset.from_tfds",
-        "pipeline.model.cnn",
-        "pipeline.model.mlp",
-        "pipeline.optimizer.InverseSquareRoot",
-        "pipeline.optimizer.constant",
-    }
-)
+BUILDERS = {
+    "pipeline.augmentation.Flip",
+    "pipeline.augmentation.Shift",
+    "pipeline.dataset.digits",
+    "pipeline.dataset.from_tfds",
+    "pipeline.model.cnn",
+    "pipeline.model.mlp",
+    "pipeline.optimizer.InverseSquareRoot",
+    "pipeline.optimizer.constant",
+}
 
 # Public namespace of Keras → what its classes must derive from.
 BASES = {

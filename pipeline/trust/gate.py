@@ -38,7 +38,7 @@ class Gate:
 
     Attributes:
         run_dir: of the new run; everything that is written stays beneath it.
-        data_dir: where files may be read as well.
+        data_dir: where files may be read as well; a text that is a path must lead into one of these two, `roots`.
         allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` where that is defined under `mypkg`, and not what
             `mypkg` only imports. The whole name of an object allows that object, wherever it is defined.
         tracking_uri: the only one that a config may have.
@@ -54,7 +54,6 @@ class Gate:
 
     @property
     def roots(self) -> list[Path]:
-        """Return the folders that a path may lie in."""
         return [self.run_dir] if self.data_dir is None else [self.run_dir, self.data_dir]
 
 
@@ -63,7 +62,7 @@ _gate: Gate | None = None  # of this process: a context variable would leave the
 
 @contextmanager
 def strict(gate: Gate) -> Iterator[None]:
-    """Let this process, in all of its threads, instantiate only what `gate` accepts."""
+    """Let all threads of this process instantiate only what `gate` accepts."""
     global _gate
     before, _gate = _gate, gate
     try:
@@ -81,8 +80,7 @@ def check(node: DictConfig, key: str) -> None:
     """Refuse a `node` that is not trusted before anything of it is imported; do nothing outside of `strict`."""
     if _gate is not None:
         with refusing():
-            plain = OmegaConf.to_container(node, resolve=True)
-        check_config({key: plain}, _gate)
+            check_config({key: OmegaConf.to_container(node, resolve=True)}, _gate)
 
 
 def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
