@@ -193,7 +193,7 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
     if point.relative <= min(most, first * 2.0 ** min(point.step - 1, 60)) * metric.rounding:
         return True
     # A share of the examples, such as the accuracy, cannot move by less than one of them.
-    if not metric.share or examples is None or examples <= EXAMPLES:
+    if not metric.share or examples is None or not EXAMPLES < examples < math.inf:
         return False
     totals = [share * examples for share in (point.old, point.new)]
     # In float32 a count is exact up to 2^24, and its division by the examples rounds by at most 2^-24 of the share.

@@ -46,11 +46,11 @@ _LISTED = CALLBACKS | {"keras.Input", "keras.layers.Input", "keras.Sequential", 
 
 _WRITING = ("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "TensorBoard")
 WRITERS = {f"keras.callbacks.{name}" for name in _WRITING}
-_CODE = "must not carry code or load it from a file"
 _RUNNING = ("layers.FlaxLayer", "layers.JaxLayer", "layers.Lambda", "layers.TFSMLayer", "layers.TorchModuleWrapper")
 REFUSED = {
     **dict.fromkeys(WRITERS, "must not write files unless you allow it"),
-    **{f"keras.{name}": "must not carry code" for name in (*_RUNNING, "callbacks.LambdaCallback")},
+    **{f"keras.{name}": "must not carry code or load it from a file" for name in _RUNNING},
+    "keras.callbacks.LambdaCallback": "must not carry code",
     "keras.callbacks.RemoteMonitor": "must not send anything over the network",
 }
 # Target → the argument that is a path where it is text.
