@@ -7,7 +7,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from omegaconf import DictConfig
 
 from pipeline import config as configuration
 from pipeline import imports
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError, first_line, say
 from pipeline.masking import mask
 from pipeline.tracking.journal import Journal
 
@@ -30,19 +29,6 @@ class Terminated(BaseException):
     """SIGTERM arrived. Like KeyboardInterrupt no `except Exception` swallows it."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended.
-
-    Attributes:
-        run_id: in MLflow.
-        loss: the last one, of the validation split where there is one: what a sweeper that searches makes small.
-    """
-
-    run_id: str
-    loss: float
-
-
 def run(
     config: DictConfig,
     overrides: Sequence[str],
@@ -50,7 +36,7 @@ def run(
     *,
     tags: Mapping[str, str] = MappingProxyType({}),
     check_dataset: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> Outcome:
+) -> tuple[str, float]:
     """Train what `config` says and record it.
 
     Args:
@@ -60,18 +46,23 @@ def run(
         tags: of the run, beside its own.
         check_dataset: takes what `provenance.dataset` says of the data, and may refuse it.
 
+    Returns:
+        The run's ID in MLflow, and its last loss: of the validation split where there is one.
+
     Raises:
         ConfigError: the config is wrong; nothing was created.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     settings = configuration.check(config, overrides)
-    _check_fresh(run_dir, config)
+    if (run_dir / "journal.jsonl").exists():  # a second run in one journal would never be shipped
+        key = "hydra.run.dir" if config.tracking.sweep is None else "hydra.sweep.dir"
+        raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
     configuration.plain(config)  # an interpolation that leads nowhere is a config error as well
     journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
         with imports.without_chatter():
-            from pipeline import assembly, model
+            from pipeline import assembly, model, training
             from pipeline.tracking.tracker import Tracker
 
         parts = assembly.assemble(config, settings, check_dataset)
@@ -87,19 +78,23 @@ def run(
         say(f"{parts.machine.description}; {parts.plan}")
         say(f"run directory {run_dir}", f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
         recorder.restart_clock()
-        loss = _train(parts, recorder)
+        loss = training.train(
+            parts.model,
+            parts.batches,
+            parts.update(),
+            parts.plan,
+            recorder,
+            evaluate=parts.evaluate(),
+            evaluate_every=config.training.evaluate_every,
+            callbacks=parts.objective.callbacks,
+        )
         recorder.progress.close()
         if config.tracking.log_model:
             _log_model(parts, tracker)
-    say("open it with: pipeline ui" + (f" tracking.uri={_shown(config)}" if _shown(config) else ""))
-    return Outcome(tracker.run_id, loss)
-
-
-def _check_fresh(run_dir: Path, config: DictConfig) -> None:
-    """Refuse a run directory that holds a run: a second run in one journal would never be shipped."""
-    if (run_dir / "journal.jsonl").exists():
-        key = "hydra.run.dir" if config.tracking.sweep is None else "hydra.sweep.dir"
-        raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
+    uri = config.tracking.uri
+    where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
+    say(" ".join(["open it with: pipeline ui", *where]))
+    return tracker.run_id, loss
 
 
 def _recorder(parts: Parts, tracker: Tracker) -> Recorder:
@@ -117,27 +112,9 @@ def _recorder(parts: Parts, tracker: Tracker) -> Recorder:
     )
 
 
-def _train(parts: Parts, recorder: Recorder) -> float:
-    """Train to the end of the plan; return the last loss."""
-    from pipeline import training
-
-    return training.train(
-        parts.model,
-        parts.batches,
-        parts.update(),
-        parts.plan,
-        recorder,
-        evaluate=parts.evaluate(),
-        evaluate_every=parts.config.training.evaluate_every,
-        callbacks=parts.objective.callbacks,
-    )
-
-
 @contextmanager
 def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[None]:
     """Close the run as FINISHED, FAILED or KILLED, with all that it had logged; one that never began needs none."""
-    from pipeline.recorder import NonFiniteError
-
     status, failure = "FINISHED", None
     try:
         yield
@@ -145,9 +122,8 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[None]:
         killed = isinstance(error, KeyboardInterrupt | Terminated)
         status = "KILLED" if killed else "FAILED"
         failure = "".join(traceback.format_exception_only(error)).strip()
-        if not isinstance(error, NonFiniteError):  # with which the rows end
-            with suppress(Exception):  # no second failure, such as of a device that is gone, hides the first
-                recorder.fetch()
+        with suppress(Exception):  # no second failure, such as of a device that is gone, hides the first
+            recorder.fetch()
         raise
     finally:
         recorder.progress.close()
@@ -162,14 +138,9 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
     try:
         log_model(parts.config.tracking.uri, tracker.experiment_id, tracker.run_id, parts.model, parts.example())
     except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         tracker.journal.write({"tags": {"model.not_logged": mask(first)}})
         say(f"the model was not logged: {first}")
-
-
-def _shown(config: DictConfig) -> str:
-    uri: str = config.tracking.uri
-    return "" if uri == "sqlite:///mlruns/mlflow.db" else mask(uri)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -1,8 +1,6 @@
 """What this package uses of MLflow's private parts; read in MLflow 3.17.2.
 
 SystemMetricsMonitor    samples the machine: its own thread would read the whole run before each of its writes
-
-Import `pipeline.tracking.store` first: it sets what MLflow reads when it is imported.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -34,25 +34,13 @@ class Log(Protocol):
     def flush(self) -> None: ...
 
 
-class Row(NamedTuple):
-    """One update's row, as `Log.update` takes it."""
-
-    update: int
-    results: dict[str, float]
-    performance: dict[str, float]
-    at: float
-
-
 @dataclass
 class Recorder:
     """Keeps each update's results on the device and fetches them in groups: reading one waits for the device.
 
     Attributes:
-        log: where the rows go.
-        plan: of the run.
         log_every: updates from one logged row to the next; `finish` logs the last one.
         peak_memory: returns the bytes at the peak so far.
-        progress: what a person sees.
         skips: whether the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does.
         names: of an update's results, in their order.
         last: results of the latest update that was fetched.
@@ -68,7 +56,7 @@ class Recorder:
     last: dict[str, float] = field(default_factory=dict)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    _unlogged: Row | None = None  # the latest row, where `log_every` left it out
+    _unlogged: tuple[Any, ...] = ()  # the latest row, where `log_every` left it out
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
     _pending: list[tuple[int, float, tf.Tensor]] = field(default_factory=list)
@@ -97,8 +85,12 @@ class Recorder:
             del self._pending[0]  # a row at a time: what an interrupt leaves here is fetched at the end of the run
             self.last = self._results(dict(zip(self.names, values, strict=True)))
             wrong = self._non_finite(self.last)
-            self._write(Row(update, self.last, performance, at), now=bool(wrong))
+            self._add_to_epoch(update)
+            self._unlogged = update, self.last, performance, at
+            if wrong or update % self.log_every == 0:
+                self._log_last()
             if wrong:
+                self._pending.clear()  # of weights that are not finite
                 self.log.flush()
                 values_of = " and ".join(f"{name}={self.last[name]}" for name in wrong)
                 group = f"updates {pending[0][0]} to {pending[-1][0]}"
@@ -109,9 +101,8 @@ class Recorder:
     def finish(self) -> None:
         """Fetch what is left, and log the last update whatever `log_every` says."""
         self.fetch()
-        if self._unlogged is not None:
-            self.log.update(*self._unlogged)
-            self.log.flush()
+        self._log_last()
+        self.log.flush()
 
     def restart_clock(self) -> None:
         """Exclude the time since the last fetch from the update times."""
@@ -150,11 +141,13 @@ class Recorder:
             wrong = [] if skipped else wrong
         return wrong
 
-    def _write(self, row: Row, now: bool) -> None:
-        self._unlogged = None if now or row.update % self.log_every == 0 else row
-        if self._unlogged is None:
+    def _log_last(self) -> None:
+        row, self._unlogged = self._unlogged, ()
+        if row:
             self.log.update(*row)
-        examples = self.plan.batch_size(row.update)
+
+    def _add_to_epoch(self, update: int) -> None:
+        examples = self.plan.batch_size(update)
         self._epoch_examples += examples
-        for name, value in row.results.items():
+        for name, value in self.last.items():
             self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value * examples

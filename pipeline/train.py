@@ -117,4 +117,5 @@ def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
 
     places = configuration.allowed_places(config.trust.allow)
     with artifact_locations.confined(config.tracking.uri, places) if config.tracking.confined else nullcontext():
-        return job.run(config, overrides, run_dir).loss
+        _, loss = job.run(config, overrides, run_dir)
+        return loss

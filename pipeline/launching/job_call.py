@@ -24,15 +24,9 @@ FINISHED, FAILED = "finished", "failed"
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job ended.
+    """How a job ended, with the loss that it returned, or with the reason why it did not finish, in one line."""
 
-    Attributes:
-        how: `finished`, `failed`, or what ended it, such as `killed by SIGKILL`.
-        loss: that it returned.
-        reason: why it did not finish, in one line.
-    """
-
-    how: str
+    how: str  # `finished`, `failed`, or what ended it, such as `killed by SIGKILL`
     loss: float = WORST
     reason: str = ""
 

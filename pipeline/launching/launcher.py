@@ -74,12 +74,7 @@ class SweepLauncher(Launcher):
         return [completed_with(losses.get(job.name, WORST)) for job in plan.jobs]
 
     def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> Plan:
-        """Compose and check every job: a wrong one is refused before the first job starts.
-
-        Args:
-            job_overrides: of each job.
-            first: number of the first job.
-        """
+        """Compose and check every job, numbered from `first` on: a wrong one is refused before any job starts."""
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
         values = [

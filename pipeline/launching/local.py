@@ -99,13 +99,10 @@ class LocalJob:
         log: file that takes what it prints.
         limit: minutes after which it is ended.
         methods: of `multiprocessing` to start its process; one that fails is removed, and the next one is tried.
-
-    Attributes:
-        deadline: when it is to be ended, on the monotonic clock in seconds.
     """
 
     def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str]):
-        self.deadline = float("inf")
+        self.deadline = float("inf")  # on the monotonic clock in seconds
         self._call, self._gpus, self._log, self._limit, self._methods = call, gpus, log, limit, methods
         self._ours, self._theirs = multiprocessing.Pipe()
         self._process: Any = None  # with a `pid` once it has started; an interruption may come before either

@@ -81,7 +81,7 @@ class SearchSweeper(Sweeper):
 
 
 def _choose(trial: Any, override: Override) -> str:
-    """`override` with Optuna's choice in the place of what is swept."""
+    """Return `override` with Optuna's choice in the place of what is swept."""
     key, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
         bounds: Any = value.start, value.end

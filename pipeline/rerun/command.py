@@ -157,9 +157,9 @@ class Rerun:
                 if self.request.dry:
                     self._check_without_running(composed, overrides)
                     return 0.0
-                done = job.run(composed, overrides, run_dir, tags=tags, check_dataset=self._check_dataset)
-            run_ids.append(done.run_id)
-            return done.loss
+                run_id, loss = job.run(composed, overrides, run_dir, tags=tags, check_dataset=self._check_dataset)
+            run_ids.append(run_id)
+            return loss
 
         compose.run_recorded(config, self.request.for_hydra(self.gate.run_dir), task, self.request.folders[1:])
         return next(iter(run_ids), None)

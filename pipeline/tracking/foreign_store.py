@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline import config as configuration
@@ -24,12 +23,7 @@ _START = re.compile("[0-9a-f]{4,32}")
 
 @dataclass(frozen=True)
 class ForeignStore:
-    """A store that exists and answers: made by `open`.
-
-    Attributes:
-        uri: of the store; the user's own.
-        places: where artifacts may lie, other than with the store.
-    """
+    """A store that exists and answers: made by `open`. Artifacts may lie with it, and in `places`."""
 
     uri: str
     places: tuple[str, ...] = ()
@@ -45,22 +39,16 @@ class ForeignStore:
         Raises:
             ConfigError: there is none, or it does not answer.
         """
-        from pipeline.tracking.store import SQLITE, Store, StoreError
+        from pipeline.tracking.store import Store
 
         configuration.check_allowed(allow)
-        if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE).split("?")[0]).exists():
+        if Store(uri).is_new():
             raise ConfigError("tracking.uri", "must be a store that exists", uri)
-        try:
-            Store(uri)
-        except StoreError as error:
-            raise ConfigError("tracking.uri", f"must be a store that answers ({error})", uri) from error
         return cls(uri, tuple(configuration.allowed_places(allow)))
 
     def client(self) -> Any:
         """Return MLflow's client of the store."""
-        from pipeline.tracking import store  # noqa: F401  (first: it sets what MLflow reads when it is imported)
-
-        from mlflow.tracking import MlflowClient  # isort: skip
+        from mlflow.tracking import MlflowClient
 
         return MlflowClient(self.uri)
 
@@ -78,12 +66,14 @@ class ForeignStore:
 
         if RUN_ID.fullmatch(start):
             try:
-                return self._only("RUN_ID", "run", start, [self.client().get_run(start)])
+                found = [self.client().get_run(start)]
             except MlflowException as error:
                 raise ConfigError("RUN_ID", "must be a run of the store", start) from error
-        if not _START.fullmatch(start):
+        elif _START.fullmatch(start):
+            found = self._search(f"attributes.run_id LIKE '{start}%'")
+        else:
             raise ConfigError("RUN_ID", "must be the ID of a run, or at least 4 digits of its start", start)
-        return self._only("RUN_ID", "run", start, self._search(f"attributes.run_id LIKE '{start}%'"))
+        return self._only("RUN_ID", "run", start, found)
 
     def sweep(self, start: str) -> Any:
         """Return the parent run of the sweep whose run ID begins with `start`, or whose run name it is.

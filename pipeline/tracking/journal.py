@@ -6,11 +6,11 @@ The trainer never waits for the tracker, shares no interpreter lock with it, and
 before the run is over. What is on disk keeps its time stamp, so shipping a line again changes nothing. When the
 trainer dies without a word, the shipper still ships what was written and closes the run.
 
-One line is one JSON object:
+One line is one JSON object, with its time in milliseconds as well:
     {"start": {…}}                                    the run: params, tags, inputs; the first line
-    {"time": ms, "step": updates, "metrics": {…}}
-    {"tags": {…}}    {"artifact": path, "folder": …}
-    {"end": "FINISHED" | "FAILED" | "KILLED", "time": ms}
+    {"step": updates, "metrics": {…}}
+    {"tags": {…}}    {"artifact": path}
+    {"end": "FINISHED" | "FAILED" | "KILLED"}
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ class Journal:
     Args:
         uri: an MLflow tracking URI.
         experiment: that the run will belong to; created with the run where there is none.
+
+    Attributes:
+        shipper: its process.
     """
 
     _file: TextIO
@@ -45,7 +48,7 @@ class Journal:
         self.uri, self.experiment = uri, experiment
         # -P: a file of the user's folder with a module's name is not for the shipper, which runs none of their code.
         # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
-        self._shipper: Any = subprocess.Popen(
+        self.shipper: Any = subprocess.Popen(
             [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -55,22 +58,17 @@ class Journal:
         )
         self._send({"open": uri, "experiment": experiment, "places": artifact_locations.allowed_places()})
 
-    @property
-    def pid(self) -> int:
-        """Of the shipper's process."""
-        return self._shipper.pid
-
     def ready(self) -> None:
         """Wait until the store answers.
 
         Raises:
-            ConfigError: it cannot be reached, read or written.
+            ConfigError: it cannot be reached, read or written; `abandon` what is left.
         """
         answer = self._answer()
+        if "key" in answer:
+            received = {"tracking.uri": self.uri, "tracking.experiment": self.experiment}[answer["key"]]
+            raise ConfigError(answer["key"], answer["rule"], received)
         if "error" in answer:
-            self.abandon()
-            if answer["key"] == "tracking.experiment":
-                raise ConfigError("tracking.experiment", answer["error"], self.experiment)
             raise ConfigError("tracking.uri", f"must be a store that answers ({answer['error']})", self.uri)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
@@ -91,7 +89,7 @@ class Journal:
         except FileExistsError:  # of another run, begun in the same moment
             self.abandon()
             raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent)) from None
-        self.write({"start": run, "time": _now()})
+        self.write({"start": run})
         self.flush()
         self._send({"start": str(path)})
         answer = self._answer()
@@ -100,12 +98,9 @@ class Journal:
             raise RuntimeError(f"MLflow refused the run: {answer['error']}")
         return answer
 
-    def metrics(self, step: int, metrics: dict[str, float], milliseconds: int | None = None) -> None:
-        """Write one row: what was measured after `step` updates. Each (metric, step) may be written once."""
-        self.write({"time": milliseconds or _now(), "step": step, "metrics": metrics})
-
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(_ENCODE(line) + "\n")
+        """Write one line, which is of now unless it has a time. Each (metric, step) may be written once."""
+        self._file.write(_ENCODE({"time": int(time.time() * 1000), **line}) + "\n")
 
     def flush(self) -> None:
         """Hand what was written to the operating system, which keeps it if this process dies."""
@@ -117,32 +112,26 @@ class Journal:
         Returns:
             Why something could not be shipped; None when all of it was.
         """
-        self.write({"end": status, "time": _now()})
+        self.write({"end": status})
         self._file.close()
-        self._end()
-        error = self._answer().get("error")
-        self._shipper.wait()
-        return error
+        return _read(self.shipper.communicate()[0]).get("error")  # it ships what is left when its input ends
 
     def abandon(self) -> None:
         """Let the shipper go before a run was started; nothing is left in the store."""
-        self._end()
-        self._shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs
-        self._shipper.wait()
+        self.shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs
+        self.shipper.communicate()
 
     def _send(self, command: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the answer, which is then missing, says so
-            self._shipper.stdin.write(json.dumps(command) + "\n")
-            self._shipper.stdin.flush()
+            self.shipper.stdin.write(json.dumps(command) + "\n")
+            self.shipper.stdin.flush()
 
     def _answer(self) -> dict[str, str]:
-        line = self._shipper.stdout.readline()
-        return json.loads(line) if line else {"error": "the shipper ended without an answer", "key": "tracking.uri"}
-
-    def _end(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._shipper.stdin.close()
+        return _read(self.shipper.stdout.readline())
 
 
-def _now() -> int:
-    return int(time.time() * 1000)
+def _read(answer: str) -> dict[str, str]:
+    if not answer:
+        return {"error": "the shipper ended without an answer"}
+    answered: dict[str, str] = json.loads(answer)
+    return answered

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-import importlib
+import itertools
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,11 +35,9 @@ NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "t
 
 
 def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return a SHA-256 that two runs share when they were asked for the same training, wherever they ran.
+    """Return a SHA-256 of a config without secrets: runs that were asked for the same training share it.
 
-    Args:
-        resolved: without secrets, as it is recorded.
-        run_dir: of the run; its name does not count.
+    Where a run lies, its `run_dir`, does not count.
     """
     same = {key: value for key, value in resolved.items() if key not in ("tracking", "trust")}
     if isinstance(same.get("dataset"), dict):  # the record of the data says which they were, wherever they lay
@@ -58,11 +56,7 @@ def links(config: DictConfig) -> dict[str, str]:
 
 
 def environment(run_dir: Path) -> dict[str, Any]:
-    """Describe the interpreter, the machine, the code and every installed distribution.
-
-    Args:
-        run_dir: of the run, which its config's paths may lie in.
-    """
+    """Describe the interpreter, the machine, the code, every installed distribution, and where the run lies."""
     described = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
     packages = {of["Name"]: of["Version"] for of in sorted(described, key=lambda of: of["Name"] or "")}
     return {
@@ -129,11 +123,7 @@ def dataset(data: Data) -> dict[str, Any]:
 
 
 def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: str) -> None:
-    """Refuse data that are not what the recorded run was trained on.
-
-    Raises:
-        ConfigError: with the file or the split that differs.
-    """
+    """Refuse data that are not what the recorded run was trained on; name the file or the split that differs."""
     now = json.loads(mask(json.dumps(now)))  # as the recorded ones were
     for key in ("name", "version"):
         if recorded[key] != now[key]:
@@ -151,13 +141,9 @@ def origin() -> dict[str, str]:
         user = getpass.getuser()
     except (KeyError, OSError):  # a number without a name, as in a container
         user = "unknown"
-    tags = {
-        "mlflow.user": user,
-        "mlflow.source.type": "LOCAL",
-        "mlflow.source.name": " ".join(["pipeline", *map(mask, sys.argv[1:])]),
-    }
-    tree = git()
-    if tree:
+    command = " ".join(["pipeline", *map(mask, sys.argv[1:])])
+    tags = {"mlflow.user": user, "mlflow.source.type": "LOCAL", "mlflow.source.name": command}
+    if tree := git():
         commit, clean = tree["commit"], str(tree["clean"]).lower()
         tags |= {"git.commit": commit, "git.clean": clean, "mlflow.source.git.commit": commit}
     return tags
@@ -165,9 +151,9 @@ def origin() -> dict[str, str]:
 
 def _tree() -> Path | None:
     """Return the working directory where it is in a repository, as it has the user's code; else this checkout."""
-    package = Path(__file__).resolve()
     if _git(Path.cwd(), "rev-parse", "HEAD") is not None:
         return Path.cwd()
+    package = Path(__file__).resolve()
     return package.parent if _git(package.parent, "ls-files", "--error-unmatch", package.name) is not None else None
 
 
@@ -196,10 +182,8 @@ def _hardware() -> dict[str, Any]:
         "gpus": [gpu[0] for gpu in gpus],
         "driver": gpus[0][1] if gpus else None,
     }
-    if (
-        "tensorflow" in sys.modules
-    ):  # which takes seconds to import; the versions of CUDA's packages are recorded anyway
-        build = importlib.import_module("tensorflow").sysconfig.get_build_info()
+    if "tensorflow" in sys.modules:  # to import it takes seconds; the versions of CUDA's packages are recorded anyway
+        build = sys.modules["tensorflow"].sysconfig.get_build_info()
         found |= {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
     return found
 
@@ -235,23 +219,19 @@ def _content_hash(split: Any) -> str:
     """
     import tensorflow as tf
 
-    found = hashlib.sha256()
     specs = tf.nest.flatten(split.element_spec)
     if all(isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() for spec in specs):
-        for batch in split.batch(AT_ONCE).as_numpy_iterator():
-            for leaves in zip(*tf.nest.flatten(batch), strict=True):
-                _add(found, leaves)
+        batches = split.batch(AT_ONCE).as_numpy_iterator()
+        examples = (example for batch in batches for example in zip(*tf.nest.flatten(batch), strict=True))
     else:  # flat values and row splits of a ragged tensor; indices, values and shape of a sparse one
-        for example in split:
-            _add(found, [leaf.numpy() for leaf in tf.nest.flatten(example, expand_composites=True)])
-    return found.hexdigest()
-
-
-def _add(found: Any, leaves: Iterable[Any]) -> None:
-    for leaf in leaves:
+        flat = (tf.nest.flatten(example, expand_composites=True) for example in split)
+        examples = (tuple(leaf.numpy() for leaf in example) for example in flat)
+    found = hashlib.sha256()
+    for leaf in itertools.chain.from_iterable(examples):
         found.update(str(getattr(leaf, "shape", "")).encode())
         # Texts are objects, whose own bytes are addresses; as Python writes them, it shows where each ends.
         if isinstance(leaf, bytes):
             found.update(repr(leaf).encode())
         else:
             found.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
+    return found.hexdigest()

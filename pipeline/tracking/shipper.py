@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import first_line
+from pipeline.errors import ConfigError, first_line
 from pipeline.trust import artifact_locations
 
 
@@ -41,11 +41,10 @@ def without(*names: str) -> Iterator[None]:
 
 # MLflow imports them for data frames, which nobody logs here: 1.5 s of the 4 s that it takes.
 with without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
-    from pipeline.tracking.store import ExperimentError, Store  # first: it sets what MLflow reads when it is imported
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 
-    from pipeline import mlflow_internals  # isort: skip
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag  # isort: skip
-    from mlflow.tracking import MlflowClient  # isort: skip
+    from pipeline import mlflow_internals
+    from pipeline.tracking.store import Store
 
 AT_ONCE = 1000  # metrics in one request, at most; MLflow's limit
 TRIES = 5  # to log the inputs of a run
@@ -68,15 +67,15 @@ class Shipper:
         self._partial = ""
         self._points: list[Metric] = []
         self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
-        self.ended = False
-        self.last_step = 0
-        start = json.loads(self._file.readline())
-        self.client: MlflowClient = store.client()
-        self._create(store, start["start"], start["time"])
+        self._ended = False
+        self._last_step = self._samples = 0
+        self.client = store.client()
+        self._create(store, json.loads(self._file.readline()))
 
-    def _create(self, store: Store, run: dict[str, Any], started: int) -> None:
+    def _create(self, store: Store, line: dict[str, Any]) -> None:
+        run = line["start"]
         self.experiment_id = store.experiment(run["experiment"])
-        created = self.client.create_run(self.experiment_id, started, run["tags"], run["name"])
+        created = self.client.create_run(self.experiment_id, line["time"], run["tags"], run["name"])
         self.run_id = created.info.run_id
         try:
             if (places := artifact_locations.allowed_places()) is not None:
@@ -87,7 +86,6 @@ class Shipper:
             self._log_inputs(run["inputs"])
             # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
             self._system = mlflow_internals.system_sampler(store.uri, self.run_id) if run["system_metrics"] else None
-            self._samples = 0
         except Exception:
             with contextlib.suppress(Exception):  # the first failure is what the trainer is told
                 self.client.set_terminated(self.run_id, "FAILED")
@@ -108,19 +106,24 @@ class Shipper:
                     raise
                 time.sleep(0.2 * attempt)
 
-    def read(self) -> None:
-        """Take in the lines that have been written since."""
+    def read(self, alive: bool) -> None:
+        """Take in the lines that have been written since; where the trainer died without a word, say so for it."""
         while text := self._file.readline():
             self._partial += text
             if not self._partial.endswith("\n"):
-                return
+                break
             line, self._partial = json.loads(self._partial), ""
             if "metrics" in line:
                 step, milliseconds = line["step"], line["time"]
-                self.last_step = max(step, self.last_step)
+                self._last_step = max(step, self._last_step)
                 self._points += [Metric(key, value, milliseconds, step) for key, value in line["metrics"].items()]
             else:
                 self._waiting.append(line)
+                self._ended = "end" in line
+        if not alive and not self._ended:
+            failure = f"The process ended without a word after update {self._last_step}."
+            self._waiting += [{"tags": {"failure": failure}}, {"end": "KILLED", "time": int(time.time() * 1000)}]
+            self._ended = True
 
     def sample(self) -> None:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
@@ -137,25 +140,13 @@ class Shipper:
             del self._points[:AT_ONCE]
         while self._waiting:
             line = self._waiting[0]
-            if "tags" in line:
-                self._tag(line["tags"])
-            elif "artifact" in line:
-                self.client.log_artifact(self.run_id, line["artifact"], line.get("folder"))
-            elif "end" in line:
-                self._end(line["end"], line["time"])
+            for key, value in line.get("tags", {}).items():
+                self.client.set_tag(self.run_id, key, value)
+            if "artifact" in line:
+                self.client.log_artifact(self.run_id, line["artifact"])
+            if "end" in line:
+                self.client.set_terminated(self.run_id, line["end"], line["time"])
             del self._waiting[0]
-
-    def vanished(self) -> None:
-        """Say that the trainer died without a word, and leave no run RUNNING."""
-        self._tag({"failure": f"The process ended without a word after update {self.last_step}."})
-        self._end("KILLED", int(time.time() * 1000))
-
-    def _tag(self, tags: dict[str, Any]) -> None:
-        self.client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
-
-    def _end(self, status: str, milliseconds: int) -> None:
-        self.client.set_terminated(self.run_id, status, milliseconds)
-        self.ended = True
 
 
 def main() -> None:
@@ -180,8 +171,8 @@ def _serve(command: dict[str, Any]) -> None:
             return
         shipper = Shipper(store, Path(start["start"]))
     except Exception as error:
-        key = "tracking.experiment" if isinstance(error, ExperimentError) else "tracking.uri"
-        _answer({"error": first_line(error), "key": key})
+        refusal = {"key": error.key, "rule": error.rule} if isinstance(error, ConfigError) else {}
+        _answer({"error": first_line(error), **refusal})
         return
     _answer({"run_id": shipper.run_id, "experiment_id": shipper.experiment_id})
     gc.freeze()  # what is loaded by now stays: collecting it again and again doubled the cost of a batch
@@ -195,13 +186,11 @@ def _follow(shipper: Shipper) -> None:
             alive = not select.select([sys.stdin], [], [], wait)[0]
         elif failing_since:
             time.sleep(wait)
-        shipper.read()
+        shipper.read(alive)
         if not failing_since:
             shipper.sample()
         try:
             shipper.ship()
-            if not alive and not shipper.ended:
-                shipper.vanished()
         except Exception as error:
             wait = min(2 * wait, RETRY[1]) if failing_since else RETRY[0]
             failing_since = failing_since or time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import sqlite3
@@ -11,32 +10,15 @@ import tempfile
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-# Before MLflow is imported: quiet migrations, and answers within seconds where a server is gone.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-# It prints a server's address, password and all, and on the shipper's line to the trainer.
-os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-logging.getLogger("alembic").setLevel(logging.WARNING)
+from filelock import FileLock
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
 
-from filelock import FileLock  # noqa: E402
-from mlflow.exceptions import MlflowException  # noqa: E402
-from mlflow.tracking import MlflowClient  # noqa: E402
-
-from pipeline.masking import mask, remember  # noqa: E402
+from pipeline.errors import ConfigError, first_line
+from pipeline.masking import mask, remember
 
 SQLITE = "sqlite:///"
 TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment, whose UI else opens for GenAI
-
-
-class StoreError(Exception):
-    """The store cannot be used; the message says why in one line."""
-
-
-class ExperimentError(Exception):
-    """The experiment cannot be logged to; the message says why in one line."""
 
 
 class Store:
@@ -49,7 +31,7 @@ class Store:
         database: the file of a SQLite store.
 
     Raises:
-        StoreError: it cannot be reached, read or written.
+        ConfigError: it cannot be reached, read or written.
     """
 
     def __init__(self, uri: str):
@@ -57,99 +39,80 @@ class Store:
         self.uri = uri
         self.database: Path | None = None
         if uri.startswith(SQLITE):
-            self._open_sqlite(Path(uri.removeprefix(SQLITE).split("?")[0]).absolute())
-        elif uri.lower().startswith(("http://", "https://")):
-            self._open_server()
-        elif uri.partition(":")[0].lower().split("+")[0] in ("postgresql", "mysql", "mssql"):
-            self._search()
-        else:
-            raise StoreError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
+            self.database = Path(uri.removeprefix(SQLITE).split("?")[0]).absolute()
+        try:
+            self._check()
+        except Exception as error:
+            raise ConfigError("tracking.uri", f"must be a store that answers ({first_line(error)})", uri) from error
+
+    def is_new(self) -> bool:
+        """Return whether the store is a SQLite file that is yet to be created."""
+        return self.database is not None and not self.database.exists()
 
     def client(self) -> MlflowClient:
         """Return MLflow's client of the store, which is created first where there is none."""
-        if self._is_new():
-            self._create()
+        if self.database is not None and self.is_new():
+            self.database.parent.mkdir(parents=True, exist_ok=True)
+            # Put in place whole: MLflow makes its tables in sixty steps, and may be killed meanwhile.
+            with (
+                FileLock(f"{self.database}.lock"),
+                tempfile.TemporaryDirectory(prefix=".mlflow-", dir=self.database.parent) as folder,
+            ):
+                if self.is_new():  # another run may have been faster
+                    new = Path(folder) / self.database.name
+                    MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+                    new.rename(self.database)
         return MlflowClient(self.uri)
 
     def check(self, experiment: str) -> str | None:
         """Return the ID of an experiment that can be logged to; None where there is none, and none is created.
 
         Raises:
-            ExperimentError: the experiment is deleted.
+            ConfigError: the experiment is deleted.
         """
-        if self._is_new():
+        if self.is_new():
             return None
         found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
         if found is None:
             return None
         if found.lifecycle_stage != "active":
-            raise ExperimentError("is deleted; restore it or choose another name")
+            raise ConfigError("tracking.experiment", "is deleted; restore it or choose another name", experiment)
         return found.experiment_id
 
     def experiment(self, name: str) -> str:
         """Return the ID of the experiment `name`, which is masked; create it where there is none, with its artifacts
         beside a SQLite store."""
-        client = self.client()
-        known = self.check(name)
-        if known is not None:
-            return known
-        location = None if self.database is None else (self.database.parent / "artifacts").as_uri()
-        try:
-            created: str = client.create_experiment(mask(name), location, TAGS)
-        except MlflowException:  # another run created it in between
-            known = self.check(name)
-            if known is None:
-                raise
-            return known
-        return created
+        client, known = self.client(), self.check(name)
+        if known is None:
+            location = None if self.database is None else (self.database.parent / "artifacts").as_uri()
+            try:
+                known = client.create_experiment(mask(name), location, TAGS)
+            except MlflowException:  # another run created it in between
+                known = self.check(name)
+                if known is None:
+                    raise
+        return known
 
-    def _open_sqlite(self, database: Path) -> None:
-        self.database = database
-        if database.exists():
-            _check_database(database)
-            self._search()
+    def _check(self) -> None:
+        """Raise where the store cannot be used; the message says why."""
+        scheme = self.uri.partition(":")[0].lower().split("+")[0]
+        if self.database is not None and self.is_new():
+            _check_folder(next(folder for folder in self.database.parents if folder.exists()))
             return
-        parent = next(folder for folder in database.parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise StoreError(f"{parent} is not a folder that can be written")
-        try:
-            tempfile.TemporaryFile(dir=parent).close()  # /proc, for one, says that root may write
-        except OSError as error:
-            raise StoreError(f"{parent} is not a folder that can be written ({error.strerror})") from error
+        if self.database is not None:
+            _check_database(self.database)
+        elif scheme in ("http", "https"):
+            _check_server(self.uri)
+        elif scheme not in ("postgresql", "mysql", "mssql"):
+            raise ValueError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
+        MlflowClient(self.uri).search_experiments(max_results=1)
 
-    def _is_new(self) -> bool:
-        return self.database is not None and not self.database.exists()
 
-    def _create(self) -> None:
-        """Put a new database in place whole: MLflow makes its tables in sixty steps, and may be killed meanwhile."""
-        assert self.database is not None
-        self.database.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            FileLock(f"{self.database}.lock"),
-            tempfile.TemporaryDirectory(prefix=".mlflow-", dir=self.database.parent) as folder,
-        ):
-            if self._is_new():  # another run may have been faster
-                new = Path(folder) / self.database.name
-                MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
-                new.rename(self.database)
-
-    def _open_server(self) -> None:
-        try:
-            parts = urlsplit(self.uri)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            raise StoreError("where its host starts cannot be told: percent-encode what its password holds") from None
-        try:
-            socket.create_connection((parts.hostname or "", port), timeout=5).close()
-        except OSError as error:
-            raise StoreError(f"{parts.hostname}:{port}: {error.strerror or error}") from error
-        self._search()
-
-    def _search(self) -> None:
-        try:
-            MlflowClient(self.uri).search_experiments(max_results=1)
-        except Exception as error:
-            raise StoreError(str(error).splitlines()[0]) from error
+def _check_folder(folder: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # /proc, for one, says that root may write
+    except OSError as error:
+        raise OSError(f"{folder} is not a folder that can be written") from error
 
 
 def _check_database(database: Path) -> None:
@@ -162,8 +125,20 @@ def _check_database(database: Path) -> None:
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):  # a store in use by another run is a store that works
             return
-        raise StoreError(f"{database}: {error}") from error
+        raise OSError(f"{database}: {error}") from error
     if tables and "alembic_version" not in tables:  # MLflow would add its tables to it
-        raise StoreError(f"{database} is a database of something other than MLflow")
+        raise ValueError(f"{database} is a database of something other than MLflow")
     if not os.access(database, os.W_OK) or not os.access(database.parent, os.W_OK):
-        raise StoreError(f"{database} cannot be written")
+        raise OSError(f"{database} cannot be written")
+
+
+def _check_server(uri: str) -> None:
+    try:
+        parts = urlsplit(uri)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        raise ValueError("where its host starts cannot be told: percent-encode what its password holds") from None
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=5).close()
+    except OSError as error:
+        raise OSError(f"{parts.hostname}:{port}: {error.strerror or error}") from error

@@ -48,7 +48,8 @@ class Tracker:
     ) -> None:
         """Create the run with its params, tags, inputs and the artifacts that are known before it starts."""
         resolved = masked(configuration.plain(config))
-        params = {key: _text(value) for key, value in configuration.leaves(resolved).items()}
+        leaves = configuration.leaves(resolved)
+        params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in leaves.items()}
         sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
         derived = {
             **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
@@ -104,13 +105,13 @@ class Tracker:
         row["train/examples_seen"] = self.plan.examples_seen(update)
         row["train/epoch"] = self.plan.epoch(update)
         row |= {f"perf/{name}": value for name, value in performance.items()}
-        self.journal.metrics(update, row, int(at * 1000))
+        self.journal.write({"time": int(at * 1000), "step": update, "metrics": row})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of one evaluation after `update` updates."""
         row = {f"val/{name}": value for name, value in results.items()}
         row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
-        self.journal.metrics(update, row)
+        self.journal.write({"step": update, "metrics": row})
 
     def flush(self) -> None:
         self.journal.flush()
@@ -132,11 +133,9 @@ def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, exa
         model: saved in Keras' own format.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
     """
-    from pipeline.tracking import store  # noqa: F401  # isort: skip  (first: it sets what MLflow reads at import)
-
-    import keras  # isort: skip
-    import mlflow  # isort: skip
-    from mlflow.models import Model, infer_signature  # isort: skip
+    import keras
+    import mlflow
+    from mlflow.models import Model, infer_signature
 
     keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
     # A model for predicting: without the optimizer, which is twice its size and may need this package to be read.
@@ -177,7 +176,3 @@ def _inputs(data: Data) -> list[dict[str, Any]]:
         }
         inputs.append({"dataset": dataset, "context": context})
     return inputs
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

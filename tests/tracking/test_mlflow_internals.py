@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-from pipeline.tracking import store  # first: it sets what MLflow reads when it is imported
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-from pipeline import mlflow_internals  # isort: skip
-from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # isort: skip
+from pipeline import mlflow_internals
+from pipeline.tracking import store
 
 WHERE = "see pipeline/mlflow_internals.py"
 
