@@ -57,8 +57,6 @@ class Nowhere:
 
     def validation(self, update: int, results: Mapping) -> None: ...
 
-    def flush(self) -> None: ...
-
 
 class Silent(Progress):
     """Shows nothing."""

@@ -13,11 +13,7 @@ SECONDS = 5.0  # between two plain lines
 
 
 class Progress:
-    """Shows the updates of one run on standard error.
-
-    Args:
-        updates: number of updates in the whole run.
-    """
+    """Shows a run of so many updates on standard error."""
 
     def __init__(self, updates: int):
         self.updates = updates

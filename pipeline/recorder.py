@@ -31,29 +31,19 @@ class Log(Protocol):
 
     def validation(self, update: int, results: Mapping[str, float]) -> None: ...
 
-    def flush(self) -> None: ...
-
 
 @dataclass
 class Recorder:
-    """Keeps each update's results on the device and fetches them in groups: reading one waits for the device.
-
-    Attributes:
-        log_every: updates from one logged row to the next; `finish` logs the last one.
-        peak_memory: returns the bytes at the peak so far.
-        skips: whether the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does.
-        names: of an update's results, in their order.
-        last: results of the latest update that was fetched.
-    """
+    """Keeps each update's results on the device and fetches them in groups: reading one waits for the device."""
 
     log: Log
     plan: Plan
-    log_every: int
-    peak_memory: Callable[[], int]
+    log_every: int  # updates from one logged row to the next; `finish` logs the last one
+    peak_memory: Callable[[], int]  # bytes, so far
     progress: Progress
-    skips: bool = False
-    names: tuple[str, ...] = ()
-    last: dict[str, float] = field(default_factory=dict)
+    skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
+    names: tuple[str, ...] = ()  # of an update's results, in their order
+    last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
     _unlogged: tuple[Any, ...] = ()  # the latest row, where `log_every` left it out
@@ -91,18 +81,15 @@ class Recorder:
                 self._log_last()
             if wrong:
                 self._pending.clear()  # of weights that are not finite
-                self.log.flush()
                 values_of = " and ".join(f"{name}={self.last[name]}" for name in wrong)
                 group = f"updates {pending[0][0]} to {pending[-1][0]}"
                 raise NonFiniteError(f"{values_of} at update {update}, found when {group} were fetched")
-        self.log.flush()
         self.progress.show(pending[-1][0], self.last, performance["examples_per_second"])
 
     def finish(self) -> None:
         """Fetch what is left, and log the last update whatever `log_every` says."""
         self.fetch()
         self._log_last()
-        self.log.flush()
 
     def restart_clock(self) -> None:
         """Exclude the time since the last fetch from the update times."""

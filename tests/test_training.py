@@ -34,9 +34,6 @@ class Rows:
     def validation(self, update, results) -> None:
         self.validations.append((update, dict(results)))
 
-    def flush(self) -> None:
-        pass
-
 
 class StopAt(keras.callbacks.Callback):
     """Ends the run where the epoch `epoch`, which counts from 0, ends: as EarlyStopping does."""

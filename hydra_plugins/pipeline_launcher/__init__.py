@@ -1,15 +1,17 @@
-"""The launchers of `pipeline.launching`, under the names that configs choose them by.
+"""The launchers and the sweeper of `pipeline.launching`, under the names that configs choose them by.
 
 Hydra instantiates only classes that are defined in `hydra_plugins`, so each is derived here.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from hydra.core.config_store import ConfigStore
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from pipeline import compose
-from pipeline.launching import launcher, local, slurm
+from pipeline.launching import launcher, local, search, slurm
 
 
 class LocalLauncher(local.LocalLauncher):
@@ -24,16 +26,23 @@ class BasicLauncher(launcher.BasicLauncher):
     """All jobs in this process, one after the other: for a debugger."""
 
 
+class SearchSweeper(search.SearchSweeper):
+    """Jobs in batches, each batch chosen by what those before it gave."""
+
+
 def _register() -> None:
-    here = local.LocalConfig(_target_=f"{__name__}.LocalLauncher")
-    nodes = {
-        "local": here,
-        "submitit_local": here,  # of recorded sweeps
-        "submitit_slurm": SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440),
-        "basic": {"_target_": f"{__name__}.BasicLauncher"},
+    here = {"_target_": f"{__name__}.LocalLauncher", "timeout_min": 525600}  # a year
+    searching = {"_target_": f"{__name__}.SearchSweeper", "trials": 20, "at_once": 1, "seed": 0, "params": None}
+    nodes: dict[str, Any] = {
+        "launcher/local": here,
+        "launcher/submitit_local": here,  # of recorded sweeps
+        "launcher/submitit_slurm": SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440),
+        "launcher/basic": {"_target_": f"{__name__}.BasicLauncher"},
+        "sweeper/search": searching,
     }
-    for name, node in nodes.items():
-        ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="pipeline")
+    for path, node in nodes.items():
+        group, name = path.split("/")
+        ConfigStore.instance().store(group=f"hydra/{group}", name=name, node=node, provider="pipeline")
 
 
 compose.on_plugins_found(__name__, _register)

@@ -23,12 +23,7 @@ DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]]:
     """Return one entry for each job that may run at once: the GPUs of that job.
 
-    Args:
-        hardware: of each job, the config's `hardware`.
-        at_once: jobs at once, at most; None for one a GPU, or for one where there is no GPU.
-
-    Raises:
-        ConfigError: a job wants more GPUs than there are.
+    There are `at_once` of them at most; by default one a GPU, or one where there is no GPU.
     """
     gpus, size = visible(), per_job(hardware)
     if not gpus or not size:

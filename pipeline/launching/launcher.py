@@ -64,7 +64,6 @@ class SweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         plan = self.plan(job_overrides, initial_job_idx)
         slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
-        self._prepare()
         with open_dict(self.config):
             self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
         losses = self.sweep.finished()
@@ -112,11 +111,8 @@ class SweepLauncher(Launcher):
         return configuration.check(config, overrides)
 
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
-        """Return one entry for each job that may run at once: the GPUs of that job."""
+        """Return one entry for each job that may run at once, the GPUs of that job; begin what a job will need."""
         return [[]]
-
-    def _prepare(self) -> None:
-        """Begin what takes a while and can refuse nothing."""
 
     def _call(self, job: parent_run.PlannedJob, number: int) -> JobCall:
         quoted = "'" + job.name.replace("'", "\\'") + "'"

@@ -18,7 +18,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -36,26 +35,18 @@ from pipeline.launching.launcher import GRACE, SweepLauncher
 LOST = 255  # exit status that `multiprocessing` gives a job whose forkserver has died, though the job may live
 
 
-@dataclass
-class LocalConfig:
-    """What `hydra/launcher=local` takes."""
-
-    _target_: str
-    timeout_min: int = 525600  # minutes after which a job is ended: a year
-
-
 class LocalLauncher(SweepLauncher):
     """Each job a process on this machine: as many at once as `hardware.parallel_jobs` says."""
 
     def __init__(self, timeout_min: int, **unknown: Any):
-        self.timeout_min, self._unknown = timeout_min, unknown
+        self.timeout_min, self._unknown = timeout_min, unknown  # minutes after which a job is ended
         # Elsewhere than on Linux a forked process may not use what its libraries rely on.
         self._methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]
 
     def setup(self, *, config: DictConfig, **given: Any) -> None:
         for key, value in self._unknown.items():
             raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, ["timeout_min"])
-        if self.timeout_min < 1:
+        if not isinstance(self.timeout_min, int) or self.timeout_min < 1:
             raise ConfigError("hydra.launcher.timeout_min", "must be at least 1", self.timeout_min)
         super().setup(config=config, **given)
 
@@ -70,13 +61,12 @@ class LocalLauncher(SweepLauncher):
             raise
 
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
-        return gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
-
-    def _prepare(self) -> None:
+        slots = gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
         if "forkserver" in self._methods:
             multiprocessing.set_forkserver_preload(["pipeline.launching.warm"])
             with importing_only_this_package():
                 forkserver.ensure_running()  # imports TensorFlow while this process imports MLflow
+        return slots
 
     def _job(self, call: JobCall, gpus: list[str]) -> LocalJob:
         # TensorFlow reads some variables when it is imported, which a fork does not do again.
@@ -94,8 +84,6 @@ class LocalJob:
     """A job in a process of its own.
 
     Args:
-        call: what the job is.
-        gpus: that it may use.
         log: file that takes what it prints.
         limit: minutes after which it is ended.
         methods: of `multiprocessing` to start its process; one that fails is removed, and the next one is tried.

@@ -47,16 +47,12 @@ class SlurmLauncher(SweepLauncher):
         if shutil.which("sbatch") is None:
             raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
         wanted = gpus_of_machine.per_job(hardware)
-        asked = [key for key in ("gpus_per_node", "gpus_per_task", "gres") if self.params.get(key) is not None]
-        if wanted and not asked and (self._has_gpus() or any(h.device.name == "gpu" for h in hardware)):
-            self.params["gpus_per_node"] = wanted
+        if wanted and all(self.params.get(key) is None for key in ("gpus_per_node", "gpus_per_task", "gres")):
+            partition = [f"--partition={self.params['partition']}"] if self.params.get("partition") else []
+            nodes = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True)
+            if "gpu" in nodes.stdout or any(h.device.name == "gpu" for h in hardware):
+                self.params["gpus_per_node"] = wanted
         return [[] for _ in range(self.params.get("array_parallelism") or 256)]
-
-    def _has_gpus(self) -> bool:
-        """Return whether the nodes that a job may come to have GPUs to give."""
-        partition = [f"--partition={self.params['partition']}"] if self.params.get("partition") else []
-        answer = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True)
-        return "gpu" in answer.stdout
 
     def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
         there = copy.deepcopy(config)

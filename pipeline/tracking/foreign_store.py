@@ -30,11 +30,7 @@ class ForeignStore:
 
     @classmethod
     def open(cls, uri: str, allow: Sequence[str] = ()) -> ForeignStore:
-        """Return the store at `uri`.
-
-        Args:
-            uri: of the user's own config.
-            allow: `trust.allow`, with what `--allow` adds to it.
+        """Return the store at `uri`, of the user's own config; `allow` is `trust.allow` with what `--allow` adds to it.
 
         Raises:
             ConfigError: there is none, or it does not answer.

@@ -64,7 +64,7 @@ class Journal:
         Raises:
             ConfigError: it cannot be reached, read or written; `abandon` what is left.
         """
-        answer = self._answer()
+        answer = self._answer(self.shipper.stdout.readline())
         if "key" in answer:
             received = {"tracking.uri": self.uri, "tracking.experiment": self.experiment}[answer["key"]]
             raise ConfigError(answer["key"], answer["rule"], received)
@@ -72,27 +72,24 @@ class Journal:
             raise ConfigError("tracking.uri", f"must be a store that answers ({answer['error']})", self.uri)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
-        """Create the run.
+        """Create the run and return its `run_id` and `experiment_id`.
 
         Args:
-            path: of the journal file, which must not exist yet.
+            path: of the journal file.
             run: `experiment`, `name`, `params`, `tags`, `inputs`, `system_metrics`.
-
-        Returns:
-            `run_id`, `experiment_id`.
 
         Raises:
             ConfigError: another run has its journal there.
         """
         try:
-            self._file = path.open("x", encoding="utf-8")
+            # By the line: what the operating system has it keeps if this process dies.
+            self._file = path.open("x", buffering=1, encoding="utf-8")
         except FileExistsError:  # of another run, begun in the same moment
             self.abandon()
             raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent)) from None
         self.write({"start": run})
-        self.flush()
         self._send({"start": str(path)})
-        answer = self._answer()
+        answer = self._answer(self.shipper.stdout.readline())
         if "error" in answer:
             self.abandon()
             raise RuntimeError(f"MLflow refused the run: {answer['error']}")
@@ -102,19 +99,11 @@ class Journal:
         """Write one line, which is of now unless it has a time. Each (metric, step) may be written once."""
         self._file.write(_ENCODE({"time": int(time.time() * 1000), **line}) + "\n")
 
-    def flush(self) -> None:
-        """Hand what was written to the operating system, which keeps it if this process dies."""
-        self._file.flush()
-
     def close(self, status: str) -> str | None:
-        """End the run and wait until everything is shipped, or until the shipper gives up.
-
-        Returns:
-            Why something could not be shipped; None when all of it was.
-        """
+        """End the run and wait for the shipper; return why something could not be shipped, None when all of it was."""
         self.write({"end": status})
         self._file.close()
-        return _read(self.shipper.communicate()[0]).get("error")  # it ships what is left when its input ends
+        return self._answer(self.shipper.communicate()[0]).get("error")  # it ships what is left when its input ends
 
     def abandon(self) -> None:
         """Let the shipper go before a run was started; nothing is left in the store."""
@@ -126,12 +115,5 @@ class Journal:
             self.shipper.stdin.write(json.dumps(command) + "\n")
             self.shipper.stdin.flush()
 
-    def _answer(self) -> dict[str, str]:
-        return _read(self.shipper.stdout.readline())
-
-
-def _read(answer: str) -> dict[str, str]:
-    if not answer:
-        return {"error": "the shipper ended without an answer"}
-    answered: dict[str, str] = json.loads(answer)
-    return answered
+    def _answer(self, line: str) -> dict[str, str]:
+        return json.loads(line) if line else {"error": "the shipper ended without an answer"}

@@ -55,12 +55,7 @@ PARAM_LENGTH = 6000  # characters of a param's value
 
 
 class Shipper:
-    """Ships the lines of one journal, in order, each at least once.
-
-    Args:
-        store: where to.
-        path: of the journal; its first line says what run to create.
-    """
+    """Ships the lines of one journal, in order, each at least once; the first line says what run to create."""
 
     def __init__(self, store: Store, path: Path):
         self._file = path.open(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sqlite3
 import tempfile
@@ -96,10 +95,10 @@ class Store:
     def _check(self) -> None:
         """Raise where the store cannot be used; the message says why."""
         scheme = self.uri.partition(":")[0].lower().split("+")[0]
-        if self.database is not None and self.is_new():
-            _check_folder(next(folder for folder in self.database.parents if folder.exists()))
-            return
         if self.database is not None:
+            _check_folder(next(folder for folder in self.database.parents if folder.exists()))
+            if self.is_new():
+                return
             _check_database(self.database)
         elif scheme in ("http", "https"):
             _check_server(self.uri)
@@ -128,8 +127,6 @@ def _check_database(database: Path) -> None:
         raise OSError(f"{database}: {error}") from error
     if tables and "alembic_version" not in tables:  # MLflow would add its tables to it
         raise ValueError(f"{database} is a database of something other than MLflow")
-    if not os.access(database, os.W_OK) or not os.access(database.parent, os.W_OK):
-        raise OSError(f"{database} cannot be written")
 
 
 def _check_server(uri: str) -> None:

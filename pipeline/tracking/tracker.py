@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """One run in MLflow: `start`, then rows, then `end`.
-
-    Args:
-        journal: carries everything there.
-        run_dir: of this run; exists.
-        plan: turns updates into the other counters.
-    """
+    """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters."""
 
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan):
         self.journal, self.run_dir, self.plan = journal, run_dir, plan
@@ -70,16 +64,10 @@ class Tracker:
         # The dataset's name and tags may hold a secret as well as the config.
         answer = self.journal.start(self.run_dir / "journal.jsonl", masked(run))
         self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
-        self._artifacts(resolved, provenance.links(config), overrides, dataset)
-        self.journal.flush()
-
-    def _artifacts(
-        self, resolved: dict[str, Any], links: dict[str, str], overrides: Sequence[str], dataset: dict[str, Any]
-    ) -> None:
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
-            "links.json": json.dumps(links, indent=1) + "\n",
+            "links.json": json.dumps(provenance.links(config), indent=1) + "\n",
             "overrides.yaml": OmegaConf.to_yaml(masked(list(overrides))),
             "environment.json": json.dumps(surroundings, indent=1) + "\n",
             "dataset.json": json.dumps(dataset, indent=1) + "\n",
@@ -95,7 +83,7 @@ class Tracker:
 
         Args:
             update: completed updates, from 1 on.
-            results: what the update returned, each under its name without `train/`.
+            results: each under its name without `train/`.
             performance: each under its name without `perf/`.
             at: seconds since the epoch.
         """
@@ -113,9 +101,6 @@ class Tracker:
         row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
         self.journal.write({"step": update, "metrics": row})
 
-    def flush(self) -> None:
-        self.journal.flush()
-
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, if so."""
         if failure:
@@ -126,12 +111,7 @@ class Tracker:
 def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any) -> None:
     """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
 
-    Args:
-        uri: of the store that holds the run.
-        experiment_id: of the run.
-        run_id: of the run that trained it.
-        model: saved in Keras' own format.
-        example: a few inputs, as NumPy arrays with the examples on axis 0.
+    `example` is a few inputs, as NumPy arrays with the examples on axis 0.
     """
     import keras
     import mlflow
