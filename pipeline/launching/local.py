@@ -46,7 +46,7 @@ class LocalLauncher(SweepLauncher):
     def setup(self, *, config: DictConfig, **given: Any) -> None:
         for key, value in self._unknown.items():
             raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, ["timeout_min"])
-        if not isinstance(self.timeout_min, int) or self.timeout_min < 1:
+        if type(self.timeout_min) is not int or self.timeout_min < 1:  # a bool is an int as well
             raise ConfigError("hydra.launcher.timeout_min", "must be at least 1", self.timeout_min)
         super().setup(config=config, **given)
 
