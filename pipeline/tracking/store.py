@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sqlite3
 import tempfile
@@ -127,6 +128,8 @@ def _check_database(database: Path) -> None:
         raise OSError(f"{database}: {error}") from error
     if tables and "alembic_version" not in tables:  # MLflow would add its tables to it
         raise ValueError(f"{database} is a database of something other than MLflow")
+    if not os.access(database, os.W_OK):  # SQLite reads such a file without a word
+        raise OSError(f"{database} cannot be written")
 
 
 def _check_server(uri: str) -> None:
