@@ -13,18 +13,12 @@ from pipeline.errors import ConfigError, RunError, say
 from pipeline.masking import mask
 
 VERBS = {  # name → where it is, and what it does
-    "train": (
-        "pipeline.train:train",
-        "one run, or with -m a Hydra multirun; prints where its run directory and its MLflow run are",
-    ),
+    "train": ("pipeline.train:train", "one run, or with -m a Hydra multirun; prints where the run is kept"),
     "sweep": (
         "pipeline.train:sweep",
         "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
     ),
-    "rerun": (
-        "pipeline.rerun.command:rerun",
-        "the same run again from what MLflow recorded, then a comparison of the two",
-    ),
+    "rerun": ("pipeline.rerun.command:rerun", "the same run again from what MLflow recorded, then a comparison"),
     "report": ("pipeline.report.command:report", "the comparison of a sweep, as plots and a table"),
     "ui": ("pipeline.ui:ui", "MLflow's UI on the configured store, on 127.0.0.1"),
 }

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from pipeline import batching, dataset, hardware, model, objective, optimizer, sizes, training
 from pipeline.accumulation import Evaluation, Update
-from pipeline.config import Settings
 from pipeline.dataset import Data
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import refused
 from pipeline.hardware import Hardware
 from pipeline.objective import Objective
-from pipeline.sizes import Plan
+from pipeline.sizes import Batching, Plan
 from pipeline.tracking import provenance
 
 
 @dataclass(frozen=True)
 class Parts:
-    """All that a run is made of.
-
-    Attributes:
-        recorded_data: what `provenance.dataset` says of `data`.
-        model: compiled with its built optimizer.
-    """
+    """All that a run is made of."""
 
     config: DictConfig
     machine: Hardware
     data: Data
-    recorded_data: dict[str, Any]
+    recorded_data: dict[str, Any]  # what `provenance.dataset` says of `data`
     plan: Plan
     batches: tf.data.Dataset
-    model: keras.Model
+    model: keras.Model  # compiled with its built optimizer
     objective: Objective
 
     def update(self) -> Update:
@@ -77,12 +70,12 @@ class Parts:
         return tf.nest.map_structure(lambda leaf: leaf.numpy(), inputs)
 
 
-def assemble(config: DictConfig, settings: Settings, check_dataset: Callable[[dict[str, Any]], None]) -> Parts:
+def assemble(config: DictConfig, cut: Batching, check_dataset: Callable[[dict[str, Any]], None]) -> Parts:
     """Build everything that can still refuse the config.
 
     Args:
         config: checked.
-        settings: what its check derived.
+        cut: how its effective batch is cut, as its check returned it.
         check_dataset: takes what `provenance.dataset` says of the data, and may refuse it.
 
     Raises:
@@ -90,12 +83,14 @@ def assemble(config: DictConfig, settings: Settings, check_dataset: Callable[[di
     """
     machine = hardware.setup(config.hardware, config.seed)
     data = dataset.load(config.dataset)
-    with _reading(config, "dataset"):
+    # TensorFlow traces what the config names, and runs it to read the data.
+    with refused("dataset", "must give examples", config.dataset._target_):
         recorded_data = provenance.dataset(data)
     check_dataset(recorded_data)
-    plan = sizes.plan(settings.batching, data.examples, settings.horizon, settings.length)
-    size, node = plan.batching.effective_batch_size, config.dataset
-    with _reading(config, "dataset" if node.get("augment") is None else "dataset.augment"):
+    plan = sizes.plan(cut, data.examples, *sizes.settle_horizon(config.training))
+    size, node, augment = cut.effective_batch_size, config.dataset, config.dataset.get("augment")
+    key = "dataset" if augment is None else "dataset.augment"
+    with refused(key, "must give examples", (augment or node)._target_):
         batches = batching.effective_batches(
             node, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs
         )
@@ -106,19 +101,7 @@ def assemble(config: DictConfig, settings: Settings, check_dataset: Callable[[di
         goal = objective.build(config.training)
         stepping = optimizer.build(config, plan.updates, size)
         network.compile(stepping, goal.loss, metrics=goal.metrics)  # callbacks and the saved model look for it there
-        objective.check(goal, network, data, plan.batching.micro_batch_size)
+        objective.check(goal, network, data, cut.micro_batch_size)
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     return Parts(config, machine, data, recorded_data, plan, batches, network, goal)
-
-
-@contextmanager
-def _reading(config: DictConfig, key: str) -> Iterator[None]:
-    """Refuse what the config has at `key` where it raises: TensorFlow traces it, and runs it to read the data."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        rule = f"must give examples ({type(error).__name__}: {first_line(error)})"
-        raise ConfigError(key, rule, OmegaConf.select(config, f"{key}._target_")) from error

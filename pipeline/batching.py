@@ -29,13 +29,11 @@ def effective_batches(
         data: what `load` gave.
         seed: of the order and the augmentation.
         effective_batch_size: examples in each element but the tail.
-        epochs: how many, from `first_epoch` on.
-        first_epoch: counts from 0.
+        epochs: how many, from `first_epoch` on, which counts from 0.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
-    count = data.examples
-    buffer = node.get("shuffle_buffer") or count
+    buffer = node.get("shuffle_buffer") or data.examples
 
     @tf.autograph.experimental.do_not_convert
     def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
@@ -43,12 +41,12 @@ def effective_batches(
         if whole is None:
             tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
             examples = data.train.enumerate().shuffle(buffer, seed=key[0] ^ key[1], reshuffle_each_iteration=False)
-            return _batch(examples.map(augmentation.augmenting(augment, key), tf.data.AUTOTUNE), effective_batch_size)
-        numbers = tf.range(count, dtype=tf.int64)
-        numbers = tf.data.Dataset.from_tensor_slices(tf.random.experimental.stateless_shuffle(numbers, seed=key))
-        if augment is None:  # gathered a batch at a time: twenty times the speed of one example at a time
-            return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))
-        examples = numbers.map(lambda number: (number, _take(whole, number)))
+        else:
+            shuffled = tf.random.experimental.stateless_shuffle(tf.range(data.examples, dtype=tf.int64), seed=key)
+            numbers = tf.data.Dataset.from_tensor_slices(shuffled)
+            if augment is None:  # gathered a batch at a time: twenty times the speed of one example at a time
+                return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))
+            examples = numbers.map(lambda number: (number, _take(whole, number)))
         return _batch(examples.map(augmentation.augmenting(augment, key), tf.data.AUTOTUNE), effective_batch_size)
 
     epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)

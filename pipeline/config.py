@@ -11,7 +11,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,10 @@ _NAME = re.compile(r"[\w.\-/: ]{1,250}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folder or a URI
 _NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
-_LONGEST_METRIC = 200  # characters: MLflow takes 250, of which train/, training.metrics. and ._target_ need some
-
-Range = tuple[str, Callable[[float], bool]]  # the rule in words, and whether a number keeps it
-_POSITIVE: Range = ("a positive number", lambda value: 0 < value < math.inf)
-_NOT_NEGATIVE: Range = ("a number of at least 0", lambda value: 0 <= value < math.inf)
-_SHARE: Range = ("from 0 to below 1", lambda value: 0 <= value < 1)
-# Keras computes with most numbers outside of these without a word: it clips nothing, or diverges.
-_OPTIMIZER_RANGES = {
-    **dict.fromkeys(("learning_rate", "clipnorm", "global_clipnorm", "clipvalue"), _POSITIVE),
-    **dict.fromkeys(("beta_1", "beta_2", "rho", "momentum", "ema_momentum"), _SHARE),
-    **dict.fromkeys(("epsilon", "weight_decay"), _NOT_NEGATIVE),
-}
-_MAY_BE_NULL = {"clipnorm", "global_clipnorm", "clipvalue", "weight_decay"}
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
-SCHEMA = 1  # of the config; pipeline.rerun.recorded_run says what older records need
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+SCHEMA = 1  # of the config; pipeline.rerun.recorded_run says what older records need
 
 
 @dataclass
@@ -154,24 +141,50 @@ def directory(name: str = "conf") -> str:
     return str(inside if inside.is_dir() else package.parent / name)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the cross-field checks derived from a config.
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
-    Attributes:
-        batching: how an effective batch is cut.
-        horizon: `epochs`, `updates` or `examples`.
-        length: how many of them.
-    """
 
-    batching: sizes.Batching
-    horizon: str
-    length: int
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_integer(value)
+
+
+Check = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
+
+
+def _or_null(check: Check) -> Check:
+    words, holds = check
+    return f"{words}, or null", lambda value: value is None or holds(value)
+
+
+_COUNT: Check = ("at least 1", lambda value: _is_integer(value) and value >= 1)
+_POSITIVE: Check = ("a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
+_NOT_NEGATIVE: Check = ("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
+_SHARE: Check = ("from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+# Keras computes with most numbers outside of these without a word: it clips nothing, or diverges.
+_OF_KERAS_OPTIMIZERS = {
+    **dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"), _or_null(_POSITIVE)),
+    **dict.fromkeys(("beta_1", "beta_2", "rho", "momentum", "ema_momentum"), _SHARE),
+    "epsilon": _NOT_NEGATIVE,
+    "weight_decay": _or_null(_NOT_NEGATIVE),
+}
+_CHECKS: dict[str, Check] = {
+    "optimizer.learning_rate": _POSITIVE,
+    **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
+    **dict.fromkeys(("hardware.gpus_per_job", "scaling.reference_batch_size"), _COUNT),
+    **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),
+    "dataset.in_memory": ("true or false", lambda value: isinstance(value, bool)),
+    "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),
+    "tracking.experiment": ("a name of 1 to 250 characters", lambda value: value.strip() and len(value) <= 250),
+    "schema": (f"{SCHEMA}, the one of this program", lambda value: value == SCHEMA),
+    "seed": ("from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+}
+_COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.\w+|dataset\.shuffle_buffer")
 
 
 @refusing()
-def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
-    """Check what one field alone cannot show, and settle defaults that the command line outranks.
+def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
+    """Check what one field alone cannot show, and settle defaults that the command line outranks; return the sizes.
 
     Args:
         config: the composed config; its `accumulation` and `training` are settled in place, so that what is
@@ -182,42 +195,26 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
         ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
     """
     _check_keys(config)
-    _check_optimizer(OmegaConf.select(config, "optimizer"))  # first: a schedule computes with its rate when it is read
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(missing[0], "must be given")
+    remember(config.tracking.uri)  # before anything fails to read it
     _check_targets(config)
-    _check_counts(config)
-    for leaf in leaves(plain(config)):
-        if not _is_name(leaf):
-            raise ConfigError(leaf, f"must be a name that MLflow takes for a param: {_NAME_RULE}", leaf)
+    _check_values(config)
+    for key, value in leaves(plain(config)).items():
+        if _COUNTING.fullmatch(key) and _is_integer(value) and value > LARGEST:
+            raise ConfigError(key, f"must be at most {LARGEST}", value)
+        if not _is_name(key):
+            raise ConfigError(key, f"must be a name that MLflow takes for a param: {_NAME_RULE}", key)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    horizon, length = sizes.settle_horizon(config, named)
+    sizes.settle_horizon(config.training, named)
     _check_hardware(config.hardware)
-    batching = sizes.settle_sizes(config, named)
-    _check_tracking(config)
-    buffer = config.dataset.get("shuffle_buffer")
-    if buffer is not None and (not _is_integer(buffer) or buffer < 1):
-        raise ConfigError("dataset.shuffle_buffer", "must be at least 1, or null for the whole split", buffer)
-    if not isinstance(config.dataset.get("in_memory", True), bool):
-        raise ConfigError("dataset.in_memory", "must be true or false", config.dataset.in_memory)
-    every = config.training.evaluate_every
-    if every != "epoch" and (not _is_integer(every) or every < 1):
-        raise ConfigError("training.evaluate_every", "must be a positive number of updates, or 'epoch'", every)
-    if config.schema != SCHEMA:
-        raise ConfigError("schema", f"must be {SCHEMA}, the one of this program", config.schema)
+    uri = config.tracking.uri
+    if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
+        raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
     check_allowed(config.trust.allow)
-    if not 0 <= config.seed < 2**32:
-        raise ConfigError("seed", "must be from 0 to 4294967295", config.seed)
-    return Settings(batching, horizon, length)
+    return sizes.settle_sizes(config, named)
 
 
 def check_allowed(allow: Iterable[str]) -> None:
-    """Refuse what is neither a dotted name nor a place for artifacts.
-
-    Raises:
-        ConfigError: an entry of `trust.allow` or `--allow` is neither.
-    """
+    """Refuse an entry of `trust.allow` or `--allow` that is neither a dotted name nor a place for artifacts."""
     for entry in allow:
         if not (DOTTED.fullmatch(entry) or _PLACE.fullmatch(entry)):
             rule = "must list dotted names, such as mypkg.models, and places, such as /folder or https://host/path"
@@ -235,64 +232,42 @@ def allowed_places(allow: Iterable[str]) -> list[str]:
 
 
 def _check_keys(config: DictConfig) -> None:
-    """Refuse keys that `+` and `~` on the command line added to or deleted from the schema."""
-    nodes = {"": Config, "accumulation": AccumulationConfig, "training": TrainingConfig}
-    nodes |= {"hardware": HardwareConfig, "tracking": TrackingConfig}
-    for key, schema in nodes.items():
-        node = OmegaConf.select(config, key) if key else config
-        names = [field.name for field in fields(schema)]
-        given = [str(name) for name in node] if isinstance(node, DictConfig) else []
-        for name in [*given, *names]:
-            dotted = f"{key}.{name}".lstrip(".")
-            if name not in names:
-                raise ConfigError(dotted, f"must be a key of {key or 'the config'}", name, names)
-            if name not in given:
-                raise ConfigError(dotted, "must be given")
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Refuse numbers of a Keras optimizer that are out of range; of another one only the learning rate is known."""
-    if not isinstance(optimizer, DictConfig):
-        return
-    of_keras = str(optimizer.get("_target_")).startswith("keras.")
-    for name, (rule, holds) in _OPTIMIZER_RANGES.items():
-        value = optimizer.get(name)
-        if name != "learning_rate" and (not of_keras or name not in optimizer):
-            continue
-        if value is None and name in _MAY_BE_NULL:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
-            null = ", or null" if name in _MAY_BE_NULL else ""
-            raise ConfigError(f"optimizer.{name}", f"must be {rule}{null}", value)
+    """Refuse keys that `+` added to the schema, those that `~` deleted from it, and those without a value."""
+    given: Any = OmegaConf.to_container(config)
+    # The merge raises for a key that the schema lacks, and brings back one that was deleted.
+    whole = leaves(OmegaConf.to_container(OmegaConf.merge(Config, given)))
+    there = leaves(given)
+    for key, value in whole.items():
+        if value == MISSING or key not in there:
+            raise ConfigError(key, "must be given")
 
 
 def _check_targets(config: DictConfig) -> None:
-    nodes = {key: OmegaConf.select(config, key) for key in ("dataset", "model", "optimizer", "schedule")}
+    nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
     nodes["training.loss"] = config.training.loss
     for group in ("metrics", "callbacks"):
         nodes |= {f"training.{group}.{name}": node for name, node in config.training[group].items()}
-    if config.dataset.get("augment") is not None:
+    if OmegaConf.select(config, "dataset.augment") is not None:
         nodes["dataset.augment"] = config.dataset.augment
     for key, node in nodes.items():
-        if not (isinstance(node, DictConfig) and isinstance(node.get("_target_"), str)):
-            received = node.get("_target_") if isinstance(node, DictConfig) else node
-            raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", received)
+        target = node.get("_target_") if isinstance(node, DictConfig) else node
+        if not (isinstance(node, DictConfig) and isinstance(target, str)):
+            raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", target)
     for name in config.training.metrics:
-        if len(name) > _LONGEST_METRIC:
-            raise ConfigError("training.metrics", f"must have names of at most {_LONGEST_METRIC} characters", name)
         if not _is_name(f"train/{name}") or name in UPDATE_METRICS:
             ours = ", ".join(sorted(UPDATE_METRICS))
             rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours}"
             raise ConfigError(f"training.metrics.{name}", rule, name)
 
 
-def _check_counts(config: DictConfig) -> None:
-    groups = ("accumulation", "training", "hardware", "scaling", "tracking")
-    keys = [f"{group}.{name}" for group in groups for name in config[group]]
-    for key in [*keys, "dataset.shuffle_buffer"]:
-        value = OmegaConf.select(config, key)
-        if _is_integer(value) and value > LARGEST:
-            raise ConfigError(key, f"must be at most {LARGEST}", value)
+def _check_values(config: DictConfig) -> None:
+    """Check the numbers that are there; of an optimizer that is not Keras' only the learning rate is known."""
+    of_keras = config.optimizer._target_.startswith("keras.")
+    of_optimizer = {f"optimizer.{name}": check for name, check in _OF_KERAS_OPTIMIZERS.items() if of_keras}
+    for key, (words, holds) in {**of_optimizer, **_CHECKS}.items():
+        value = OmegaConf.select(config, key, default=MISSING)
+        if value != MISSING and not holds(value):
+            raise ConfigError(key, f"must be {words}", value)
 
 
 def _check_hardware(hardware: DictConfig) -> None:
@@ -305,40 +280,14 @@ def _check_hardware(hardware: DictConfig) -> None:
         raise ConfigError("hardware.replicas", f"must be at most {most} on a CPU", hardware.replicas)
 
 
-def _check_tracking(config: DictConfig) -> None:
-    _positive(config, "tracking.log_every")
-    _positive(config, "tracking.noise_every")
-    _positive(config, "hardware.gpus_per_job")
-    _positive(config, "scaling.reference_batch_size")
-    if config.hardware.parallel_jobs is not None:
-        _positive(config, "hardware.parallel_jobs")
-    uri, experiment = config.tracking.uri, config.tracking.experiment
-    remember(uri)  # before anything fails to read it
-    if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
-        raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
-    if not experiment.strip() or len(experiment) > 250:
-        raise ConfigError("tracking.experiment", "must be a name of 1 to 250 characters", experiment)
-
-
 def _is_name(name: str) -> bool:
     """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
     return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _positive(config: DictConfig, key: str) -> None:
-    value = OmegaConf.select(config, key)
-    if value < 1:
-        raise ConfigError(key, "must be at least 1", value)
-
-
 def plain(config: DictConfig) -> dict[str, Any]:
     """Return the resolved config as plain dicts, lists and scalars."""
-    container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    assert isinstance(container, dict)
+    container: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     return {str(key): value for key, value in container.items()}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TextIO
 
@@ -68,20 +70,9 @@ def printable(text: str) -> str:
 
 
 def say(*lines: str, to: TextIO | None = None) -> None:
-    """Print to standard error, or `to`, without secrets and without control characters.
-
-    Args:
-        lines: each becomes one line, also where a store's text has several.
-        to: another stream.
-    """
+    """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters."""
     for line in lines:
         print(printable(mask(line)), file=to or sys.stderr, flush=True)
-
-
-def _shown(value: object) -> str:
-    """Return `value` as a person would have written it in YAML, cut where it is long."""
-    text = mask(_yaml(value))  # before it is cut: half a secret would not be found any more
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def first_line(error: BaseException) -> str:
@@ -93,11 +84,32 @@ def first_line(error: BaseException) -> str:
     return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
 
 
+def _shown(value: object) -> str:
+    """Return `value` as a person would have written it in YAML, cut where it is long."""
+    text = mask(_yaml(value))  # before it is cut: half a secret would not be found any more
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+@contextmanager
+def refused(key: str, rule: str, received: object) -> Iterator[None]:
+    """Refuse what the config has at `key` where it raises; the rule ends with the error in parentheses."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        cause = first_line(error) if isinstance(error, ValueError) else described(error)
+        raise ConfigError(key, f"{rule} ({cause})", received) from error
+
+
+def described(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def _yaml(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import linecache
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,6 @@ from omegaconf.errors import (
     ConfigKeyError,
     ConfigTypeError,
     InterpolationKeyError,
-    InterpolationResolutionError,
     InterpolationToMissingValueError,
     OmegaConfBaseException,
     UnsupportedInterpolationType,
@@ -32,7 +31,7 @@ from pipeline.errors import ConfigError, first_line
 
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
-# Hydra keeps these apart by their text alone: (pattern, rule). The group `key` or `override` is the subject.
+# Hydra keeps these apart by their text alone: (pattern with the subject as its group, rule).
 _TEXTS = (
     (r"Ambiguous value for argument '(?P<override>.+)'", "must be one value; --multirun sweeps over several"),
     (r"Sweep parameters '(?P<override>.+)' requires", "must be one value; --multirun sweeps over several"),
@@ -43,10 +42,9 @@ _TEXTS = (
     (r"(In '.+': )?Could not override '(?P<key>.+?)'\.", "must be a group of the defaults list"),
     (r"You must specify '(?P<key>.+?)'", "must be given"),
     (r"(?P<key>hydra\.searchpath) must be", "must be a list of folders"),
+    (r"Additional config directory '(?P<folder>.+)' not found", "must be a folder that exists"),
     (r"force-add of config groups is not supported: '(?P<override>.+)'", "must be added with one + only"),
 )
-
-
 COMPOSITION = (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.YAMLError)
 
 
@@ -54,12 +52,9 @@ COMPOSITION = (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.
 def refusing(
     overrides: Sequence[str] = (), folders: Sequence[str] = (), kinds: tuple[type[Exception], ...] = COMPOSITION
 ) -> Iterator[None]:
-    """Turn what composing or reading a config raises into a `ConfigError`.
+    """Turn errors of `kinds`, which only the user's input can cause, into a `ConfigError`.
 
-    Args:
-        overrides: the command line's, to find the one that is meant.
-        folders: folders with config groups.
-        kinds: errors that only the user's input can cause.
+    It names the override of `overrides`, or the file in one of `folders`, that is meant.
     """
     try:
         yield
@@ -80,15 +75,21 @@ def groups(folders: Sequence[str]) -> dict[str, list[str]]:
 def _refusal(error: Exception, overrides: Sequence[str], folders: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         key = re.split("[=@]", error.override.lstrip("+~"))[0]
-        rule = "must be given as KEY=VALUE" if "=" not in error.override else f"must be of Hydra's grammar ({error})"
-        return ConfigError(key, rule.replace(f"\nSee {_url(error)} for details", ""), error.override)
+        grammar = f"must be of Hydra's grammar ({first_line(error)})"
+        return ConfigError(key, grammar if "=" in error.override else "must be given as KEY=VALUE", error.override)
     if isinstance(error, MissingConfigException):
-        return _missing(error)
-    if isinstance(error, UnicodeDecodeError | yaml.YAMLError):
-        return _unreadable(error, folders)
-    for link in _chain(error):
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if error.options is not None:
+            return ConfigError(group, "must be an option of its group", name, error.options)
+        return ConfigError(group or "--config-name", f"must be a config that exists{_origin(error)}", name)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        file, line = error.problem_mark.name, error.problem_mark.line + 1
+        return ConfigError(f"{file}:{line}", f"must be YAML ({error.problem})", linecache.getline(file, line).strip())
+    link: BaseException | None = error
+    while link is not None:
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return _of_key(link, _origin(error), folders)
+        link = link.__cause__ or link.__context__
     return _from_text(error, overrides, folders)
 
 
@@ -107,18 +108,19 @@ def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) 
     if isinstance(error, ValidationError):
         rule, choices = _type_of(error)
         return ConfigError(key, f"must be {rule}{origin}", error.value, choices)
-    if isinstance(error, ConfigTypeError) and "Cannot merge" in str(
-        error
-    ):  # a list for a mapping, or a mapping for a list; which value, it does not say
+    if isinstance(error, ConfigTypeError) and "Cannot merge" in str(error):  # which value, it does not say
         return ConfigError(key, f"must be {'a list' if error.object_type is list else 'a mapping'}{origin}")
-    rules = {
+    rules: dict[type[Exception], str] = {
         InterpolationKeyError: "must refer to a key that exists",
         InterpolationToMissingValueError: "must refer to a key that has a value",
         UnsupportedInterpolationType: "must use a resolver that exists",
-        InterpolationResolutionError: f"must have a value ({_cause(error)})",
     }
-    rule = next((rule for kind, rule in rules.items() if isinstance(error, kind)), f"must be valid ({_cause(error)})")
-    return ConfigError(key, f"{rule}{origin}", _unresolved(error))
+    rule = rules.get(type(error), f"must have a value ({_cause(error)})")
+    value = error.value
+    if isinstance(error.parent_node, DictConfig):  # as it was written, with its interpolation
+        written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
+        value = reduce(lambda node, name: node[name], str(error.key).split("."), written)
+    return ConfigError(key, f"{rule}{origin}", value)
 
 
 def _type_of(error: ValidationError) -> tuple[str, list[str] | None]:
@@ -135,56 +137,24 @@ def _type_of(error: ValidationError) -> tuple[str, list[str] | None]:
     return ("a mapping" if hasattr(kind, "__annotations__") else f"valid ({_cause(error)})"), None
 
 
-def _missing(error: MissingConfigException) -> ConfigError:
-    group, _, name = str(error.missing_cfg_file).rpartition("/")
-    if error.options is None:
-        if not group:
-            return ConfigError("--config-name", "must be a config that exists", name)
-        return ConfigError(group, f"must be a config that exists{_origin(error)}", name)
-    return ConfigError(group, "must be an option of its group", name, error.options)
-
-
-def _unreadable(error: UnicodeDecodeError | yaml.YAMLError, folders: Sequence[str]) -> ConfigError:
-    file = _file(error, folders)
-    mark = getattr(error, "problem_mark", None)
-    if file is None:
-        return ConfigError("config", f"must be YAML in UTF-8 ({first_line(error)})")
-    lines = Path(file).read_bytes().split(b"\n")
-    if isinstance(error, UnicodeDecodeError):
-        number = next(index for index, line in enumerate(lines) if not _decodes(line))
-        return ConfigError(f"{file}:{number + 1}", "must be UTF-8", lines[number])
-    if mark is None:
-        return ConfigError(file, f"must be YAML ({first_line(error)})")
-    line = lines[mark.line].decode() if mark.line < len(lines) else ""
-    return ConfigError(f"{file}:{mark.line + 1}", f"must be YAML ({getattr(error, 'problem', '')})", line)
-
-
 def _from_text(error: Exception, overrides: Sequence[str], folders: Sequence[str]) -> ConfigError:
     text = str(error)
     for pattern, rule in _TEXTS:
         match = re.match(pattern, text)
-        if match is None:
-            continue
-        found = match.groupdict()
-        key, _, value = found.get("override", found.get("key", "")).partition("=")
-        named = next((override for override in overrides if re.split("=", override.lstrip("+~"))[0] == key), key)
-        options = re.findall(r"^\t(.+)$", text, re.MULTILINE) or None
-        return ConfigError(key, rule + _origin(error), value or named, options)
-    known = groups(folders)
-    for override in overrides:
-        parsed = OverridesParser.create().parse_override(override)
-        if "group override must be" in text and not isinstance(parsed.value(), str | list | dict):
-            key = parsed.key_or_group
-            if key in known:
-                return ConfigError(key, "must be the name of an option of its group", parsed.value(), known[key])
-            if not key:
-                return ConfigError("arguments", "must be given as KEY=VALUE", override)
-    folder = re.match("Additional config directory '(.+)' not found", text)
-    if folder:
-        return ConfigError("--config-dir", "must be a folder that exists", folder[1])
-    if isinstance(error, OSError) and error.filename is not None:
-        rule = f"must be a folder that can be made ({error.strerror})"
-        return ConfigError("hydra.run.dir", rule, os.fspath(error.filename))
+        if match is not None:
+            found = match.groupdict()
+            if "folder" in found:
+                return ConfigError("--config-dir", rule, found["folder"])
+            key, _, value = found.get("override", found.get("key", "")).partition("=")
+            named = next((override for override in overrides if override.lstrip("+~").split("=")[0] == key), key)
+            options = re.findall(r"^\t(.+)$", text, re.MULTILINE) or None
+            return ConfigError(key, rule + _origin(error), value or named, options)
+    if "group override must be" in text:
+        known = groups(folders)
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            key, given = override.key_or_group, override.value()
+            if key in known and not isinstance(given, str | list | dict):
+                return ConfigError(key, "must be the name of an option of its group", given, known[key])
     rule = f"must be what Hydra takes ({first_line(error)})"
     file = _file(error, folders)
     return ConfigError("arguments", rule, " ".join(overrides)) if file is None else ConfigError(file, rule)
@@ -201,12 +171,6 @@ def _file(error: Exception, folders: Sequence[str]) -> str | None:
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _origin(error: Exception) -> str:
     """Return ` (in FILE)` where Hydra says the file; empty for the command line and for `config.yaml`."""
     match = re.match(r"In '(.+?)'", str(error))
@@ -214,25 +178,4 @@ def _origin(error: Exception) -> str:
 
 
 def _cause(error: OmegaConfBaseException) -> str:
-    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error))
-    return text.strip("\"'")
-
-
-def _unresolved(error: OmegaConfBaseException) -> object:
-    """Return the value as it was written, with its interpolation."""
-    if not isinstance(error.parent_node, DictConfig):
-        return error.value
-    written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
-    return reduce(lambda node, name: node[name], str(error.key).split("."), written)
-
-
-def _url(error: OverrideParseException) -> str:
-    return next(iter(re.findall(r"https?://\S+", error.message)), "")
-
-
-def _decodes(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip("\"'")

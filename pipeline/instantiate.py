@@ -6,15 +6,15 @@ import difflib
 import inspect
 import logging
 import re
-from collections.abc import Callable
-from importlib import import_module
+import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError, described
 from pipeline.trust import gate
 
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises, in several lines
@@ -33,9 +33,7 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
     Raises:
         ConfigError: the target does not exist, is not callable, or refuses its arguments.
     """
-    target = locate(node, key)
-    _check_names(target, node, key, set(arguments))
-    _check_flags(target, node, key)
+    _check_arguments(locate(node, key), node, key, arguments)
     try:
         return instantiate(node, _convert_="all", **arguments)
     except HydraException as error:
@@ -47,7 +45,7 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         path = named[1].removeprefix(key).lstrip(".") if named else ""
         inner = OmegaConf.select(node, path) if path else node
         where = f"{key}.{path}".rstrip(".")
-        rule = f"must be what {inner.get('_target_')} takes ({type(cause).__name__}: {first_line(cause)})"
+        rule = f"must be what {inner.get('_target_')} takes ({described(cause)})"
         raise ConfigError(where, rule, _arguments(inner)) from error
 
 
@@ -61,21 +59,14 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
     key, target = f"{key}._target_", node.get("_target_")
     if not isinstance(target, str):
         raise ConfigError(key, "must be the dotted name of what builds it", target)
-    first, *rest = target.split(".")
-    found: Any = None
-    parent, name = "", first
     try:
-        found = import_module(first)
-        for part in rest:
-            parent, name = name, f"{name}.{part}"
-            if not hasattr(found, part) and inspect.ismodule(found):
-                import_module(name)
-            found = getattr(found, part)
+        found = get_object(target)
     except Exception as error:
-        close = difflib.get_close_matches(name.rpartition(".")[2], dir(found), n=1) if found is not None else []
+        parent, _, name = target.rpartition(".")
+        close = difflib.get_close_matches(name, dir(sys.modules.get(parent)), n=1)
         similar = [f"{parent}.{known}" for known in close]
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(key, f"must name something that exists ({cause})", target, similar=similar) from error
+        rule = f"must name something that exists ({described(error.__cause__ or error)})"
+        raise ConfigError(key, rule, target, similar=similar) from error
     if not callable(found):
         raise ConfigError(key, "must name something that can be called", target)
     return found
@@ -87,31 +78,22 @@ def accepted(target: Callable[..., Any], node: DictConfig, **offers: Any) -> dic
     return {name: offer for name, offer in offers.items() if name in parameters and node.get(name) is None}
 
 
-def _check_names(target: Callable[..., Any], node: DictConfig, key: str, others: set[str]) -> None:
-    """Refuse an unknown argument and a missing one, as far as the signature shows them."""
-    parameters = _parameters(target)
+def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, others: Collection[str]) -> None:
+    """Refuse unknown and missing arguments, and text or a number for a flag: Python takes most of them as true."""
+    parameters, given = _parameters(target), _arguments(node)
     open_ended = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
-    if not parameters or open_ended & {parameter.kind for parameter in parameters.values()} or "_args_" in node:
-        return
-    names = [name for name in _arguments(node) if name not in parameters]
-    for name in names:
-        raise ConfigError(f"{key}.{name}", f"must be an argument of {node._target_}", name, parameters)
-    for name, parameter in parameters.items():
-        given = name in node or name in others or node.get("_partial_")
-        if parameter.default is inspect.Parameter.empty and not given:
-            raise ConfigError(f"{key}.{name}", f"must be given: {node._target_} has no default for it")
-
-
-def _check_flags(target: Callable[..., Any], node: DictConfig, key: str) -> None:
-    """Refuse text and numbers for a parameter that is true or false: Python takes most of them as true."""
-    parameters = _parameters(target)
-    for name, value in _arguments(node).items():
-        parameter = parameters.get(name)
-        if parameter is None or isinstance(value, bool) or not isinstance(value, str | int | float):
-            continue
-        annotation = parameter.annotation
-        flag = isinstance(parameter.default, bool) if annotation is inspect.Parameter.empty else annotation
-        if flag in (True, bool, "bool"):
+    if parameters and "_args_" not in node and not open_ended & {each.kind for each in parameters.values()}:
+        for name in given:
+            if name not in parameters:
+                raise ConfigError(f"{key}.{name}", f"must be an argument of {node._target_}", name, parameters)
+        for name, parameter in parameters.items():
+            missing = name not in given and name not in others and not node.get("_partial_")
+            if parameter.default is parameter.empty and missing:
+                raise ConfigError(f"{key}.{name}", f"must be given: {node._target_} has no default for it")
+    for name, value in ((name, value) for name, value in given.items() if name in parameters):
+        parameter = parameters[name]
+        flag = isinstance(parameter.default, bool) if parameter.annotation is parameter.empty else parameter.annotation
+        if flag in (True, bool, "bool") and isinstance(value, str | int | float) and not isinstance(value, bool):
             raise ConfigError(f"{key}.{name}", "must be true or false", value)
 
 

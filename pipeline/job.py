@@ -54,18 +54,17 @@ def run(
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-    settings = configuration.check(config, overrides)
+    cut = configuration.check(config, overrides)
     if (run_dir / "journal.jsonl").exists():  # a second run in one journal would never be shipped
         key = "hydra.run.dir" if config.tracking.sweep is None else "hydra.sweep.dir"
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
-    configuration.plain(config)  # an interpolation that leads nowhere is a config error as well
     journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
         with imports.without_chatter():
             from pipeline import assembly, model, training
             from pipeline.tracking.tracker import Tracker
 
-        parts = assembly.assemble(config, settings, check_dataset)
+        parts = assembly.assemble(config, cut, check_dataset)
         journal.ready()
     except BaseException:
         journal.abandon()

@@ -10,19 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UpdateMetric:
-    """How a metric that is ours is treated.
+    """How a metric that is ours is treated."""
 
-    Attributes:
-        counted: it counts examples, steps or epochs, so two runs agree on it exactly.
-        of_the_cut: its value depends on how a batch is cut into micro-batches.
-        rounding: times the rounding of a loss that it may differ by between two runs.
-        share: it may be a share of the examples, which moves by whole examples.
-    """
-
-    counted: bool = False
-    of_the_cut: bool = False
-    rounding: float = 1.0
-    share: bool = False
+    counted: bool = False  # it counts examples, steps or epochs, so two runs agree on it exactly
+    of_the_cut: bool = False  # its value depends on how a batch is cut into micro-batches
+    rounding: float = 1.0  # times the rounding of a loss that it may differ by between two runs
+    share: bool = False  # it may be a share of the examples, which moves by whole examples
 
 
 # Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by 2e-5 within one update while

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from omegaconf import DictConfig
 from pipeline import batching, instantiate
 from pipeline.accumulation import update_metrics, weighted_sum
 from pipeline.dataset import Data
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError, refused
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
     batch = next(iter(batching.in_order(data.train, min(micro_batch_size, 32))))
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     loss = objective.loss
-    with _refused("model", f"must take inputs of {_shape(x)}", model.name):
+    with refused("model", f"must take inputs of {_shape(x)}", model.name):
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
@@ -87,7 +86,7 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
     with tf.GradientTape() as tape:
         tape.watch(tf.nest.flatten(outputs))
         fit = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
-        with _refused("training.loss", fit, loss.name):
+        with refused("training.loss", fit, loss.name):
             _check_shapes(loss, y, outputs)
             _check_classes(loss, y, outputs, data.classes)
             total, _ = weighted_sum(loss, y, outputs, sample_weight)
@@ -95,7 +94,7 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
     if all(gradient is None for gradient in tape.gradient(total, tf.nest.flatten(outputs))):
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", loss.name)
     for metric in objective.metrics:
-        with _refused(f"training.metrics.{metric.name}", fit, type(metric).__name__):
+        with refused(f"training.metrics.{metric.name}", fit, type(metric).__name__):
             _check_shapes(metric, y, outputs)
             update_metrics([metric], y, outputs)
             _trace(update_metrics, [metric], y, outputs)
@@ -107,7 +106,7 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
             if not getattr(compiled, "built", True):  # Keras' callbacks look in it for the metric that they monitor
                 compiled.build(y, outputs)
     for name, callback in objective.named_callbacks.items():
-        with _refused(f"training.callbacks.{name}", "must be able to do its work", type(callback).__name__):
+        with refused(f"training.callbacks.{name}", "must be able to do its work", type(callback).__name__):
             _check_callback(callback, model)
 
 
@@ -142,14 +141,6 @@ def _trace(function: Callable[..., Any], *arguments: Any) -> None:
     except tf.errors.OperatorNotAllowedInGraphError as error:
         rule = "it branches in Python by the value of a tensor: use keras.ops.where or keras.ops.cond"
         raise ValueError(rule) from error
-
-
-@contextmanager
-def _refused(key: str, rule: str, received: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(key, f"{rule} ({first_line(error)})", received) from error
 
 
 def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:

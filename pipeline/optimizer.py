@@ -11,7 +11,7 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline import instantiate
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError, refused
 from pipeline.scaling import FACTORS, Rule
 
 # The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
@@ -75,15 +75,11 @@ def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Varia
     Raises:
         ConfigError: one of its arguments, or its schedule, cannot be computed with.
     """
-    named = getattr(optimizer, "inner_optimizer", optimizer)
-    variable = variables[0]
-    try:
+    named, variable = getattr(optimizer, "inner_optimizer", optimizer), variables[0]
+    with refused("optimizer", "must be able to apply a gradient", type(named).__name__):
         rate = float(ops.convert_to_numpy(named.learning_rate))
         apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]), autograph=False)
         apply.get_concrete_function(tf.TensorSpec(variable.shape, variable.dtype))
-    except Exception as error:
-        rule = f"must be able to apply a gradient ({type(error).__name__}: {first_line(error)})"
-        raise ConfigError("optimizer", rule, type(named).__name__) from error
     if not 0 <= rate < float("inf"):
         raise ConfigError("schedule", "must start at a learning rate that is finite and not negative", rate)
 

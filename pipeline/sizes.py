@@ -6,6 +6,7 @@ examples, so it can be checked by hand, and imports no TensorFlow, so that a wro
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -24,14 +25,7 @@ def _ceil(numerator: int, denominator: int) -> int:
 
 @dataclass(frozen=True)
 class Batching:
-    """How one effective batch is cut.
-
-    Attributes:
-        effective_batch_size: examples per update, over all replicas.
-        micro_batch_size: examples per forward+backward on one replica, at most.
-        factor: micro-batches per update on each replica.
-        replicas: copies of the model, one a device.
-    """
+    """How one effective batch is cut: the sizes of the config, and how many copies of the model share it."""
 
     effective_batch_size: int
     micro_batch_size: int
@@ -46,13 +40,9 @@ class Batching:
             text += f" (rounded up: {whole}; the last micro-batch is smaller)"
         return text
 
-    def share(self, examples: int) -> int:
-        """Return the most examples that one replica gets of a batch of `examples`."""
-        return _ceil(examples, self.replicas)
-
     def micro_steps(self, examples: int) -> int:
         """Return the forward+backward passes on each replica for a batch of `examples`."""
-        return _ceil(self.share(examples), self.micro_batch_size)
+        return _ceil(_ceil(examples, self.replicas), self.micro_batch_size)
 
 
 def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
@@ -92,17 +82,11 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
 
 @dataclass(frozen=True)
 class Plan:
-    """A run counted in updates.
-
-    Attributes:
-        batching: how an effective batch is cut.
-        examples: examples in one epoch.
-        updates: updates in the whole run.
-    """
+    """A run counted in updates."""
 
     batching: Batching
-    examples: int
-    updates: int
+    examples: int  # in one epoch
+    updates: int  # in the whole run
 
     @property
     def updates_per_epoch(self) -> int:
@@ -144,13 +128,7 @@ class Plan:
 
 
 def plan(batching: Batching, examples: int, horizon: str, length: int) -> Plan:
-    """Convert the horizon to updates, once, at the edge.
-
-    Args:
-        batching: how an effective batch is cut.
-        examples: examples in the training split.
-        horizon: `epochs`, `updates` or `examples`.
-        length: how many of them. Examples are rounded up to whole updates.
+    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates.
 
     Raises:
         ConfigError: the effective batch is larger than the training split.
@@ -159,51 +137,40 @@ def plan(batching: Batching, examples: int, horizon: str, length: int) -> Plan:
     if size > examples:
         raise ConfigError(EFFECTIVE, f"must be at most the {examples} examples of the training split", size)
     per_epoch = _ceil(examples, size)
-    if horizon == "epochs":
-        updates = length * per_epoch
-    elif horizon == "examples":
-        epochs, rest = divmod(length, examples)
-        updates = epochs * per_epoch + _ceil(rest, size)
-    else:
-        updates = length
-    return Plan(batching, examples, updates)
+    epochs, rest = divmod(length, examples)
+    updates = {"epochs": length * per_epoch, "updates": length, "examples": epochs * per_epoch + _ceil(rest, size)}
+    return Plan(batching, examples, updates[horizon])
 
 
-def settle_horizon(config: DictConfig, named: set[str]) -> tuple[str, int]:
-    """Return `epochs`, `updates` or `examples`, and how many; set those that do not count to null in `config`.
+def settle_horizon(training: DictConfig, named: Container[str] = ()) -> tuple[str, int]:
+    """Return `epochs`, `updates` or `examples`, and how many; set those that do not count to null in `training`.
 
     Raises:
         ConfigError: not exactly one is left, or it is not positive.
     """
-    training = config.training
-    if any(f"training.{name}" in named and training[name] is not None for name in HORIZONS):
-        for name in HORIZONS:
-            if f"training.{name}" not in named:
-                training[name] = None
-    given = {name: training[name] for name in HORIZONS if training[name] is not None}
-    if len(given) != 1:
-        received = {name: training[name] for name in HORIZONS}
-        raise ConfigError("training", "must set exactly one of epochs, updates, examples", received)
-    ((name, length),) = given.items()
+    chosen = {name for name in HORIZONS if f"training.{name}" in named}
+    if any(training[name] is not None for name in chosen):
+        training.update(dict.fromkeys(set(HORIZONS) - chosen))
+    given = {name: training[name] for name in HORIZONS}
+    counting = [(name, length) for name, length in given.items() if length is not None]
+    if len(counting) != 1:
+        raise ConfigError("training", "must set exactly one of epochs, updates, examples", given)
+    ((name, length),) = counting
     if length < 1:
         raise ConfigError(f"training.{name}", "must be at least 1", length)
     return name, length
 
 
-def settle_sizes(config: DictConfig, named: set[str]) -> Batching:
+def settle_sizes(config: DictConfig, named: Container[str] = ()) -> Batching:
     """Return how an effective batch is cut; set a size that does not count to null in `config`.
 
     Raises:
         ConfigError: the sizes that count do not give one cut.
     """
-    given = config.accumulation
-    # What the command line names counts first; defaults fill up to two, the effective batch before the factor.
-    order = sorted(
-        (name for name in ("effective_batch_size", "factor", "micro_batch_size") if given[name] is not None),
-        key=lambda name: f"accumulation.{name}" not in named,
-    )
-    explicit = sum(f"accumulation.{name}" in named for name in order)
-    if explicit:
-        for name in order[max(2, explicit) :]:
-            given[name] = None
-    return derive(given.effective_batch_size, given.factor, given.micro_batch_size, config.hardware.replicas)
+    sizes = config.accumulation
+    given = [name for name in ("effective_batch_size", "factor", "micro_batch_size") if sizes[name] is not None]
+    explicit = [name for name in given if f"accumulation.{name}" in named]
+    if explicit:  # defaults fill up to two, the effective batch before the factor
+        defaults = [name for name in given if name not in explicit]
+        sizes.update(dict.fromkeys(defaults[max(0, 2 - len(explicit)) :]))
+    return derive(sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, config.hardware.replicas)

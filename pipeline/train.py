@@ -22,11 +22,7 @@ from pipeline.trust import artifact_locations
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Compose a config and train it; with -m train every job of a sweep.
-
-    Returns:
-        0 when the run, or every job, finished; else 1.
-    """
+    """Compose a config and train it, with -m every job of a sweep; return 0 when all finished, else 1."""
     return _train(arguments, lambda run_id: ["train", *_repeated(arguments), f"tracking.sweep={run_id}"])
 
 
@@ -98,9 +94,7 @@ def _repeated(arguments: Sequence[str]) -> list[str]:
 def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> list[str]:
     """Return `rest` with the recorded overrides of the sweep `options.again` before them."""
     # What is swept composes to no one config.
-    where = [
-        argument for argument in rest if argument.startswith(("tracking.", "tracking=", "trust.", "dataset.data_dir="))
-    ]
+    where = [text for text in rest if text.startswith(("tracking.", "tracking=", "trust.", "dataset.data_dir="))]
     own = compose.composed([*file, *where])
     own.trust.allow = [*own.trust.allow, *options.allow]
     parent = ForeignStore.open(own.tracking.uri, own.trust.allow).sweep(options.again)

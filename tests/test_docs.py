@@ -21,6 +21,7 @@ from pipeline import config as configuration
 from pipeline.__main__ import VERBS
 from pipeline.compose import composed
 from pipeline.rerun.request import parsed
+from pipeline.sizes import Batching
 from pipeline.sweep.files import sweep_files
 from tests.running import ROOT, environment
 
@@ -71,7 +72,7 @@ def test_every_training_composes_and_passes_the_checks(line):
     settle([word.replace("1,2,4,8", "2") for word in words if word not in ("-m", "--config-dir", "conf")])
 
 
-def settle(overrides: list[str]) -> configuration.Settings:
+def settle(overrides: list[str]) -> Batching:
     configuration.register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(configuration.directory(), version_base="1.3"):
@@ -108,7 +109,7 @@ def test_the_sums_beside_the_sizes_are_right():
     sums += re.findall(r"^pipeline train (.*?) +# (\d+)$", text, re.MULTILINE)
     assert len(sums) == 3
     for command, *numbers in sums:
-        sizes = settle(command.split()).batching
+        sizes = settle(command.split())
         expected = (sizes.effective_batch_size, sizes.micro_batch_size, sizes.factor)
         assert tuple(map(int, numbers)) == expected[: len(numbers)]
 

@@ -22,6 +22,7 @@ from pipeline import config as configuration
 from pipeline.errors import ConfigError, first_line, say
 from pipeline.launching.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 from pipeline.masking import mask
+from pipeline.sizes import Batching
 from pipeline.sweep import parent_run
 
 GRACE = 60.0  # seconds for a job that is asked to end to close its run; then it is killed
@@ -87,12 +88,12 @@ class SweepLauncher(Launcher):
         keys = dict.fromkeys(key for job in values for key in job)
         varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
         differing = [{key: job[key] for key in varied if key in job} for job in values]
-        sizes = [settings.batching.effective_batch_size for _, settings in composed]
+        sizes = [cut.effective_batch_size for _, cut in composed]
         names = parent_run.names_of(differing, sizes, first)
         jobs = [parent_run.PlannedJob(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)]
         return Plan(jobs, varied, [config.hardware for config, _ in composed])
 
-    def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, configuration.Settings]:
+    def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, Batching]:
         config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         before = HydraConfig.instance().cfg
         try:
@@ -107,7 +108,7 @@ class SweepLauncher(Launcher):
         finally:
             HydraConfig.instance().cfg = before
 
-    def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
+    def _check(self, config: DictConfig, overrides: Sequence[str]) -> Batching:
         return configuration.check(config, overrides)
 
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:

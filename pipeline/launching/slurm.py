@@ -14,11 +14,11 @@ from typing import Any
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import config as configuration
 from pipeline.errors import ConfigError
 from pipeline.launching import gpus as gpus_of_machine
 from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.launching.launcher import SweepLauncher
+from pipeline.sizes import Batching
 
 ENDED = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
@@ -54,7 +54,7 @@ class SlurmLauncher(SweepLauncher):
                 self.params["gpus_per_node"] = wanted
         return [[] for _ in range(self.params.get("array_parallelism") or 256)]
 
-    def _check(self, config: DictConfig, overrides: Sequence[str]) -> configuration.Settings:
+    def _check(self, config: DictConfig, overrides: Sequence[str]) -> Batching:
         there = copy.deepcopy(config)
         there.hardware.device = "auto"  # the job's machine may have the GPU that this one lacks
         return super()._check(there, overrides)
