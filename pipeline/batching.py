@@ -33,7 +33,8 @@ def effective_batches(
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
-    buffer = node.get("shuffle_buffer") or data.examples
+    count = data.examples
+    buffer = node.get("shuffle_buffer") or count
 
     @tf.autograph.experimental.do_not_convert
     def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
@@ -42,7 +43,7 @@ def effective_batches(
             tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
             examples = data.train.enumerate().shuffle(buffer, seed=key[0] ^ key[1], reshuffle_each_iteration=False)
         else:
-            shuffled = tf.random.experimental.stateless_shuffle(tf.range(data.examples, dtype=tf.int64), seed=key)
+            shuffled = tf.random.experimental.stateless_shuffle(tf.range(count, dtype=tf.int64), seed=key)
             numbers = tf.data.Dataset.from_tensor_slices(shuffled)
             if augment is None:  # gathered a batch at a time: twenty times the speed of one example at a time
                 return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))

@@ -21,6 +21,7 @@ from omegaconf.errors import (
     ConfigKeyError,
     ConfigTypeError,
     InterpolationKeyError,
+    InterpolationResolutionError,
     InterpolationToMissingValueError,
     OmegaConfBaseException,
     UnsupportedInterpolationType,
@@ -115,7 +116,8 @@ def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) 
         InterpolationToMissingValueError: "must refer to a key that has a value",
         UnsupportedInterpolationType: "must use a resolver that exists",
     }
-    rule = rules.get(type(error), f"must have a value ({_cause(error)})")
+    otherwise = "must have a value" if isinstance(error, InterpolationResolutionError) else "must be valid"
+    rule = rules.get(type(error), f"{otherwise} ({_cause(error)})")
     value = error.value
     if isinstance(error.parent_node, DictConfig):  # as it was written, with its interpolation
         written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
