@@ -295,8 +295,8 @@ PREPARED = {
         "training.callbacks.stop must be able to do its work (EarlyStopping callback received monitor=nope, but …). "
         "Received: 'EarlyStopping'."
     ),
-    f"train {MLP} schedule=constant {SCHEDULER}": "training.callbacks.rate must be able to do its work ('int' object "
-    "is not callable). Received: 'LearningRateScheduler'.",
+    f"train {MLP} schedule=constant {SCHEDULER}": "training.callbacks.rate must be able to do its work (TypeError: "
+    "'int' object is not callable). Received: 'LearningRateScheduler'.",
     f"train {MLP} {SCHEDULER}": "training.callbacks.rate must be able to do its work (it sets the learning rate, which "
     "only schedule=constant allows). Received: 'LearningRateScheduler'.",
     f"train {MLP} +training.callbacks.stop._target_=keras.losses.Huber": "training.callbacks.stop._target_ must give "
