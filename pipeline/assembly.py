@@ -57,6 +57,10 @@ class Parts:
         )
         return training.evaluator(evaluation, batching.in_order(self.data.validation, cut.effective_batch_size))
 
+    def batch_dependent_layers(self) -> list[str]:
+        """Return the names of the layers whose state depends on how an effective batch is cut."""
+        return model.batch_dependent_layers(self.model, next(iter(batching.in_order(self.data.train, 2)))[0])
+
     def example(self) -> Any:
         """Return the inputs of four examples, as NumPy arrays.
 

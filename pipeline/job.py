@@ -61,7 +61,7 @@ def run(
     journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
         with imports.without_chatter():
-            from pipeline import assembly, model, training
+            from pipeline import assembly, training
             from pipeline.tracking.tracker import Tracker
 
         parts = assembly.assemble(config, cut, check_dataset)
@@ -71,7 +71,7 @@ def run(
         raise
     tracker = Tracker(journal, run_dir, parts.plan)
     recorder = _recorder(parts, tracker)
-    dependent = {"model.batch_dependent_layers": ", ".join(model.batch_dependent_layers(parts.model)) or "none"}
+    dependent = {"model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none"}
     with _closing(tracker, recorder):
         tracker.start(config, overrides, parts.data, parts.recorded_data, parts.model, {**dependent, **tags})
         say(f"{parts.machine.description}; {parts.plan}")

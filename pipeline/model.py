@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import layers
 from omegaconf import DictConfig
 
@@ -27,6 +29,16 @@ def build(node: DictConfig, data: Data) -> keras.Model:
     model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):
         raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
+    for name in ("train_step", "compute_loss"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            rule = (
+                f"must not define {name}, which is not called here: use add_loss, a keras.losses.Loss as training.loss"
+            )
+            raise ConfigError("model", f"{rule}, or an own loop with pipeline.accumulation", type(model).__name__)
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            rule = "must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a loop"
+            raise ConfigError("model", rule, layer.name)
     return model
 
 
@@ -89,12 +101,27 @@ def _check(*, dropout: float, l2: float, **sizes: Sequence[int]) -> None:
         raise ValueError(f"l2 must be a number of at least 0. Received: {l2}")
 
 
-def batch_dependent_layers(model: keras.Model) -> list[str]:
-    """Return the names of the layers whose output for one example depends on the rest of its micro-batch.
+def batch_dependent_layers(model: keras.Model, x: Any) -> list[str]:
+    """Return the names of the layers that assign state while they train, random seeds left out.
 
     Their statistics are of a micro-batch, so they differ between factors at one effective batch.
+
+    Args:
+        model: built; it does not change.
+        x: inputs of a few examples.
     """
-    return sorted(layer.name for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization))
+    with keras.StatelessScope() as scope:
+        tf.function(lambda: model(x, training=True), autograph=False).get_concrete_function()
+
+    def owners(layer: keras.Layer) -> Iterator[str]:
+        assigns = any(scope.get_current_value(weight) is not None for weight in layer.weights)
+        if assigns and isinstance(layer, keras.Model):
+            for inner in layer.layers:
+                yield from owners(inner)
+        elif assigns:
+            yield layer.name
+
+    return sorted(owners(model))
 
 
 def _head(x: keras.KerasTensor, classes: int, hidden: Sequence[int], dropout: float, l2: float) -> keras.KerasTensor:

@@ -82,16 +82,19 @@ def check(objective: Objective, model: keras.Model, data: Data, micro_batch_size
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
-    # By the outputs and not by the weights, which under a strategy have gradients inside of a replica only.
+    # By the outputs and not by the weights, which under a strategy have gradients inside of a replica only. From a
+    # softmax or a sigmoid Keras takes the logits, which it has left on the output.
+    reached = tf.nest.flatten(outputs)
+    reached += [output._keras_logits for output in reached if hasattr(output, "_keras_logits")]
     with tf.GradientTape() as tape:
-        tape.watch(tf.nest.flatten(outputs))
+        tape.watch(reached)
         fit = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
         with refused("training.loss", fit, loss.name):
             _check_shapes(loss, y, outputs)
             _check_classes(loss, y, outputs, data.classes)
             total, _ = weighted_sum(loss, y, outputs, sample_weight)
             _trace(weighted_sum, loss, y, outputs, sample_weight)
-    if all(gradient is None for gradient in tape.gradient(total, tf.nest.flatten(outputs))):
+    if all(gradient is None for gradient in tape.gradient(total, reached)):
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", loss.name)
     for metric in objective.metrics:
         with refused(f"training.metrics.{metric.name}", fit, type(metric).__name__):
@@ -193,6 +196,9 @@ def _loss(node: DictConfig) -> keras.losses.Loss:
     if isinstance(made, keras.losses.Loss):
         if made.reduction in (None, "none"):
             raise ConfigError("training.loss.reduction", "must be a mean or a sum", made.reduction)
+        if type(made).__call__ is not keras.losses.Loss.__call__:
+            rule = "must compute in `call`, one value per example: its __call__ is not called here"
+            raise ConfigError("training.loss._target_", rule, type(made).__name__)
         return made
     if callable(made):  # a function, by `_partial_: true`
         return FunctionLoss(made)

@@ -59,9 +59,10 @@ def train(
 
     def validate() -> dict[str, float]:
         assert evaluate is not None
-        hooks.on_test_begin()
-        results = evaluate()
-        hooks.on_test_end(results)
+        with _averaged(update.optimizer, model):
+            hooks.on_test_begin()
+            results = evaluate()
+            hooks.on_test_end(results)
         return results
 
     def end_of_update(done: int) -> dict[str, float]:
@@ -70,18 +71,14 @@ def train(
         validation: dict[str, float] = {}
         if evaluate is not None and (last or _due(done, evaluate_every, plan)):
             recorder.fetch()
-            if last:
-                _finalize(update, model)
             validation = validate()
         try:
             if callbacks and (last or plan.ends_epoch(done)):
                 recorder.fetch()
                 results = recorder.epoch_means() | {f"val_{name}": value for name, value in validation.items()}
                 hooks.on_epoch_end((done - 1) // plan.updates_per_epoch, results)
-            if evaluate is not None and model.stop_training and not last:  # a callback has seen enough
-                changed = _finalize(update, model)
-                if changed or not validation:
-                    validation = validate()  # in place of that of other weights: a step has one
+            if evaluate is not None and model.stop_training and not validation:  # a callback has seen enough
+                validation = validate()
         finally:  # a callback that raises takes no row with it
             if validation:
                 recorder.log.validation(done, validation)
@@ -112,8 +109,7 @@ def train(
             if model.stop_training:
                 break
     recorder.finish()
-    if evaluate is None:
-        _finalize(update, model)
+    update.optimizer.finalize_variable_values(model.trainable_variables)  # with `use_ema` the averages stay
     hooks.on_train_end()
     return validation["loss"] if validation else recorder.last["loss"]
 
@@ -166,12 +162,17 @@ def _watches_updates(callback: keras.callbacks.Callback) -> bool:
     return any(getattr(hook, "__func__", None) is not getattr(keras.callbacks.Callback, n) for n, hook in hooks.items())
 
 
-def _finalize(update: Update, model: keras.Model) -> bool:
-    """With `use_ema` make the averaged weights the model's, as `fit` does at its end.
-
-    Returns:
-        Whether the weights changed.
-    """
-    optimizer = update.optimizer
-    optimizer.finalize_variable_values(model.trainable_variables)
-    return bool(getattr(optimizer, "inner_optimizer", optimizer).use_ema)
+@contextmanager
+def _averaged(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> Iterator[None]:
+    """With `use_ema` let the model have its averaged weights meanwhile: all rows of a curve are of the same weights."""
+    if not getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+        yield
+        return
+    variables = model.trainable_variables
+    raw = [tf.identity(variable.value) for variable in variables]
+    optimizer.finalize_variable_values(variables)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, raw, strict=True):
+            variable.assign(value)

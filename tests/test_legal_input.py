@@ -91,6 +91,7 @@ LEGAL = {
     "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS}",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
+    "softmax": "model=probable dataset=classes training.loss.from_logits=false",
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
     "circle": f"model=embedding dataset=classes {LOSS}.Circle",
     "bare_metric": f"model=unbuilt dataset=classes {CONFIDENCE}",

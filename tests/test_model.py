@@ -71,8 +71,56 @@ def test_a_model_of_the_users_own_is_offered_what_it_asks_for():
     made = build(f"{__name__}.own", (4,), classes=6)
     assert made.output_shape == (None, 6)
     assert build(f"{__name__}.own", (4,), classes=6, **{"width": 5}).count_params() > made.count_params()
-    assert model.batch_dependent_layers(made) == ["norm"]
-    assert model.batch_dependent_layers(build("pipeline.model.mlp", (4,))) == []
+
+
+class Counting(layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(1.0)
+        return x
+
+
+def spectral() -> keras.Model:
+    parts = [layers.SpectralNormalization(layers.Dense(3), name="spectral"), Counting(name="counting")]
+    return keras.Sequential([keras.Input((4,)), *parts, layers.Dropout(0.1), layers.GaussianNoise(0.1)])
+
+
+def frozen() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(trainable=False), layers.Dense(2)])
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (f"{__name__}.own", ["norm"]),
+        (f"{__name__}.spectral", ["counting", "spectral"]),
+        (f"{__name__}.frozen", []),
+        ("pipeline.model.mlp", []),
+    ],
+)
+def test_layers_that_assign_state_depend_on_the_cut(target, names):
+    made = build(target, (4,))
+    before = [value.numpy() for value in made.variables]
+    assert model.batch_dependent_layers(made, np.ones((2, 4), np.float32)) == names
+    for value, was in zip(made.variables, before, strict=True):
+        np.testing.assert_array_equal(value, was)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, *given, **more):
+        return 0.0
+
+
+def synchronized() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(synchronized=True, name="norm")])
 
 
 @pytest.mark.parametrize(
@@ -82,6 +130,12 @@ def test_a_model_of_the_users_own_is_offered_what_it_asks_for():
         ({"_target_": "pipeline.model.no_such"}, "model._target_ must name something that exists"),
         ({"_target_": "pipeline.model.cnn"}, "input_shape must be (height, width, channels). Received: (4,)"),
         ({"_target_": "pipeline.model.mlp", "depth": 3}, "model.depth must be an argument of pipeline.model.mlp"),
+        (
+            {"_target_": f"{__name__}.OwnStep"},
+            "model must not define train_step, which is not called here: use add_loss",
+        ),
+        ({"_target_": f"{__name__}.OwnLoss"}, "model must not define compute_loss"),
+        ({"_target_": f"{__name__}.synchronized"}, "model must have no BatchNormalization(synchronized=True): Tensor"),
     ],
 )
 def test_what_is_no_model_is_refused(node, message):

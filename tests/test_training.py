@@ -98,6 +98,15 @@ def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(evaluate_every, 
     assert stopped.evaluate()["loss"] == stopped.loss
 
 
+def test_every_validation_is_of_the_averaged_weights():
+    """Each row is what a run that ended there shows as its last; the training goes on from the weights themselves."""
+    whole = Run(use_ema=True)
+    ended = [Run(epochs=epochs, use_ema=True).rows.validations[-1] for epochs in (1, 2, 3, 4)]
+    assert whole.rows.validations == ended
+    assert whole.rows.validations[0] != Run(epochs=1).rows.validations[0]  # of the weights themselves
+    assert whole.rows.updates == Run().rows.updates
+
+
 @pytest.mark.parametrize(("epochs", "stop"), [(2, []), (4, [StopAt(1)])])
 def test_the_last_update_is_logged_whatever_is_left_out(epochs, stop):
     rows = Run(stop, epochs=epochs, log_every=4, validate=False).rows

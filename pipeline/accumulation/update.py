@@ -112,17 +112,18 @@ def accumulate_gradients(
             outputs = model(x, training=True)
             total, weight = weighted_sum(loss, y, outputs, sample_weight)
             count = tf.cast(examples_in(x), total.dtype)
-            added_total = added_loss(model.losses, count, tf.cast(whole, total.dtype))
-            # A mean-sized loss is what a loss scale is made for: the sum over a micro-batch overflows float16.
-            scaled = total if scale_loss is None else scale_loss(total / micro_batch_size)
-            added_scaled = added_total if scale_loss is None else scale_loss(added_total / micro_batch_size)
+            whole_count = tf.cast(whole, total.dtype)
+            added_total = added_loss(model.losses, count, whole_count)
+            # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
+            per = _nonzero(count if loss.reduction == "sum" else weight)
+            scaled = total if scale_loss is None else scale_loss(total / per)
+            added_scaled = added_total if scale_loss is None else scale_loss(added_total / whole_count)
         update_metrics(metrics, y, outputs)
-        times = 1 if scale_loss is None else micro_batch_size
-        sums = _gradient_sums(tape, scaled, variables, times)
-        added_sums = _gradient_sums(tape, added_scaled, variables, times)
+        sums = _gradient_sums(tape, scaled, variables, None if scale_loss is None else per)
+        added_sums = _gradient_sums(tape, added_scaled, variables, None if scale_loss is None else whole_count)
         zero = tf.zeros((), total.dtype)
         made = GradientSums(total, weight, sums, added_total, added_sums, count, zero, zero)
-        squares, parts = _noise_parts(measure_noise, loss, made, tf.cast(whole, total.dtype))
+        squares, parts = _noise_parts(measure_noise, loss, made, whole_count)
         return made._replace(squares=squares, parts=parts)
 
     return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
@@ -156,7 +157,8 @@ class Update:
         self.micro_batch_size, self.metrics, self.jit_compile = micro_batch_size, list(metrics), jit_compile
         self.strategy = strategy or tf.distribute.get_strategy()
         self.noise_every = noise_every
-        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        # Keras' `apply` divides by the factor of any optimizer that has one.
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
         self._scale_loss = optimizer.scale_loss if scales else None
 
     @tf.autograph.experimental.do_not_convert
@@ -220,7 +222,7 @@ class Update:
 
 
 def _gradient_sums(
-    tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: int
+    tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: tf.Tensor | None
 ) -> tuple[tf.Tensor | tuple[()], ...]:
     def full(gradient: Any, variable: tf.Variable) -> tf.Tensor | tuple[()]:
         if gradient is None:
@@ -229,7 +231,7 @@ def _gradient_sums(
         gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
         if gradient.dtype in (tf.float16, tf.bfloat16):
             gradient = tf.cast(gradient, tf.float32)
-        return gradient if times == 1 else gradient * times
+        return gradient if times is None else gradient * tf.cast(times, gradient.dtype)
 
     return tuple(map(full, tape.gradient(target, variables), variables))
 
@@ -289,7 +291,11 @@ def reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums
 
 
 def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
-    return value / tf.cast(tf.where(total == 0, tf.ones_like(total), total), value.dtype)
+    return value / tf.cast(_nonzero(total), value.dtype)
+
+
+def _nonzero(total: tf.Tensor) -> tf.Tensor:
+    return tf.where(total == 0, tf.ones_like(total), total)
 
 
 def update_metrics(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> None:

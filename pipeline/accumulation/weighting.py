@@ -25,8 +25,8 @@ def weighted_sum(
         sample_weight: (examples,) or of the values' shape.
 
     Returns:
-        Two scalars. Sums of each over disjoint parts of a batch, divided once, are the loss of the batch. For
-        the reduction `sum` the denominator is 0, to be read as 1.
+        Two scalars, in float32 at least: a bfloat16 that counts stops at 256. Sums of each over disjoint parts of a
+        batch, divided once, are the loss of the batch. For the reduction `sum` the denominator is 0, to be read as 1.
 
     Raises:
         ValueError: the loss reduces nothing, or has already reduced its values to a scalar.
@@ -40,6 +40,7 @@ def weighted_sum(
     mask = _both(mask, mask_of(values))
     if isinstance(values, tf.RaggedTensor):
         values = values.flat_values
+    dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
     values = tf.cast(values, dtype)
     if values.shape.rank == 0:
         raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")

@@ -72,6 +72,7 @@ TRAINED = {
     "adamw": (lambda: keras.optimizers.AdamW(decaying(), weight_decay=0.01, global_clipnorm=1.0), {}),
     "ema_constraint": (lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9), CONSTRAINED),
     "loss_scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(decaying())), {}),
+    "loss_scale_factor": (lambda: keras.optimizers.SGD(decaying(), momentum=0.9, loss_scale_factor=64.0), {}),
 }
 
 
@@ -82,6 +83,7 @@ def large_batch_trajectory(name):
     model, loss, optimizer = network(**arguments), cross_entropy(), make()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
+    optimizer.loss_scale_factor = None
 
     def step(batch):
         x, y = batch
@@ -116,7 +118,7 @@ def accumulated_trajectory(name, micro_batch_size, devices):
         *[("momentum", size, 1) for size in (128, 64, 32, 16, 24)],  # factors 1, 2, 4, 8, and 5⅓
         *[("adamw", size, 1) for size in (128, 64, 32, 16, 24)],
         *[(name, size, 2) for name in ("momentum", "adamw") for size in (64, 24)],
-        *[(name, 24, devices) for name in ("ema_constraint", "loss_scale") for devices in (1, 2)],
+        *[(name, 24, devices) for name in ("ema_constraint", "loss_scale", "loss_scale_factor") for devices in (1, 2)],
     ],
 )
 def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro_batch_size, devices):
@@ -246,6 +248,17 @@ def test_a_loss_scale_keeps_gradients_that_float16_cannot_hold(precision):
     results = tf.function(Update(model, loss, optimizer, 4).__call__)((ones, ones))
     assert model.get_weights()[0][0, 0] == -(2.0**-16)
     assert float(results["gradient_norm"]) == 2.0**-26
+
+
+def test_a_loss_scale_holds_for_a_loss_of_many_elements(precision):
+    """By the example, 2¹⁵ · 128 · 128 overflows float16; by the element, as `fit` has it, no update is skipped."""
+    precision("mixed_float16")
+    model = keras.Sequential([keras.Input((128, 128, 1)), layers.Conv2D(1, 1)])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(model.trainable_variables)
+    update = tf.function(Update(model, losses.MeanSquaredError(), optimizer, 4).__call__)
+    update((tf.ones((8, 128, 128, 1)), tf.zeros((8, 128, 128, 1))))
+    assert int(optimizer.iterations.numpy()) == 1
 
 
 def test_a_loss_scale_skips_a_whole_update_that_is_not_finite(precision):

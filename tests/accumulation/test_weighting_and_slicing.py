@@ -97,6 +97,8 @@ LOSSES = {
         None,
         labels(EXAMPLES),
     ),
+    "sparse_softmax": (losses.SparseCategoricalCrossentropy, "softmax", labels(EXAMPLES)),
+    "binary_sigmoid": (losses.BinaryCrossentropy, "sigmoid", one_hot(EXAMPLES)),
     "categorical": (
         lambda: losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1),
         None,
@@ -323,6 +325,18 @@ def test_every_micro_batch_drops_out_others(float64):
     (gradient,) = accumulate_gradients(model, Outputs(), (ones, ones), 1).gradients()
     # The mean over the examples of masks of 0 and 2: one mask for all of them would leave only 0 and 2.
     assert len(set(np.asarray(gradient).ravel())) > 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_loss_of_half_precision_is_counted_in_float32(precision, dtype):
+    """5000 ones: a sum in bfloat16 stops at 256, one in float16 at 2048."""
+    precision("float32")
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    ones = tf.ones((5000, 1))
+    sums = accumulate_gradients(model, losses.MeanSquaredError(dtype=dtype), (ones, ones), 1000)
+    assert [float(value) for value in (sums.loss, sums.weight, sums.examples)] == [5000, 5000, 5000]
+    assert float(sums.mean_loss()) == 1
+    assert float(sums.gradients()[0][0, 0]) == -2
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
