@@ -57,11 +57,11 @@ def _serve(uri: str, port: int) -> int:
         return 0
     say(*_pages(uri, f"http://{HOST}:{port}"), "Ctrl-C ends it", to=sys.stdout)
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
-    # MLflow starts about ten processes and leaves some of them behind: a session of their own can be ended whole.
-    # With its URI in the environment, other users do not read a password in the list of processes.
-    server = subprocess.Popen(
-        command, env={**os.environ, "MLFLOW_BACKEND_STORE_URI": uri}, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    # MLflow leaves some of its processes behind: a session of their own can be ended whole. With its URI in the
+    # environment, other users do not read a password in the list of processes. Eight more processes would wait for jobs
+    # of MLflow's, such as evaluations of language models.
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ, "MLFLOW_BACKEND_STORE_URI": uri}
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return server.wait()

@@ -49,9 +49,9 @@ def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
     port = _free_port()
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with tempfile.TemporaryFile() as log:
-        # A session of its own: the server starts about ten processes, and ending the first leaves some behind.
+        # A session of its own: the server starts others, and ending the first leaves some behind.
         process = subprocess.Popen(
             [*command, "--backend-store-uri", store_uri, "--workers", "1"],
             env=environment,

@@ -1,6 +1,6 @@
 """Python processes that have TensorFlow and MLflow loaded when they begin: forks of one that has imported them.
 
-    pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, and the shippers of the runs in it
+    pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, the shippers of the runs in it, and its forkserver
 
 The import is the larger part of what a small run costs. What is forked has its own session, folder, environment, pipes
 and module `__main__`, as if it had been started; no code of the project has run in it but the imports, and no device
@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import selectors
@@ -255,6 +256,7 @@ def _become(address: str, request: dict[str, Any], descriptors: list[int]) -> No
     os.environ.clear()
     os.environ.update(request["environment"])
     _fork_shippers(address)
+    _fork_forkserver()
     arguments = request["arguments"]
     sys.path[0] = request["folder"]
     if arguments[0] == "-P":
@@ -278,6 +280,29 @@ def _fork_shippers(address: str) -> None:
         return Python(address, command[1:], env=options["env"], stdin=options["stdin"], stderr=None)
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
+
+
+def _fork_forkserver() -> None:
+    """Have the forkserver of a sweep forked from this process where it would be started: it imports TensorFlow."""
+    start = multiprocessing.util.spawnv_passfds
+
+    def spawnv_passfds(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if not arguments[-1].startswith("from multiprocessing.forkserver"):
+            return start(path, arguments, descriptors)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
+                    with contextlib.suppress(OSError):
+                        os.close(descriptor)
+                for number in (signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)
+                exec(arguments[-1], {})
+            finally:
+                os._exit(0)
+        return pid
+
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
 
 
 if __name__ == "__main__":
