@@ -33,6 +33,19 @@ def speech():
 def segmented():  # 255: nobody knows what it is
     return examples(rng.normal(size=(200, 6, 4)).astype("float32"), rng.choice([0, 1, 2, 255], (200, 6)))
 
+def sick():
+    x = rng.normal(size=(200, 4)).astype("float32")
+    return examples(x, (x[:, :1] > 0).astype("float32"))
+
+def heights():
+    x = rng.normal(size=(200, 4)).astype("float32")
+    return examples(x, x[:, :1])
+
+def text():
+    tokens = rng.integers(1, 9, (200, 7))
+    tokens[:, 5:] *= rng.integers(0, 2, (200, 2))
+    return examples(tokens[:, :-1], tokens[:, 1:])
+
 def sides():
     x = {side: rng.normal(size=(200, 3)).astype("float32") for side in ("left", "right")}
     return examples(x, rng.integers(0, 3, 200))
@@ -50,6 +63,16 @@ class Subclassed(keras.Model):
 
 def probable():
     return keras.Sequential([keras.Input((4,)), layers.Dense(3, "softmax")])
+
+def sigmoid():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu"), layers.Dense(1, "sigmoid")])
+
+def linear():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+
+def recurrent():
+    parts = [layers.Embedding(9, 4, mask_zero=True), layers.GRU(8, return_sequences=True), layers.Dense(9)]
+    return keras.Sequential([keras.Input((6,)), *parts])
 
 def embedding():
     return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.UnitNormalization()])
@@ -73,8 +96,13 @@ class Confidence(keras.metrics.Metric):
         return self.total / self.count
 '''
 
-MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided")
-DATASETS = ("classes", "speech", "segmented", "sides")
+MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent")
+DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text")
+OBJECTIVE = """
+# @package training
+loss: {_target_: keras.losses.Huber, delta: 0.5}
+metrics: {far: {_target_: keras.metrics.MeanAbsoluteError}}
+"""
 MONITORS = {
     "stop": "keras.callbacks.EarlyStopping, monitor: val_accuracy, patience: 0, min_delta: 2",
     "save": "keras.callbacks.ModelCheckpoint, monitor: val_accuracy, save_best_only: true, filepath: best.keras",
@@ -92,6 +120,10 @@ LEGAL = {
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
     "softmax": "model=probable dataset=classes training.loss.from_logits=false",
+    "binary": "model=sigmoid dataset=sick objective=binary",
+    "regression": "model=linear dataset=heights objective=regression",
+    "language": "model=recurrent dataset=text objective=language_model",
+    "own objective": "model=linear dataset=heights objective=mine",
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
     "circle": f"model=embedding dataset=classes {LOSS}.Circle",
     "bare_metric": f"model=unbuilt dataset=classes {CONFIDENCE}",
@@ -109,11 +141,13 @@ def ran(tmp_path_factory):
         (folder / "conf" / group).mkdir(parents=True)
         for name in names:
             (folder / "conf" / group / f"{name}.yaml").write_text(f"_target_: mine.{name}\n")
+    (folder / "conf" / "objective").mkdir()
+    (folder / "conf" / "objective" / "mine.yaml").write_text(OBJECTIVE)
     more = {"tracking.log_model": "false", "training.epochs": "1"}
     lines = {}
     for name, line in LEGAL.items():
         given = [f"{key}={value}" for key, value in more.items() if f"{key}=" not in line]
-        lines[name] = f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment={name}"
+        lines[name] = f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment='{name}'"
     place_store(folder)
     home = "tracking.uri=sqlite:///~/store.db \"hydra.run.dir='~/run'\""  # Hydra wants the second in quotes
     lines["at home"] = f"train --config-dir conf model=unbuilt dataset=classes {SHORT} training.updates=1 {home}"
@@ -133,6 +167,14 @@ def test_a_tilde_is_the_home_directory(ran):
     assert (folder / "home" / "store.db").exists()
     assert (folder / "home" / "run" / "journal.jsonl").exists()
     assert not [path for path in folder.rglob("*") if "~" in path.name]
+
+
+def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran):
+    _, store, _ = ran
+    run = store.run("own objective")
+    assert run.data.params["training.loss.delta"] == "0.5"
+    assert "training.loss.from_logits" not in run.data.params
+    assert {key for key in run.data.metrics if key.startswith("val/")} == {"val/loss", "val/far", "val/examples_seen"}
 
 
 def test_a_monitored_metric_has_its_direction(ran):
