@@ -36,7 +36,7 @@ _NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without emp
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
-SCHEMA = 1  # of the config; pipeline.rerun.recorded_run says what older records need
+SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
 
 
 @dataclass

@@ -147,7 +147,11 @@ def pooled(jobs: Sequence[JobResult], value: Callable[[JobResult], float]) -> Sp
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep with all of its jobs, in the order in which they were planned, and the URI of its store."""
+    """A sweep with all of its jobs, in the order in which they were planned, and the URI of its store.
+
+    Attributes:
+        found: the overrides with the lowest loss, where the sweep was a search.
+    """
 
     uri: str
     run_id: str
@@ -155,6 +159,7 @@ class Comparison:
     status: str
     varied: list[str]
     jobs: list[JobResult]
+    found: str = ""
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
@@ -231,7 +236,9 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     names = [*planned, *(name for name in runs if name not in planned)]
     jobs = [_job(client, name, runs.get(name)) for name in names]
     varied = listed(tags, "sweep.varied")
-    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, varied, jobs)
+    found = re.search(r'"overrides": (\[.*\])', tags.get("sweep.best", ""))
+    best = " ".join(listed({"sweep.best": found[1]}, "sweep.best")) if found else ""
+    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, varied, jobs, best)
 
 
 def _job(client: Any, name: str, run: Any) -> JobResult:

@@ -68,17 +68,16 @@ def reached(x: Array, y: Array, target: float) -> float | None:
 
 
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
-    """Return the mean of `values` over the last `window` examples, each value weighted by its own examples.
+    """Return the mean of `values` over the last `window` examples, or over all where there are fewer yet.
 
     Args:
         examples: seen after each value; rising.
-        values: means over the examples since the value before.
-        window: examples; a value that begins inside counts whole, so one value is the least.
+        values: means over the examples since the value before, of which a part counts as the whole does.
+        window: examples.
     """
-    weights = np.diff(examples, prepend=0.0)
-    sums, totals = (np.cumsum(np.append(0.0, part)) for part in (weights * values, weights))
-    first = np.minimum(np.searchsorted(examples - weights, examples - window), np.arange(len(values)))
-    return (sums[1:] - sums[first]) / (totals[1:] - totals[first])
+    seen, sums = np.append(0.0, examples), np.append(0.0, np.cumsum(np.diff(examples, prepend=0.0) * values))
+    start = np.maximum(examples - window, 0.0)
+    return (sums[1:] - np.interp(start, seen, sums)) / (examples - start)
 
 
 def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> tuple[float, float] | None:

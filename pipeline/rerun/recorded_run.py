@@ -70,7 +70,8 @@ class RecordedRun:
         """Refuse a record of a newer schema, and say that it is of an older one.
 
         Who raises `SCHEMA`, as a key is renamed, removed or given another meaning, brings older records up to date
-        here. From 0 to 1 there was nothing to do: the default of a key that is new is what older code did.
+        here. From 0 to 2 there was nothing to do: the default of a key that is new is what older code did. Until 2
+        only the last validation of a run with `use_ema` was of the averaged weights.
         """
         version, run_id = self.config.get("schema", 0), self.run.info.run_id
         if type(version) is not int or not 0 <= version <= configuration.SCHEMA:
@@ -83,6 +84,9 @@ class RecordedRun:
             raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
         if version < configuration.SCHEMA:
             say(f"the record of {run_id} is of schema {version}: brought to schema {configuration.SCHEMA}")
+            optimizer = self.config.get("optimizer")
+            if isinstance(optimizer, dict) and optimizer.get("use_ema"):
+                say("  differs: val/…: all are of the averaged weights now, then only the last one was")
 
 
 def fetch(store: ForeignStore, start: str) -> RecordedRun:

@@ -62,8 +62,16 @@ def test_a_target_is_reached_between_two_points():
 def test_a_trailing_mean_weighs_by_examples():
     examples, values = np.array([10.0, 20, 25, 35]), np.array([1.0, 2, 4, 8])
     means = statistics.trailing_mean(examples, values, 15)
-    assert means.tolist() == [1, 2, pytest.approx((10 * 2 + 5 * 4) / 15), pytest.approx((5 * 4 + 10 * 8) / 15)]
+    expected = [1, (5 * 1 + 10 * 2) / 15, (10 * 2 + 5 * 4) / 15, (5 * 4 + 10 * 8) / 15]
+    assert means.tolist() == pytest.approx(expected, rel=1e-12)
     assert statistics.trailing_mean(examples, values, 1).tolist() == values.tolist()
+
+
+def test_the_loss_of_a_short_tail_is_no_target():
+    """An epoch of 1000 examples in batches of 124 ends with 8, whose loss is lower by chance."""
+    examples = np.array([*range(124, 993, 124), 1000.0])
+    values = np.array([2.0] * 8 + [0.1])
+    assert statistics.trailing_mean(examples, values, 124)[-1] == pytest.approx((116 * 2 + 8 * 0.1) / 124)
 
 
 def test_the_trade_off_is_fitted_exactly_and_refused_where_there_is_none():

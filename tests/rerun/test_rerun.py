@@ -306,7 +306,7 @@ def test_a_record_of_an_older_schema_runs_again(made, again):
     _, answers, old = again
     answer = answers["old"]
     assert answer["status"] == 0, answer["err"]
-    assert f"the record of {old} is of schema 0: brought to schema 1" in answer["err"]
+    assert f"the record of {old} is of schema 0: brought to schema 2" in answer["err"]
     assert "without train/gradient_noise_scale" in answer["err"]
     (new,) = reruns(store, old)
     assert new.data.params["schedule.initial_learning_rate"] == "0.0"  # which the default has not been since

@@ -423,7 +423,7 @@ UNREADABLE = {
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)),
         "must be of at",
     ),
-    "schema": ("config.yaml", "schema: [1]\n", "of schema 0 to 1"),
+    "schema": ("config.yaml", "schema: [1]\n", "of schema 0 to 2"),
     "environment": ("environment.json", "[]", "environment.json is no mapping"),
     "git": ("environment.json", '{"git": "x"}', "git of environment.json is no mapping"),
     "dataset": ("dataset.json", '{"name": "x"}', "of dataset.json is no mapping"),
