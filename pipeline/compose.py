@@ -117,11 +117,10 @@ class RunFolders(Callback):
     @classmethod
     def take_back(cls) -> None:
         """Remove what was made and is empty, from the run directory upwards."""
-        if cls._made and cls._made[0].is_dir():
-            (cls._made[0] / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
         for folder in cls._made:
-            if not folder.is_dir() or any(folder.iterdir()):
+            if not folder.is_dir() or {file.name for file in folder.iterdir()} - {"multirun.yaml"}:
                 return
+            (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
             folder.rmdir()
 
 

@@ -162,7 +162,7 @@ CONFIG = {
     "ui --port many": "--port must be from 1 to 65535. Received: 'many'.",
     "ui tracking.ur=x": "tracking.ur must be a key of tracking. Received: 'ur'. Choices: uri, … Did you mean 'uri'?",
     # what belongs to a store and its records
-    "train schema=2": "schema must be 1, the one of this program. Received: 2.",
+    "train schema=1": "schema must be 2, the one of this program. Received: 1.",
     "train tracking.sweep=nope": "tracking.sweep must be left out of a single run: it is of a multirun. "
     "Received: 'nope'.",
     "train 'trust.allow=[a b]'": "trust.allow must list dotted names, such as mypkg.models, and places, such as "
@@ -196,7 +196,8 @@ PREPARED = {
     "examples of the training split. Received: 1438.",
     # datasets
     "train dataset=tfds dataset.name=mnits": "dataset.name must be a TFDS dataset (…). Received: 'mnits'.",
-    f"train {NOT_PREPARED} dataset.download=false": "dataset.data_dir must hold mnist/…, prepared. Received: '…'.",
+    f"train {NOT_PREPARED} dataset.download=false": "dataset.data_dir must hold mnist/…, prepared; "
+    "dataset.download=true … Received: '…'.",
     f"train {NOT_PREPARED}": "dataset could not be downloaded and prepared in … (…). Received: 'mnist/…'.",
     "train dataset._target_=mine.not_a_dataset": "dataset._target_ must give (train, validation) as "
     "tf.data.Datasets, or a pipeline.dataset.Data. Received: 'int'.",
@@ -502,7 +503,7 @@ def test_of_two_runs_at_once_in_one_folder_the_second_is_refused(tmp_path):
     line = ("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false")
     # The store is there already, so that both are ready at nearly the same moment.
     pipeline(*line, cwd=tmp_path)
-    both = [start(*line, "hydra.run.dir=same", cwd=tmp_path) for _ in range(2)]
+    both = [start(*line, "hydra.run.dir=same", cwd=tmp_path, warm=True) for _ in range(2)]
     answers = sorted((run.wait(timeout=300), run.stderr.read()) for run in both)
     assert [status for status, _ in answers] == [0, 2]
     assert answers[1][1] == (

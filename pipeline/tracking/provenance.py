@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,6 @@ def links(config: DictConfig) -> dict[str, str]:
 
 def environment(run_dir: Path) -> dict[str, Any]:
     """Describe the interpreter, the machine, the code, every installed distribution, and where the run lies."""
-    described = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
-    packages = {of["Name"]: of["Version"] for of in sorted(described, key=lambda of: of["Name"] or "")}
     return {
         "run_dir": str(run_dir.absolute()),
         "python": platform.python_version(),
@@ -67,8 +66,14 @@ def environment(run_dir: Path) -> dict[str, Any]:
         "lock": _lock(),
         "git": git(),
         "package": {"version": __version__, "sha256": _package_hash()},
-        "packages": packages,
+        "packages": _packages(),
     }
+
+
+@cache
+def _packages() -> dict[str, str]:
+    described = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
+    return {of["Name"]: of["Version"] for of in sorted(described, key=lambda of: of["Name"] or "")}
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

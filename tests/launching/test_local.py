@@ -130,7 +130,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("file", "more"), [("pipeline.py", ()), ("pipeline/__init__.py", ("+hydra.job.env_set.A=b",))])
+@pytest.mark.parametrize(
+    ("file", "more"),
+    [
+        ("pipeline.py", ()),
+        pytest.param("pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.slow),
+    ],
+)
 def test_files_of_the_users_folder_are_not_taken_for_libraries(tmp_path, file, more):
     """By the installed command: with `python -m pipeline` Python itself takes the user's file."""
     (tmp_path / "bin").mkdir()

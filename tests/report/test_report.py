@@ -159,8 +159,16 @@ def opened(chrome: WebDriver, page: Path, scheme: str) -> list[str]:
     return [line.value_of_css_property("stroke") for line in lines]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("which", ["by_batch", "nasty"])
+@pytest.mark.parametrize(
+    ("which", "scheme"),
+    [
+        ("by_batch", "dark"),
+        *(
+            pytest.param(*c, marks=pytest.mark.slow)
+            for c in (("by_batch", "light"), ("nasty", "light"), ("nasty", "dark"))
+        ),
+    ],
+)
 def test_the_page_on_a_phone(which, scheme, store, request, tmp_path, chromium):
     written = request.getfixturevalue(which)
     with window(chromium, 360, 740) as chrome:

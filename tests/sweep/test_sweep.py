@@ -149,6 +149,7 @@ def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(troubles):
     assert most == 2
 
 
+@pytest.mark.slow
 def test_two_sweeps_at_once_share_no_gpu(tmp_path):
     """The one whose callback finds the GPU's lock taken would raise."""
     (tmp_path / "mine.py").write_text(MINE)
@@ -178,9 +179,15 @@ def test_the_parent_says_what_the_sweep_was(troubles):
 
 # Interruptions
 
+LATER = (((), 0.5), ((), 1), (("+hydra.job.env_set.A=b",), 1))
+
 
 @pytest.mark.parametrize(
-    ("number", "to_group", "at_once"), [(signal.SIGINT, True, 2), (signal.SIGTERM, False, 1)], ids=["ctrl-c", "sigterm"]
+    ("number", "to_group", "at_once"),
+    [
+        pytest.param(signal.SIGINT, True, 2, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, False, 1, id="sigterm", marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, number, to_group, at_once):
     jobs = (f"seed={','.join(map(str, range(at_once + 1)))}", f"hardware.parallel_jobs={at_once}")
@@ -204,7 +211,10 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, numb
     wait(lambda: processes_in(tmp_path) == [], 30)
 
 
-@pytest.mark.parametrize(("more", "seconds"), [((), 0), ((), 0.5), ((), 1), (("+hydra.job.env_set.A=b",), 1)])
+@pytest.mark.parametrize(
+    ("more", "seconds"),
+    [((), 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER)],
+)
 def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, more, seconds):
     process = start("train", "-m", *TINY, "seed=0,1", *more, cwd=tmp_path)
     assert process.stderr is not None
@@ -371,7 +381,13 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=() if file.stem == "seeds" else pytest.mark.slow)
+        for file in sorted((ROOT / "sweeps").glob("*.yaml"))
+    ],
+)
 def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, file):
     (tmp_path / "hydra_plugins").mkdir()  # where alone Hydra takes plugins from
     (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)

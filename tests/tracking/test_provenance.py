@@ -496,6 +496,7 @@ def refused(tmp_path_factory):
     return folder, one_process(lines, folder, warm=False), records, client.search_runs([experiment], max_results=1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*HOSTILE, *UNREADABLE])
 def test_a_hostile_record_is_refused_and_nothing_runs(refused, name):
     answer = refused[1][name]
@@ -508,6 +509,7 @@ def test_a_hostile_record_is_refused_and_nothing_runs(refused, name):
     assert answer["changed"] == []
 
 
+@pytest.mark.slow
 def test_nothing_was_created_for_what_was_refused(refused):
     folder, answers, _, runs = refused
     assert len(HOSTILE) >= 20
@@ -517,6 +519,7 @@ def test_nothing_was_created_for_what_was_refused(refused):
     assert (folder / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -541,6 +544,7 @@ def test_a_wrong_request_is_refused_in_one_line(refused, name, said):
     assert answer["changed"] == []
 
 
+@pytest.mark.slow
 def test_a_newer_record_is_refused_with_the_command_on_its_own_commit(refused):
     _, answers, records, _ = refused
     last = answers["newer"]["err"].splitlines()[-1]
@@ -552,6 +556,7 @@ def test_a_newer_record_is_refused_with_the_command_on_its_own_commit(refused):
     assert answers["newer, hostile"]["status"] == 2
 
 
+@pytest.mark.slow
 def test_what_a_store_says_does_not_speak_to_the_terminal(refused):
     answer = refused[1]["terminal"]
     assert answer["status"] == 0
@@ -560,6 +565,7 @@ def test_what_a_store_says_does_not_speak_to_the_terminal(refused):
         assert "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_what_only_tensorflow_knows_is_compared_as_well(refused):
     lines = refused[1]["cuda"]["err"].splitlines()
     (said,) = (line for line in lines if line.startswith("  differs: cuda: 1.0 then, "))
@@ -575,6 +581,7 @@ def test_no_error_speaks_to_the_terminal():
     )
 
 
+@pytest.mark.slow
 def test_a_record_that_was_changed_after_the_fact_is_said(refused):
     said = "  differs: the record: its config is not the one that its tag config.hash was taken of"
     _, answers, _, _ = refused
