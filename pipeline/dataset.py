@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 from filelock import FileLock
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline import instantiate
 from pipeline.config import without
@@ -91,7 +91,7 @@ def digits(data_dir: str | None = None, download: bool = True) -> Data:
 
 
 def from_tfds(
-    name: str,
+    name: str | None = None,
     data_dir: str | None = None,
     download: bool = True,
     train_split: str = "train",
@@ -101,8 +101,9 @@ def from_tfds(
     scale: float = 1.0,
     resize: tuple[int, int] | None = None,
     preprocess: Callable[[dict[str, Any]], tuple] | None = None,
+    builder: str | None = None,
 ) -> Data:
-    """Load a TFDS dataset by name.
+    """Load a TFDS dataset by its name or its builder.
 
     Args:
         name: as `tfds.builder` takes it.
@@ -113,21 +114,34 @@ def from_tfds(
         scale: factor of x.
         resize: (height, width) of x.
         preprocess: in place of the four above: takes the features, gives (x, y) or (x, y, sample_weight).
+        builder: in place of `name`, the dotted name of a `tfds.core.DatasetBuilder` of your own.
     """
     import tensorflow_datasets as tfds
 
-    try:
-        builder = tfds.builder(name, data_dir=data_dir)
-    except Exception as error:
-        raise ConfigError("dataset.name", f"must be a TFDS dataset ({first_line(error)})", name) from error
-    _prepare(builder, download and gate.downloads())
+    if (name is None) == (builder is None):
+        raise ConfigError("dataset", "must give one of name and builder", {"name": name, "builder": builder})
+    made: Any
+    if builder is not None:
+        cls: Any = instantiate.locate(OmegaConf.create({"_target_": builder}), "dataset.builder")
+        if not (isinstance(cls, type) and issubclass(cls, tfds.core.DatasetBuilder)):
+            raise ConfigError("dataset.builder", "must be a tfds.core.DatasetBuilder", builder)
+        made = cls(data_dir=data_dir)
+    else:
+        try:
+            made = tfds.builder(name, data_dir=data_dir)
+        except Exception as error:
+            raise ConfigError("dataset.name", f"must be a TFDS dataset ({first_line(error)})", name) from error
+    _prepare(made, download and gate.downloads())
     if preprocess is None:
-        keys = list(builder.info.features or {})
+        features = dict(made.info.features or {})
         for key, value in (("input_key", input_key), ("label_key", label_key)):
-            if value not in keys:
-                raise ConfigError(f"dataset.{key}", f"must be a feature of {name}", value, keys)
+            if value not in features:
+                raise ConfigError(f"dataset.{key}", f"must be a feature of {made.name}", value, features)
+        sizes = features[input_key].shape
+        if resize is None and len(sizes) == 3 and None in sizes:
+            raise ConfigError("dataset.resize", f"must be [height, width]: the images of {made.name} differ in size")
         preprocess = _features(input_key, label_key, scale, resize)
-    return _from_builder(builder, train_split, validation_split, preprocess, label_key)
+    return _from_builder(made, train_split, validation_split, preprocess, label_key)
 
 
 def _prepare(builder: Any, download: bool) -> None:
@@ -166,7 +180,8 @@ def _from_builder(
             dataset = builder.as_dataset(split=name, shuffle_files=False, read_config=read)
         except ValueError as error:
             choices = sorted(builder.info.splits)
-            raise ConfigError(f"dataset.{key}", f"must be a split of {builder.name}", name, choices) from error
+            none = ", or null for none" if key == "validation_split" else ""
+            raise ConfigError(f"dataset.{key}", f"must be a split of {builder.name}{none}", name, choices) from error
         return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 
     labels = dict(builder.info.features or {}).get(label_key)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from pipeline.masking import mask
 
@@ -64,6 +65,13 @@ class RunError(Exception):
     """A run failed while running. The message is one line and names the file with the traceback. Exit status 1."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("arguments", f"must be as {self.prog} --help says ({message})")
+
+
 def printable(text: str) -> str:
     """Return `text` with `?` for each control character: a store's names and messages are foreign."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
@@ -71,8 +79,9 @@ def printable(text: str) -> str:
 
 def say(*lines: str, to: TextIO | None = None) -> None:
     """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters."""
-    for line in lines:
-        print(printable(mask(line)), file=to or sys.stderr, flush=True)
+    with suppress(OSError):  # a terminal that is closed meanwhile keeps no run from being closed
+        for line in lines:
+            print(printable(mask(line)), file=to or sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:

@@ -77,6 +77,9 @@ def _refusal(error: Exception, overrides: Sequence[str], folders: Sequence[str])
     if isinstance(error, OverrideParseException):
         key = re.split("[=@]", error.override.lstrip("+~"))[0]
         grammar = f"must be of Hydra's grammar ({first_line(error)})"
+        _, _, value = error.override.partition("=")
+        if re.fullmatch(r"\w[^'\"]*\[[^'\"]*\]", value):
+            grammar += f"; text with brackets has quotes of its own: '{key}=\"{value}\"'"
         return ConfigError(key, grammar if "=" in error.override else "must be given as KEY=VALUE", error.override)
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).rpartition("/")

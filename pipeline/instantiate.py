@@ -19,6 +19,12 @@ from pipeline.trust import gate
 
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises, in several lines
 
+# Config key → the group of its files, and what it is.
+_FILES = {
+    **{group: (group, f"a {group}") for group in ("dataset", "model", "schedule")},
+    "optimizer": ("optimizer", "an optimizer"),
+    "training.loss": ("objective", "an objective"),
+}
 _OF_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # all else is the target's argument
 
 
@@ -85,7 +91,12 @@ def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, oth
     if parameters and "_args_" not in node and not open_ended & {each.kind for each in parameters.values()}:
         for name in given:
             if name not in parameters:
-                raise ConfigError(f"{key}.{name}", f"must be an argument of {node._target_}", name, parameters)
+                rule = f"must be an argument of {node._target_}"
+                if key in _FILES and not str(node._target_).startswith("pipeline."):  # named on the command line alone
+                    group, option = _FILES[key]
+                    rule += f"; {option} of your own stands whole in a file, conf/{group}/NAME.yaml, and is taken with "
+                    rule += f"--config-dir conf {group}=NAME"
+                raise ConfigError(f"{key}.{name}", rule, name, parameters)
         for name, parameter in parameters.items():
             missing = name not in given and name not in others and not node.get("_partial_")
             if parameter.default is parameter.empty and missing:

@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from pipeline import compose
 from pipeline import config as configuration
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError, Parser, say
+from pipeline.masking import mask
 from pipeline.sweep import resume
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import ForeignStore
@@ -29,7 +30,7 @@ def train(arguments: Sequence[str]) -> int:
 def sweep(arguments: Sequence[str]) -> int:
     """Train the multirun in `sweeps/NAME.yaml`, of this folder or of the package."""
     files = sweep_files()
-    parser = argparse.ArgumentParser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
+    parser = Parser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(files)}")
     parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
     parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="what a sweep's record may name")
@@ -41,6 +42,8 @@ def sweep(arguments: Sequence[str]) -> int:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
     file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
     if options.config_dir:
+        if not Path(options.config_dir).is_dir():
+            raise ConfigError("--config-dir", "must be a folder that exists", options.config_dir)
         compose.say_unused(Path(options.config_dir))
     ours = Path(configuration.directory("sweeps"))
     searched = [Path(options.config_dir).absolute()] if options.config_dir else []
@@ -75,7 +78,7 @@ def _close(again: Callable[[str], list[str]], broken: str | None = None) -> int:
         return 0
     status: int = current.close(broken)
     if status:
-        say(f"run what is missing with: {shlex.join(['pipeline', *again(current.run_id)])}")
+        say(f"run what is missing with: {shlex.join(['pipeline', *map(mask, again(current.run_id))])}")
     if broken is None:
         from pipeline.report import command
         from pipeline.sweep import description

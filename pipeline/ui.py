@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from contextlib import suppress
 from omegaconf import DictConfig
 
 from pipeline import compose
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError, Parser, say
 
 HOST = "127.0.0.1"
 _PATIENCE = 10.0  # seconds for the server's processes to end
@@ -22,7 +21,7 @@ _PATIENCE = 10.0  # seconds for the server's processes to end
 
 def ui(arguments: Sequence[str]) -> int:
     """Serve MLflow's UI on the store of the composed config, until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pipeline ui",
         description=ui.__doc__,
         epilog="All other arguments are overrides, such as tracking.uri=sqlite:///elsewhere/mlflow.db",
@@ -60,9 +59,11 @@ def _serve(uri: str, port: int) -> int:
     # MLflow leaves some of its processes behind: a session of their own can be ended whole. With its URI in the
     # environment, other users do not read a password in the list of processes. Eight more processes would wait for jobs
     # of MLflow's, such as evaluations of language models.
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ, "MLFLOW_BACKEND_STORE_URI": uri}
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
+    environment |= {"MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1"}  # no file of the user's folder is imported
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return server.wait()
     finally:

@@ -149,6 +149,10 @@ CONFIG = {
     "Received: 'file/x'.",
     "train seed": "seed must be given as KEY=VALUE. Received: 'seed'.",
     "train =3": "arguments must be what Hydra takes (Config group override must be …). Received: '=3'.",
+    "train 'dataset.train_split=train[:90%]'": "dataset.train_split must be of Hydra's grammar (…); text with brackets "
+    "has quotes of its own: 'dataset.train_split=\"train[:90%]\"'. Received: 'dataset.train_split=train[:90%]'.",
+    "sweep seeds --again": "arguments must be as pipeline sweep --help says (argument --again: expected one argument).",
+    "sweep seeds --config-dir nope": "--config-dir must be a folder that exists. Received: 'nope'.",
     "train seed=[1": "seed must be of Hydra's grammar (no viable alternative at input '[1'). Received: 'seed=[1'.",
     "train seed=1,2": "seed must be one value; --multirun sweeps over several. Received: '1,2'.",
     "train +seed=1": "seed must be named without + to be changed. Received: '+seed=1'.",
@@ -230,6 +234,12 @@ PREPARED = {
     "be a whole number of at least 1. Received: [0]). Received: …",
     f"train {MLP} model.l2=-1": "model must be what pipeline.model.mlp takes (ValueError: l2 must be a number of at "
     "least 0. Received: -1). Received: …",
+    "train model._target_=mine.one_argument": "model.filters must be an argument of mine.one_argument; a model of your "
+    "own stands whole in a file, conf/model/NAME.yaml, and is taken with --config-dir conf model=NAME. "
+    "Received: 'filters'. Choices: x.",
+    "train dataset=tfds dataset.name=null": "dataset must give one of name and builder. Received: {…}.",
+    "train dataset=tfds dataset.name=null +dataset.builder=mine.Vector": "dataset.builder must be a "
+    "tfds.core.DatasetBuilder. Received: 'mine.Vector'.",
     f"train {MLP} model._target_=mine.not_a_model": "model._target_ must give a keras.Model. Received: 'int'.",
     f"train {MLP} +optimizer.nope=4": "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) "
     "not recognized: {'nope': 4}). Received: {…, nope: 4}.",

@@ -16,6 +16,7 @@ MODULE = '''
 import keras
 import numpy as np
 import tensorflow as tf
+import tensorflow_datasets as tfds
 from keras import layers
 from pipeline.dataset import Data
 
@@ -52,6 +53,20 @@ def sides():
 
 def unbuilt():
     return keras.Sequential([layers.Dense(8, "tanh"), layers.Dropout(0.1), layers.Dense(3)])
+
+class Waves(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        image, label = tfds.features.Tensor(shape=(4,), dtype="float32"), tfds.features.ClassLabel(num_classes=3)
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"image": image, "label": label}))
+
+    def _split_generators(self, manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for number in range(200):
+            yield number, {"image": rng.normal(size=4).astype("float32"), "label": number % 3}
 
 class Subclassed(keras.Model):
     def __init__(self):
@@ -98,6 +113,12 @@ class Confidence(keras.metrics.Metric):
 
 MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent")
 DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text")
+WAVES = """
+_target_: pipeline.dataset.from_tfds
+builder: mine.Waves
+data_dir: null
+validation_split: null
+"""
 OBJECTIVE = """
 # @package training
 loss: {_target_: keras.losses.Huber, delta: 0.5}
@@ -121,6 +142,7 @@ LEGAL = {
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
     "softmax": "model=probable dataset=classes training.loss.from_logits=false",
     "binary": "model=sigmoid dataset=sick objective=binary",
+    "builder": "model=unbuilt dataset=waves dataset.data_dir=data",
     "regression": "model=linear dataset=heights objective=regression",
     "language": "model=recurrent dataset=text objective=language_model",
     "own objective": "model=linear dataset=heights objective=mine",
@@ -141,6 +163,7 @@ def ran(tmp_path_factory):
         (folder / "conf" / group).mkdir(parents=True)
         for name in names:
             (folder / "conf" / group / f"{name}.yaml").write_text(f"_target_: mine.{name}\n")
+    (folder / "conf" / "dataset" / "waves.yaml").write_text(WAVES)
     (folder / "conf" / "objective").mkdir()
     (folder / "conf" / "objective" / "mine.yaml").write_text(OBJECTIVE)
     more = {"tracking.log_model": "false", "training.epochs": "1"}

@@ -9,6 +9,7 @@ import urllib.request
 from contextlib import suppress
 
 import psutil
+import pytest
 from mlflow.tracking import MlflowClient
 
 from tests import shared
@@ -21,7 +22,10 @@ def answers(address: str) -> bool:
     return False
 
 
-def test_it_shows_the_newest_run_and_ends_with_all_its_processes(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
+)
+def test_it_shows_the_newest_run_and_ends_with_all_its_processes(tmp_path, number, status):
     shared.place_store(tmp_path)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
     experiments = [client.create_experiment(name) for name in ("pipeline", "another")]
@@ -38,8 +42,8 @@ def test_it_shows_the_newest_run_and_ends_with_all_its_processes(tmp_path):
         wait(lambda: answers(f"{root}/health"))
         served = psutil.Process(process.pid).children(recursive=True)
         assert len(served) > 1
-        process.send_signal(signal.SIGTERM)  # to it alone, as a supervisor does
-        assert process.wait(timeout=60) == 143
+        process.send_signal(number)  # to it alone, as a supervisor does, or the terminal that is closed
+        assert process.wait(timeout=60) == status
         wait(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in served), 10)
     finally:
         process.kill()

@@ -40,7 +40,7 @@ class SlurmLauncher(SweepLauncher):
 
     @property
     def name(self) -> str:
-        """Of all Slurm jobs of the sweep."""
+        """Return the name that all Slurm jobs of the sweep have."""
         return f"pipeline-{self.sweep.run_id}"
 
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:

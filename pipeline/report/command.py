@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,13 +9,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pipeline import compose
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError, Parser, say
 from pipeline.tracking.foreign_store import ForeignStore
 
 
 def report(arguments: Sequence[str]) -> int:
     """Compare the jobs of a sweep, as plots and a table, from MLflow alone."""
-    parser = argparse.ArgumentParser(prog="pipeline report", description=report.__doc__, allow_abbrev=False)
+    parser = Parser(prog="pipeline report", description=report.__doc__, allow_abbrev=False)
     parser.add_argument("sweep", metavar="SWEEP", help="run ID of the sweep, the start of it, or its run name")
     parser.add_argument("--allow", action="append", default=[], metavar="PLACE", help="where artifacts may lie as well")
     if not arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -240,10 +241,11 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     options = [*request.own, *(f"--allow={entry}" for entry in request.allow), *(["--dry"] if request.dry else [])]
     given = [override for override in request.overrides if not override.startswith("hydra.run.dir=")]
     folder, statuses = _run_dir(request), []
+    environment = {**os.environ, "PYTHONPATH": imports.path_of_processes()}  # with -P: no file of the user's folder
     for number, (name, run) in enumerate(children.items()):
         say(f"{name}:")
         command = [run.info.run_id, *options, *given, in_folder(folder / str(number))]
-        statuses.append(subprocess.call([sys.executable, "-m", "pipeline", "rerun", *command]))
+        statuses.append(subprocess.call([sys.executable, "-P", "-m", "pipeline", "rerun", *command], env=environment))
     same = sum(status == 0 for status in statuses)
     verdict = "can be run again" if request.dry else "agree"
     say(f"rerun of sweep {parent.run_id}: {same} of {len(statuses)} runs {verdict}")

@@ -46,8 +46,8 @@ class RecordedRun:
         return str(self.environment.get("run_dir") or "")
 
     def is_unchanged(self) -> bool:
-        """Return whether the config is still the one that its hash was taken of. Older schemas took it otherwise."""
-        if self.config.get("schema") != configuration.SCHEMA:
+        """Return whether the config is still the one that its hash was taken of. Schema 0 took it otherwise."""
+        if not self.config.get("schema"):
             return True
         try:
             taken = provenance.config_hash(self.config, self.run_dir)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from pipeline import config as configuration
 from pipeline import hydra_errors
-from pipeline.errors import ConfigError
+from pipeline.errors import Parser
 
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
 
@@ -85,7 +84,7 @@ def in_folder(run_dir: Path) -> str:
 
 def parsed(arguments: Sequence[str], description: str | None) -> Request:
     """Parse the command line's `arguments`."""
-    parser = argparse.ArgumentParser(prog="pipeline rerun", description=description, allow_abbrev=False)
+    parser = Parser(prog="pipeline rerun", description=description, allow_abbrev=False)
     parser.add_argument("run_id", metavar="RUN_ID", help="of the run in the store that tracking.uri names")
     parser.add_argument("--dry", action="store_true", help="show the plan and the differences, and run nothing")
     parser.add_argument("--sweep", action="store_true", help="RUN_ID is a sweep: run all of its jobs again")
@@ -93,9 +92,4 @@ def parsed(arguments: Sequence[str], description: str | None) -> Request:
     parser.add_argument("--config-dir", "-cd", help="of your own config, which may have trust.allow")
     parser.add_argument("--config-name", "-cn", help="of your own config")
     parser.add_argument("overrides", nargs="*", help="in Hydra's grammar")
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError("arguments", f"must be RUN_ID [overrides] ({message})", " ".join(arguments))
-
-    parser.error = refuse  # type: ignore[method-assign]
     return Request(**vars(parser.parse_intermixed_args(list(arguments))))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import say
 from pipeline.sweep import files, mlflow_view
 from pipeline.sweep.mlflow_view import LONGEST_TAG
 
@@ -17,7 +17,7 @@ def announce(sweep: ParentRun) -> None:
     """Save the view of a sweep that begins, describe the parent run, and print the link that compares its jobs."""
     link = mlflow_view.link(sweep.uri, _describe(sweep, []))
     served = " (once `pipeline ui` runs)" if link.startswith(mlflow_view.LOCAL) else ""
-    print(f"compare its runs: {link}{served}", file=sys.stderr)
+    say(f"compare its runs: {link}{served}")
 
 
 def complete(sweep: ParentRun) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A sweep: one parent run in MLflow, a child for each job, and a table of what became of them.
 
-The launchers in `hydra_plugins.pipeline_launcher` call `begin` before the first job starts; the command line calls
+The launchers in `pipeline.launching` call `begin` before the first job starts; the command line calls
 `close` when the last one has ended, however it ended.
 """
 

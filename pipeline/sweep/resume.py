@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Transformer
+from hydra.core.override_parser.types import Override, RangeSweep, Transformer
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -104,7 +104,7 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
     try:
         override = OverridesParser.create().parse_override(text)
         alternatives = _alternatives(override)
-    except (HydraException, TypeError) as error:
+    except (HydraException, TypeError, ValueError, RecursionError) as error:
         raise ConfigError("override", f"must be one of Hydra's ({first_line(error)})", str(text)) from None
     key, value = override.key_or_group, text.partition("=")[2]
     if HIDDEN in text:
@@ -115,7 +115,7 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
     elif _OF_HYDRA.fullmatch(key):
         if not _PLAIN.fullmatch(value):
             raise ConfigError(key, "must be a plain word or number", value)
-    elif key.startswith(_SWEPT):
+    elif key.startswith(_SWEPT) and not key.startswith(2 * _SWEPT):
         # Hydra takes a quoted value as the text in it.
         inner = value if override.is_sweep_override() else override.value()
         yield from _values(f"{key.removeprefix(_SWEPT)}={inner}")
@@ -148,6 +148,10 @@ def _alternatives(override: Override) -> list[Any]:
     if override.is_interval_sweep():
         return [None]  # between two numbers
     parse = OverridesParser.create().parse_override
+    value = override.value()
+    # Hydra makes a list of a range before it shuffles it.
+    if isinstance(value, RangeSweep) and value.shuffle and any(islice(iter(value.range()), _MOST, None)):
+        raise ConfigError(override.key_or_group, f"must be swept over at most {_MOST} values")
     texts = list(islice(override.sweep_iterator(transformer=Transformer.encode), _MOST + 1))
     if len(texts) > _MOST:
         raise ConfigError(override.key_or_group, f"must be swept over at most {_MOST} values")

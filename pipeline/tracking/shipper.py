@@ -160,6 +160,7 @@ def _serve(command: dict[str, Any]) -> None:
         store = Store(command["open"])
         store.check(command["experiment"])
         _answer({})
+        store.prepare()  # while the trainer imports TensorFlow
         start = _command()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if start is None:

@@ -37,6 +37,7 @@ class Store:
     def __init__(self, uri: str):
         remember(uri)
         self.uri = uri
+        self._tables = b""  # of a new SQLite store
         self.database: Path | None = None
         if uri.startswith(SQLITE):
             self.database = Path(uri.removeprefix(SQLITE).split("?")[0]).absolute()
@@ -49,6 +50,14 @@ class Store:
         """Return whether the store is a SQLite file that is yet to be created."""
         return self.database is not None and not self.database.exists()
 
+    def prepare(self) -> None:
+        """Make the tables of a new SQLite store, which takes seconds, where nobody sees them: `client` places them."""
+        if self.is_new():
+            with tempfile.TemporaryDirectory() as folder:
+                new = Path(folder) / "new.db"
+                MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+                self._tables = new.read_bytes()
+
     def client(self) -> MlflowClient:
         """Return MLflow's client of the store, which is created first where there is none."""
         if self.database is not None and self.is_new():
@@ -59,8 +68,10 @@ class Store:
                 tempfile.TemporaryDirectory(prefix=".mlflow-", dir=self.database.parent) as folder,
             ):
                 if self.is_new():  # another run may have been faster
+                    if not self._tables:
+                        self.prepare()
                     new = Path(folder) / self.database.name
-                    MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+                    new.write_bytes(self._tables)
                     new.rename(self.database)
         return MlflowClient(self.uri)
 

@@ -37,7 +37,7 @@ class Gate:
     """What a fetched config may reach: all of it is said by the user, and none of it by the config.
 
     Attributes:
-        run_dir: of the new run; everything that is written stays beneath it.
+        run_dir: of the new run; what is written stays beneath it, unless `allowed` names what writes.
         data_dir: where files may be read as well; a text that is a path must lead into one of these two, `roots`.
         allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` where that is defined under `mypkg`, and not what
             `mypkg` only imports. The whole name of an object allows that object, wherever it is defined.

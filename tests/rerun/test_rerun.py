@@ -346,6 +346,8 @@ def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path):
     assert refused.stderr == (
         f"pipeline: RUN_ID is a sweep: rerun it with --sweep, or one of its runs. Received: '{parent}'.\n"
     )
+    for name in ("random.py", "socket.py"):
+        (there / name).write_text("raise RuntimeError('this is the file of the user')")
     done = pipeline("rerun", parent, "--sweep", uri, "hydra.run.dir=runs", cwd=there)
     assert f"rerun of sweep {parent}: {len(others)} of {len(others)} runs agree" in done.stderr
     assert done.stderr.count(": bit-equal: ") == len(others)

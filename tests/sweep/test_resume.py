@@ -118,6 +118,21 @@ def test_what_could_must_be_given_again(text):
     assert replay("training.epochs=1", text, given=(text,)) == ["training.epochs=1"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed=shuffle(range(0,100000000000))",  # Hydra makes a list of it
+        f"seed={'9' * 5000}",
+        f"x={'[' * 1500}{']' * 1500}",
+        f"{'hydra.sweeper.params.' * 3}seed=1",
+    ],
+    ids=["range", "digits", "deep", "nested"],
+)
+def test_what_takes_all_memory_to_read_is_refused(text):
+    with pytest.raises(ConfigError, match="the sweep's overrides come from the store"):
+        replay(text)
+
+
 def test_a_hostile_record_runs_nothing(tmp_path):
     store = synthetic.store(tmp_path)
     made = Made(store, ["seed=0"], name="seeds")

@@ -529,8 +529,11 @@ def test_nothing_was_created_for_what_was_refused(refused):
         ("deleted", "RUN_ID must be a run that is not deleted: restore it first (mlflow runs restore)"),
         ("no update", "RUN_ID must have logged an update, to compare its rerun with"),
         ("no sweep", "SWEEP must name one sweep of the store"),
-        ("no arguments", "arguments must be RUN_ID [overrides] (the following arguments are required: RUN_ID"),
-        ("an option", "arguments must be RUN_ID [overrides] (unrecognized arguments: -m"),
+        (
+            "no arguments",
+            "arguments must be as pipeline rerun --help says (the following arguments are required: RUN_ID",
+        ),
+        ("an option", "arguments must be as pipeline rerun --help says (unrecognized arguments: -m"),
         ("no such key", "nonsense must be a key of the config"),
         ("not a value", "hardware.replicas must be at least 1"),
         ("interpolated", "hydra.run.dir must be a folder, named as it is"),
