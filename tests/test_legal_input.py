@@ -59,7 +59,8 @@ class Waves(tfds.core.GeneratorBasedBuilder):
 
     def _info(self):
         image, label = tfds.features.Tensor(shape=(4,), dtype="float32"), tfds.features.ClassLabel(num_classes=3)
-        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"image": image, "label": label}))
+        features = tfds.features.FeaturesDict({"image": image, "label": label})
+        return tfds.core.DatasetInfo(builder=self, features=features)
 
     def _split_generators(self, manager):
         return {"train": self._generate_examples()}
