@@ -83,6 +83,7 @@ class TrackingConfig:
     log_every: int = 1
     noise_every: int = 10
     log_model: bool = True
+    code: list[str] | None = field(default_factory=list)
     system_metrics: bool = True
     sweep: str | None = None
     job: str | None = None
@@ -209,6 +210,9 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
     uri = config.tracking.uri
     if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
         raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
+    for path in config.tracking.code or ():
+        if not Path(path).exists():
+            raise ConfigError("tracking.code", "must list files and folders that exist, or be null", path)
     check_allowed(config.trust.allow)
     return sizes.settle_sizes(config, named)
 

@@ -65,13 +65,13 @@ def run(
             from pipeline.tracking.tracker import Tracker
 
         parts = assembly.assemble(config, cut, check_dataset)
+        dependent = {"model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none"}
         journal.ready()
     except BaseException:
         journal.abandon()
         raise
     tracker = Tracker(journal, run_dir, parts.plan)
     recorder = _recorder(parts, tracker)
-    dependent = {"model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none"}
     with _closing(tracker, recorder):
         tracker.start(config, overrides, parts.data, parts.recorded_data, parts.model, {**dependent, **tags})
         say(f"{parts.machine.description}; {parts.plan}")
@@ -132,10 +132,16 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[None]:
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
-    from pipeline.tracking.tracker import log_model
+    from pipeline.tracking import logged_model
 
+    tracking = parts.config.tracking
     try:
-        log_model(parts.config.tracking.uri, tracker.experiment_id, tracker.run_id, parts.model, parts.example())
+        code = tracking.code
+        if code is None:
+            leaves = configuration.leaves(configuration.plain(parts.config))
+            targets = [str(value) for key, value in leaves.items() if key.endswith("_target_")]
+            code = logged_model.own_code(parts.model, targets)
+        logged_model.log(tracking.uri, tracker.experiment_id, tracker.run_id, parts.model, parts.example(), code)
     except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
         first = first_line(error)
         tracker.journal.write({"tags": {"model.not_logged": mask(first)}})

@@ -5,6 +5,9 @@ All command lines run in one process (see refused.py), each into an experiment o
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -69,6 +72,24 @@ class Waves(tfds.core.GeneratorBasedBuilder):
         for number in range(200):
             yield number, {"image": rng.normal(size=4).astype("float32"), "label": number % 3}
 
+class Doubling(layers.Layer):
+    def call(self, x):
+        return 2 * x
+
+def doubled():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu"), Doubling(), layers.Dense(3)])
+
+class Unreadable(layers.Layer):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def call(self, x):
+        return self.factor * x
+
+def unreadable():
+    return keras.Sequential([keras.Input((4,)), Unreadable(2.0), layers.Dense(3)])
+
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()
@@ -113,6 +134,7 @@ class Confidence(keras.metrics.Metric):
 '''
 
 MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent")
+LOGGED = ("doubled", "unreadable")
 DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text")
 WAVES = """
 _target_: pipeline.dataset.from_tfds
@@ -150,6 +172,7 @@ LEGAL = {
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
     "circle": f"model=embedding dataset=classes {LOSS}.Circle",
     "bare_metric": f"model=unbuilt dataset=classes {CONFIDENCE}",
+    **{name: f"model={name} dataset=classes tracking.log_model=true" for name in LOGGED},
     "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
 }
 SHORT = "accumulation.effective_batch_size=50 tracking.system_metrics=false"
@@ -160,7 +183,7 @@ def ran(tmp_path_factory):
     """The folder, its store, and what each command line answered."""
     folder = tmp_path_factory.mktemp("legal")
     (folder / "mine.py").write_text(MODULE)
-    for group, names in {"model": MODELS, "dataset": DATASETS}.items():
+    for group, names in {"model": MODELS + LOGGED, "dataset": DATASETS}.items():
         (folder / "conf" / group).mkdir(parents=True)
         for name in names:
             (folder / "conf" / group / f"{name}.yaml").write_text(f"_target_: mine.{name}\n")
@@ -228,3 +251,28 @@ def test_a_logged_model_of_named_inputs_predicts_the_same(ran, monkeypatch):
     outputs = model.predict(x)
     np.testing.assert_allclose(outputs, model.get_raw_model()(x), rtol=1e-6)
     assert set(model.metadata.signature.inputs.input_names()) == {"left", "right"}
+
+
+def test_a_logged_model_of_own_layers_is_loaded_in_another_folder(ran, tmp_path):
+    _, store, answers = ran
+    run = store.run("doubled")
+    assert run.data.tags.get("model.not_logged") is None, answers["doubled"]["err"]
+    script = (
+        "import sys, mlflow, numpy as np\n"
+        f"mlflow.set_tracking_uri({store.client.tracking_uri!r})\n"
+        f"model = mlflow.pyfunc.load_model('runs:/{run.info.run_id}/model')\n"
+        "assert 'mine' in sys.modules\n"
+        "print(model.predict(np.ones((5, 4), 'float32')).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "(5, 3)\n", done.stderr
+
+
+def test_a_model_that_cannot_be_loaded_is_not_left_in_the_store(ran):
+    _, store, answers = ran
+    run = store.run("unreadable")
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["model.not_logged"]
+    assert "the model was not logged: " in answers["unreadable"]["err"]
+    found = store.client.search_logged_models([run.info.experiment_id])
+    assert [model.name for model in found if model.source_run_id == run.info.run_id] == []

@@ -138,6 +138,7 @@ class Rerun:
             raise ConfigError("tracking", "must be a mapping", type(tracking).__name__)
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
+        here["code"] = self.own.tracking.code  # files of this machine
         config |= {"schema": configuration.SCHEMA, "tracking": tracking | here}
         if isinstance(dataset, dict) and "data_dir" in dataset:
             dataset["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)

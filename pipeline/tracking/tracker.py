@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,35 +105,6 @@ class Tracker:
         if failure:
             self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
         return self.journal.close(status)
-
-
-def log_model(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any) -> None:
-    """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
-
-    `example` is a few inputs, as NumPy arrays with the examples on axis 0.
-    """
-    import keras
-    import mlflow
-    from mlflow.models import Model, infer_signature
-
-    keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
-    # A model for predicting: without the optimizer, which is twice its size and may need this package to be read.
-    model.compiled, model.optimizer = False, None
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
-    signature = infer_signature(example, model(example, training=False).numpy())
-    # Named, because MLflow finds requirements out by loading the model in another process.
-    requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]
-    Model.log(
-        artifact_path=None,
-        name="model",
-        flavor=mlflow.tensorflow,
-        run_id=run_id,
-        model=model,
-        signature=signature,
-        input_example=example,
-        pip_requirements=requirements,
-    )
 
 
 def _inputs(data: Data) -> list[dict[str, Any]]:

@@ -1,0 +1,113 @@
+"""The trained model in MLflow: logged with the user's own modules, and loaded back before the run says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import keras
+import mlflow
+import numpy as np
+from mlflow.models import Model, infer_signature
+
+from pipeline import imports
+from pipeline.tracking.store import SQLITE
+
+# In another folder and without the user's path, as somebody who loads the model from the store.
+_ELSEWHERE = """
+import sys
+import mlflow, numpy as np
+uri, model, folder = sys.argv[1:]
+mlflow.set_tracking_uri(uri)
+example = dict(np.load(f"{folder}/example.npz"))
+np.save(f"{folder}/predicted.npy", mlflow.pyfunc.load_model(model).predict(example.get("", example)))
+"""
+TOLERANCE = 1e-3  # relative to the largest output: a model in half precision may be computed in another order
+
+
+def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any, code: Sequence[str]) -> None:
+    """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
+
+    Args:
+        uri, experiment_id, run_id: of the run.
+        model: trained; it is no longer compiled afterwards.
+        example: a few inputs, as NumPy arrays with the examples on axis 0.
+        code: files and folders that travel with the model, to be imported where it is loaded.
+
+    Raises:
+        ValueError: what was logged cannot be loaded, or predicts something else; it is deleted again.
+    """
+    keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
+    # A model for predicting: without the optimizer, which is twice its size and may need this package to be read.
+    model.compiled, model.optimizer = False, None
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
+    outputs = model(example, training=False).numpy()
+    # Named, because MLflow finds requirements out by loading the model in another process.
+    requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]
+    logged = Model.log(
+        artifact_path=None,
+        name="model",
+        flavor=mlflow.tensorflow,
+        run_id=run_id,
+        model=model,
+        signature=infer_signature(example, outputs),
+        input_example=example,
+        pip_requirements=requirements,
+        code_paths=list(code) or None,
+    )
+    try:
+        predicted = _predicted(uri, logged.model_uri, example, fresh=bool(code or _own_classes(model)))
+        if not np.allclose(predicted, outputs, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(outputs).max())):
+            raise ValueError("it predicts something else once it is loaded")
+    except Exception:
+        mlflow.MlflowClient(uri).delete_logged_model(logged.model_id)
+        raise
+
+
+def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
+    """Return the files and packages under the working directory that define the `targets` or the model's layers."""
+    here = Path.cwd()
+    modules = {cls.__module__ for cls in _own_classes(model)}
+    modules |= {name for target in targets for name in sys.modules if target.startswith(f"{name}.")}
+    found = set()
+    for name in modules:
+        top = sys.modules.get(name.partition(".")[0])
+        file = Path(getattr(top, "__file__", None) or "/")
+        if file.is_relative_to(here) and "site-packages" not in file.parts:
+            found.add(file.parent if file.name == "__init__.py" else file)
+    return sorted(map(str, found))
+
+
+def _own_classes(model: keras.Model) -> set[type]:
+    """Return the classes of the model and its layers that are not of Keras."""
+    classes = {type(layer) for layer in (model, *model._flatten_layers())}
+    return {cls for cls in classes if not cls.__module__.startswith("keras.")}
+
+
+def _predicted(uri: str, model_uri: str, example: Any, fresh: bool) -> Any:
+    """Return what the logged model predicts, in a fresh process where it is not made of Keras' own layers alone."""
+    if not fresh:
+        return mlflow.pyfunc.load_model(model_uri).predict(example)
+    if uri.startswith(SQLITE):
+        uri = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PYTHONPATH": str(Path(imports.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "-1"}
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(Path(folder) / "example.npz", **(example if isinstance(example, dict) else {"": example}))
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _ELSEWHERE, uri, model_uri, folder],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+        )
+        if done.returncode:
+            last = done.stderr.decode(errors="replace").strip().splitlines()
+            raise ValueError(f"it cannot be loaded elsewhere: {last[-1] if last else done.returncode}")
+        return np.load(Path(folder) / "predicted.npy")
