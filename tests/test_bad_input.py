@@ -266,7 +266,8 @@ PREPARED = {
     "Received: {…decay_steps: 'long'…}.",
     # losses, metrics and callbacks
     f"train {MLP} training.loss._target_=keras.losses.MeanSquaredError": "training.loss.from_logits must be an "
-    "argument of keras.losses.MeanSquaredError. Received: 'from_logits'. Choices: reduction, name, dtype.",
+    "argument of keras.losses.MeanSquaredError; an objective of your own stands whole in a file, "
+    "conf/objective/NAME.yaml, and is taken with … Received: 'from_logits'. Choices: reduction, name, dtype.",
     f"train {MLP} training.loss._target_=keras.losses.MeanSquaredError {NO_LOGITS}": "training.loss must fit labels "
     "(32,) int64 and outputs (32, 10) float32 (the shapes differ). Received: 'mean_squared_error'.",
     f"train {MLP} training.loss._target_=keras.losses.CategoricalCrossentropy": "training.loss must fit labels (32,) "

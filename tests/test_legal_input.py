@@ -61,7 +61,7 @@ class Waves(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
 
     def _info(self):
-        image, label = tfds.features.Tensor(shape=(4,), dtype="float32"), tfds.features.ClassLabel(num_classes=3)
+        image, label = tfds.features.Tensor(shape=(4,), dtype=np.float32), tfds.features.ClassLabel(num_classes=3)
         features = tfds.features.FeaturesDict({"image": image, "label": label})
         return tfds.core.DatasetInfo(builder=self, features=features)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     Raises:
         ValueError: what was logged cannot be loaded, or predicts something else; it is deleted again.
     """
+    logging.getLogger("mlflow.models.model").setLevel(logging.ERROR)  # it warns of what is refused below
     keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
     # A model for predicting: without the optimizer, which is twice its size and may need this package to be read.
     model.compiled, model.optimizer = False, None
@@ -61,6 +63,7 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         input_example=example,
         pip_requirements=requirements,
         code_paths=list(code) or None,
+        custom_objects={cls.__name__: cls for cls in _own_classes(model)} or None,
     )
     try:
         predicted = _predicted(uri, logged.model_uri, example, fresh=bool(code or _own_classes(model)))
@@ -109,5 +112,6 @@ def _predicted(uri: str, model_uri: str, example: Any, fresh: bool) -> Any:
         )
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().splitlines()
-            raise ValueError(f"it cannot be loaded elsewhere: {last[-1] if last else done.returncode}")
+            why = (last[-1] if last else f"status {done.returncode}").removeprefix("Exception encountered: ")
+            raise ValueError(f"it cannot be loaded elsewhere: {why[:300]}")
         return np.load(Path(folder) / "predicted.npy")
