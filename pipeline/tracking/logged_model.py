@@ -24,10 +24,12 @@ from pipeline.tracking.store import SQLITE
 _ELSEWHERE = """
 import sys
 import mlflow, numpy as np
+from pipeline.tracking import logged_model
 uri, model, folder = sys.argv[1:]
 mlflow.set_tracking_uri(uri)
-example = dict(np.load(f"{folder}/example.npz"))
-np.save(f"{folder}/predicted.npy", mlflow.pyfunc.load_model(model).predict(example.get("", example)))
+example = np.load(f"{folder}/example.npz")
+example = {name: value.astype(object) if value.dtype.kind == "S" else value for name, value in example.items()}
+np.save(f"{folder}/predicted.npy", logged_model.predicted(model, example.get("", example)))
 """
 TOLERANCE = 1e-3  # relative to the largest output: a model in half precision may be computed in another order
 
@@ -66,8 +68,11 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         custom_objects={cls.__name__: cls for cls in _own_classes(model)} or None,
     )
     try:
-        predicted = _predicted(uri, logged.model_uri, example, fresh=bool(code or _own_classes(model)))
-        if not np.allclose(predicted, outputs, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(outputs).max())):
+        if _own_classes(model):
+            again = _predicted_elsewhere(uri, logged.model_uri, example)
+        else:
+            again = predicted(logged.model_uri, example)
+        if not np.allclose(again, outputs, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(outputs).max())):
             raise ValueError("it predicts something else once it is loaded")
     except Exception:
         mlflow.MlflowClient(uri).delete_logged_model(logged.model_id)
@@ -94,16 +99,24 @@ def _own_classes(model: keras.Model) -> set[type]:
     return {cls for cls in classes if not cls.__module__.startswith("keras.")}
 
 
-def _predicted(uri: str, model_uri: str, example: Any, fresh: bool) -> Any:
-    """Return what the logged model predicts, in a fresh process where it is not made of Keras' own layers alone."""
-    if not fresh:
-        return mlflow.pyfunc.load_model(model_uri).predict(example)
+def predicted(model_uri: str, example: Any) -> Any:
+    """Return what a logged model predicts of a few inputs."""
+    loaded = mlflow.pyfunc.load_model(model_uri)
+    arrays = example.values() if isinstance(example, dict) else [example]
+    # Keras' `predict`, which MLflow calls, takes no texts; the model itself does.
+    return loaded.get_raw_model()(example) if any(a.dtype == object for a in arrays) else loaded.predict(example)
+
+
+def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> Any:
+    """Return what the logged model predicts in a fresh process in another folder."""
     if uri.startswith(SQLITE):
         uri = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PYTHONPATH": str(Path(imports.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "-1"}
     with tempfile.TemporaryDirectory() as folder:
-        np.savez(Path(folder) / "example.npz", **(example if isinstance(example, dict) else {"": example}))
+        arrays = example if isinstance(example, dict) else {"": example}
+        texts = {name: array.astype("S") for name, array in arrays.items() if array.dtype == object}  # not pickled
+        np.savez(Path(folder) / "example.npz", **{**arrays, **texts})
         done = subprocess.run(
             [sys.executable, "-P", "-c", _ELSEWHERE, uri, model_uri, folder],
             cwd=folder,
