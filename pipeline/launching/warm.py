@@ -4,7 +4,9 @@ It starts no runtime and opens no device, so that a fork of it is as good as a n
 """
 
 import os
+import pickle
 import sys
+from typing import Any
 
 from pipeline import imports
 from pipeline.launching import gpus
@@ -18,3 +20,11 @@ with imports.without_chatter():
 opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
 if any(path.startswith(gpus.DEVICES) for path in opened):  # which a fork could not use
     sys.exit("pipeline: importing TensorFlow has opened a device: each job imports it for itself")
+
+
+def _say(kind: Any, error: Any, trace: Any) -> None:
+    if not issubclass(kind, EOFError | pickle.UnpicklingError):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _say  # a sweep that is interrupted while it starts a job leaves a process without its task
