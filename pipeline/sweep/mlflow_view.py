@@ -1,29 +1,23 @@
 """The page of MLflow's UI that compares a sweep: a saved view, the link that opens it, and the colours of the runs.
 
 A saved view is a tag of the experiment that MLflow's UI reads and writes; it is no public interface. The keys below
-are those of MLflow 3.17.2; the UI fills in its defaults for what is not said. On a version that is not one of `TRIED`
-the link opens the experiment's plain page.
+are those of MLflow 3.17.2; the UI fills in its defaults for what is not said. Where the installed version is not one
+of `TRIED`, the link opens the experiment's plain page.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
-import http.client
 import json
 import re
 import time
-import urllib.request
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
-
 TRIED = ("3.17.", "3.18.")  # versions of MLflow in whose UI the saved view was seen to work
-EXAMPLES = {"train": "train/examples_seen", "val": "val/examples_seen"}  # the x axis of `train/…` and of `val/…`
+EXAMPLES = "train/examples_seen"  # the x axis of what is measured in training
 LOCAL = "http://127.0.0.1:5000"  # where `pipeline ui` serves a store that has no server of its own
 LONGEST_TAG = 5000  # characters; what every MLflow store takes
 TAG = "mlflow.sharedViewState."
@@ -35,28 +29,21 @@ DERIVED = {f"accumulation.{size}": f"derived.{size}" for size in ("factor", "eff
 
 
 def saved_view(
-    client: MlflowClient,
-    experiment_id: str,
-    sweep_run_id: str,
-    varied: Sequence[str],
-    metrics: Iterable[str] = (),
-    name: str = "sweep",
+    client: Any, experiment_id: str, sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str], name: str
 ) -> str:
     """Save the view of a sweep, or save it again; its runs need not be there yet.
 
-    Args:
-        sweep_run_id: ID of the parent run; each job carries it in the tag `sweep`.
-        varied: config keys in which the jobs differ.
-        metrics: names of the metrics beside the loss, as in `val/NAME`.
-        name: name of the sweep, under which the UI lists the view.
+    The jobs differ in the config keys `varied`. They measure `metrics` beside the loss, each as in `val/NAME`.
 
     Returns:
         The part of a URL behind the server's address, from `#/` on: of the plain page where MLflow's version was not
         tried, or where the view is too long for a tag.
     """
+    import mlflow
+
     # A browser that never chose a mode opens every experiment for GenAI, whatever the experiment's tags say.
     page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
-    if not version(client.tracking_uri).startswith(TRIED):
+    if not mlflow.__version__.startswith(TRIED):
         return page
     state = json.dumps(view_state(sweep_run_id, varied, metrics), separators=(",", ":")).encode()
     packed = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
@@ -76,19 +63,7 @@ def link(uri: str, fragment: str) -> str:
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}/{fragment}"
 
 
-def version(uri: str) -> str:
-    """Return the version of MLflow whose UI shows the store: the server's, else the installed one."""
-    import mlflow
-
-    if uri.startswith(("http://", "https://")):
-        # Asked without the user's password or token: a server that wants one is taken to be of the installed version.
-        failed = (OSError, http.client.HTTPException)
-        with contextlib.suppress(*failed), urllib.request.urlopen(link(uri, "version"), timeout=5) as answer:
-            return str(answer.read(40).decode(errors="replace"))
-    return str(mlflow.__version__)
-
-
-def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
+def color(client: Any, runs: Mapping[str, str]) -> None:
     """Give each setting a colour of its own, for runs by the name of the job; the seed alone makes no setting.
 
     Without one the UI draws a colour at random for each run.
@@ -99,7 +74,7 @@ def color(client: MlflowClient, runs: Mapping[str, str]) -> None:
         client.set_tag(run_id, "mlflow.runColor", COLORS[order.index(settings[name]) % len(COLORS)])
 
 
-def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str] = ()) -> dict[str, Any]:
+def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str]) -> dict[str, Any]:
     """Return what the UI is to show, as far as it is not what the UI shows by default."""
     params = [_param(key) for key in varied if key != "seed"]
     ends = ["val/loss", *(f"val/{metric}" for metric in metrics)]
@@ -131,11 +106,7 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str] 
             for uuid, name in (sections | folded).items()
         ],
         "isAccordionReordered": True,
-        "globalLineChartConfig": {
-            "xAxisKey": "metric",
-            "selectedXAxisMetricKey": EXAMPLES["train"],
-            "lineSmoothness": 0,
-        },
+        "globalLineChartConfig": {"xAxisKey": "metric", "selectedXAxisMetricKey": EXAMPLES, "lineSmoothness": 0},
     }
 
 
@@ -165,10 +136,7 @@ def _chart(kind: str, section: str, metric: str, axis: str = "") -> dict[str, An
 def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
     # The UI joins a metric and its x axis by step, after thinning out both: most of the few evaluations would find no
     # `train/` row of their step, so `val/` has an axis of its own.
-    examples = EXAMPLES[metric.split("/")[0]] if axis == "metric" else ""
-    chosen = {"xAxisKey": axis, "selectedXAxisMetricKey": examples, "useGlobalXaxisKey": examples == EXAMPLES["train"]}
-    return (
-        _chart("LINE", section, metric, axis)
-        | chosen
-        | {"selectedMetricKeys": [metric], "useGlobalLineSmoothing": True}
-    )
+    examples = metric.split("/")[0] + "/examples_seen" if axis == "metric" else ""
+    chosen = {"xAxisKey": axis, "selectedXAxisMetricKey": examples, "useGlobalXaxisKey": examples == EXAMPLES}
+    chosen |= {"selectedMetricKeys": [metric], "useGlobalLineSmoothing": True}
+    return _chart("LINE", section, metric, axis) | chosen
