@@ -75,9 +75,8 @@ class SearchSweeper(Sweeper):
         loss, overrides = min(tried)
         best = [text for text, of in zip(overrides, space.values(), strict=True) if of.is_sweep_override()]
         say(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}")
-        current = parent_run.current()
-        if current is not None:
-            current.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))
+        if parent_run.current is not None:
+            parent_run.current.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))
 
 
 def _choose(trial: Any, override: Override) -> str:

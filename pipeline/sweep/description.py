@@ -33,10 +33,8 @@ def description(
 ) -> str:
     """Return the text of the parent's page, in Markdown: the value of the tag `mlflow.note.content`.
 
-    Args:
-        varied: config keys in which the jobs differ.
-        fragment: what `saved_view` returned; it works on whatever server shows the page.
-        results: a table, its header first; rows that do not fit are counted instead.
+    `fragment` is what `saved_view` returned; it works on whatever server shows the page. `results` are a table, its
+    header first; rows that do not fit are counted instead.
     """
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
     # The link comes first: the UI shows three lines and folds the rest.

@@ -7,6 +7,7 @@ The launchers in `pipeline.launching` call `begin` before the first job starts; 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,6 @@ from pipeline.sweep.mlflow_view import LONGEST_TAG
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
-WORST = float("inf")
 PATIENCE = 75.0  # seconds for a job's shipper to close its run after the job ended; its own patience is 60
 
 
@@ -36,30 +36,19 @@ class PlannedJob:
 
 @dataclass
 class ParentRun:
-    """The parent run, and what is known of its jobs.
+    """The parent run, and what is known of its jobs."""
 
-    Attributes:
-        uri: address of the store.
-        name: name of the sweep file; `multirun` where there is none.
-        places: where artifacts may lie, other than with the store.
-        names: names of all jobs, in the order in which they were planned.
-        varied, metrics: config keys in which the jobs differ, and what they measure beside the loss.
-        lost: why a job gave no result, by its name.
-        ended: when a job's process ended, by its name.
-        closed: set when the parent run is about to end.
-    """
-
-    uri: str
+    uri: str  # of the store
     run_id: str
     experiment_id: str
-    name: str = ""
-    places: tuple[str, ...] = ()
-    names: list[str] = field(default_factory=list)
-    varied: list[str] = field(default_factory=list)
-    metrics: list[str] = field(default_factory=list)
-    lost: dict[str, str] = field(default_factory=dict)
-    ended: dict[str, float] = field(default_factory=dict)
-    closed: threading.Event = field(default_factory=threading.Event)
+    name: str = ""  # of the sweep file; `multirun` where there is none
+    places: tuple[str, ...] = ()  # where artifacts may lie, other than with the store
+    names: list[str] = field(default_factory=list)  # of all jobs, in the order in which they were planned
+    varied: list[str] = field(default_factory=list)  # config keys in which the jobs differ
+    metrics: list[str] = field(default_factory=list)  # what they measure beside the loss
+    lost: dict[str, str] = field(default_factory=dict)  # why a job gave no result, by its name
+    ended: dict[str, float] = field(default_factory=dict)  # when a job's process ended, by its name
+    closed: threading.Event = field(default_factory=threading.Event)  # set when the parent run is about to end
 
     def client(self) -> Any:
         """Return MLflow's client of the store."""
@@ -80,9 +69,9 @@ class ParentRun:
         return {run.data.tags["sweep.job"]: run for run in runs}
 
     def finished(self) -> dict[str, float]:
-        """Return the jobs that need not run again, each with the last loss that it gave."""
+        """Return the jobs that need not run again, each with its last loss: infinite where it logged none."""
         done = {name: run.data.metrics for name, run in self.children().items() if run.info.status == "FINISHED"}
-        return {name: last.get("val/loss", last.get("train/loss", WORST)) for name, last in done.items()}
+        return {name: last.get("val/loss", last.get("train/loss", math.inf)) for name, last in done.items()}
 
     def plan(self, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> None:
         """Note jobs before they start; a sweeper that searches plans some more after each batch."""
@@ -98,9 +87,7 @@ class ParentRun:
     def close(self, status: str | None = None) -> int:
         """End the parent run, print what became of the jobs, and return 0 when every job finished, else 1.
 
-        Args:
-            status: `KILLED` where the sweep was interrupted, `FAILED` where something other than a job failed; by
-                default what the jobs make of it.
+        `status` is `KILLED` where the sweep was interrupted, and `FAILED` where something other than a job failed.
         """
         client = self.client()
         self.closed.set()
@@ -148,7 +135,7 @@ class ParentRun:
             time.sleep(0.5)
 
 
-_current: ParentRun | None = None
+current: ParentRun | None = None  # the sweep that `begin` began in this process
 
 
 def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
@@ -156,29 +143,24 @@ def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str])
 
     On the first call its parent run is created, or taken up again; `config` is what all jobs share, and Hydra's.
     """
-    global _current
-    if _current is not None:
-        _current.plan(jobs, varied)
-        return _current
+    global current
+    if current is not None:
+        current.plan(jobs, varied)
+        return current
     file = config.hydra.job.config_name
     name = resume.MULTIRUN if file == "config" else file
-    _current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
-    _current.varied, _current.metrics = list(varied), [str(metric) for metric in config.training.metrics]
-    _current.plan(jobs, varied)
-    heartbeat.beat(_current.client(), _current.run_id, _current.closed)
-    description.announce(_current)
-    return _current
-
-
-def current() -> ParentRun | None:
-    """Return the sweep that `begin` began in this process."""
-    return _current
+    current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
+    current.varied, current.metrics = list(varied), [str(metric) for metric in config.training.metrics]
+    current.plan(jobs, varied)
+    heartbeat.beat(current.client(), current.run_id, current.closed)
+    description.announce(current)
+    return current
 
 
 def take() -> ParentRun | None:
     """Return the sweep that `begin` began in this process, once."""
-    global _current
-    taken, _current = _current, None
+    global current
+    taken, current = current, None
     return taken
 
 
@@ -199,6 +181,8 @@ def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first:
 
 
 def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
+    from mlflow.entities import Param
+
     from pipeline.tracking.store import Store
 
     store = Store(config.tracking.uri)
@@ -207,8 +191,6 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
     given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # what they refer to may be secret
     overrides = resume.recordable([*given["hydra"], *given["task"]])
     tags = {"sweep.name": name, "sweep.overrides": json.dumps(overrides), "mlflow.source.name": "pipeline"}
-    from mlflow.entities import Param
-
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     params = {
@@ -220,8 +202,8 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
     }
     client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()])
     say(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs")
-    place = configuration.allowed_places([run.info.artifact_uri])  # the user's own store has just chosen it
-    return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, tuple(place))
+    places = tuple(configuration.allowed_places([run.info.artifact_uri]))  # the user's own store has just chosen it
+    return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, places)
 
 
 def _take_up(config: DictConfig, name: str) -> ParentRun:

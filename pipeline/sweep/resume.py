@@ -71,7 +71,7 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
 
     Args:
         tags: of the sweep's parent run.
-        given: the command line's overrides.
+        given: overrides of the command line.
         own: the user's own config.
 
     Raises:
@@ -136,8 +136,8 @@ def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
         if key in _DOWNLOADING or "from_tfds" in str(value):
             raise ConfigError(key, "may start a download", text)
         known = f"{key.rpartition('.')[0]}._target_" in leaves  # then the gate knows what its arguments do
-        texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-        if key.startswith("training.callbacks") and not known and any(isinstance(entry, str) for entry in texts):
+        entries = value if isinstance(value, list) else [value]
+        if key.startswith("training.callbacks") and not known and any(isinstance(entry, str) for entry in entries):
             raise ConfigError(key, "may name a file that is written", text)
 
 
@@ -147,14 +147,13 @@ def _alternatives(override: Override) -> list[Any]:
         return [override.value()]
     if override.is_interval_sweep():
         return [None]  # between two numbers
-    parse = OverridesParser.create().parse_override
     value = override.value()
-    # Hydra makes a list of a range before it shuffles it.
-    if isinstance(value, RangeSweep) and value.shuffle and any(islice(iter(value.range()), _MOST, None)):
-        raise ConfigError(override.key_or_group, f"must be swept over at most {_MOST} values")
-    texts = list(islice(override.sweep_iterator(transformer=Transformer.encode), _MOST + 1))
+    # Not Hydra's iterator of a range: before it shuffles one, it makes a list of it.
+    swept = value.range() if isinstance(value, RangeSweep) else override.sweep_iterator(transformer=Transformer.encode)
+    texts = list(islice(swept, _MOST + 1))
     if len(texts) > _MOST:
         raise ConfigError(override.key_or_group, f"must be swept over at most {_MOST} values")
+    parse = OverridesParser.create().parse_override
     return [parse(f"x={text}").value() for text in texts]
 
 
