@@ -3,4 +3,4 @@
 In: a sweep's name or run ID, read from MLflow alone. Out: files, which are logged to the sweep's parent run.
 """
 
-__all__ = ["command", "document", "plotly_figure"]
+__all__ = ["command", "document"]

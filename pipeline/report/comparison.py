@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,11 +18,11 @@ from numpy.typing import NDArray
 from pipeline.metric_names import UPDATE_METRICS
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
+from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.foreign_store import ForeignStore, listed
 
 AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
 NO_RUN = "NO RUN"  # the status of a job that was planned and left nothing
-_UNUSED = {"train/micro_steps", "train/epoch", "train/gradient_norm", "train/skipped_updates"}
 _SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
 _COST = re.compile(r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$", re.IGNORECASE)
 
@@ -39,28 +41,19 @@ def _last(curve: Curve | None) -> float:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job's latest run left; without a run only the name.
+    """What a job's latest run left; without a run only the name."""
 
-    Attributes:
-        name: unique in its sweep, such as `factor=8 batch=256 seed=1`.
-        status: MLflow's status of the run, or `NO_RUN`.
-        failure: why the run failed; empty where it did not.
-        factor, batch, micro: the sizes of the effective batch; in examples the last two.
-        started, ended: ms since the epoch.
-    """
-
-    name: str
+    name: str  # unique in its sweep, such as `factor=8 batch=256 seed=1`
     run_id: str | None = None
-    status: str = NO_RUN
-    failure: str = ""
-    factor: int | None = None
-    batch: int | None = None
-    micro: int | None = None
+    status: str = NO_RUN  # else MLflow's status of the run
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
-    started: int | None = None
+    started: int | None = None  # ms since the epoch
     ended: int | None = None
+    factor: int | None = None
+    batch: int | None = None  # the effective batch, in examples
+    micro: int | None = None  # the micro-batch, in examples
 
     @property
     def finished(self) -> bool:
@@ -125,6 +118,9 @@ def grouped(jobs: Sequence[JobResult], key: str) -> dict[Any, list[JobResult]]:
     return dict(found)
 
 
+Measure = Callable[[JobResult], float]  # a value of each job; NaN where it has none
+
+
 def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
     """Return the finished jobs, else the running ones, else all: one that ended early would bend a mean over seeds."""
     for status in ("FINISHED", "RUNNING"):
@@ -133,7 +129,7 @@ def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
     return list(jobs)
 
 
-def pooled(jobs: Sequence[JobResult], value: Callable[[JobResult], float]) -> Spread | None:
+def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
     """Return the spread of `value` over the seeds of one group; for several groups the mean of their means.
 
     The latter has no deviation, as what differs between groups is not chance; its count is the fewest seeds of a group.
@@ -147,19 +143,15 @@ def pooled(jobs: Sequence[JobResult], value: Callable[[JobResult], float]) -> Sp
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep with all of its jobs, in the order in which they were planned, and the URI of its store.
+    """A sweep with all of its jobs, in the order in which they were planned."""
 
-    Attributes:
-        found: the overrides with the lowest loss, where the sweep was a search.
-    """
-
-    uri: str
+    uri: str  # of its store
     run_id: str
     name: str
     status: str
     varied: list[str]
     jobs: list[JobResult]
-    found: str = ""
+    best: str = ""  # the overrides with the lowest loss, where the sweep was a search
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
@@ -216,42 +208,31 @@ class Comparison:
 
 
 def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
-    """Read a sweep, whatever its state.
-
-    Args:
-        uri: of the store.
-        sweep: the parent's run ID, the start of it, or its run name.
-        allow: what the user allows a store to name.
+    """Read a sweep, whatever its state, by its run ID, the start of that, or its run name.
 
     Raises:
         ConfigError: the store does not answer, or holds no such sweep, or several.
     """
-    from pipeline.sweep.parent_run import ParentRun
-
     store = ForeignStore.open(uri, allow)
     client, parent = store.client(), store.sweep(sweep)
     tags, info = parent.data.tags, parent.info
     runs = ParentRun(uri, info.run_id, info.experiment_id).children()
-    planned = listed(tags, "sweep.jobs")
-    names = [*planned, *(name for name in runs if name not in planned)]
+    names = dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
     jobs = [_job(client, name, runs.get(name)) for name in names]
-    varied = listed(tags, "sweep.varied")
-    found = re.search(r'"overrides": (\[.*\])', tags.get("sweep.best", ""))
-    best = " ".join(listed({"sweep.best": found[1]}, "sweep.best")) if found else ""
-    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, varied, jobs, best)
+    best = ""
+    with suppress(KeyError, TypeError, ValueError, RecursionError):  # there was no search, or its tag was changed
+        best = " ".join(json.loads(tags["sweep.best"])["overrides"])
+    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, listed(tags, "sweep.varied"), jobs, best)
 
 
 def _job(client: Any, name: str, run: Any) -> JobResult:
     if run is None:
         return JobResult(name)
     info, params, tags = run.info, run.data.params, run.data.tags
-    wanted = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/")) and key not in _UNUSED]
-    curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in wanted}
-    factor, batch, micro = (_size(params, key) for key in ("factor", "effective_batch_size", "micro_batch_size"))
-    failure, started, ended = tags.get("failure", ""), info.start_time, info.end_time
-    return JobResult(
-        name, info.run_id, info.status, failure, factor, batch, micro, params, tags, curves, started, ended
-    )
+    metrics = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))]
+    curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics}
+    sizes = [_size(params, key) for key in ("factor", "effective_batch_size", "micro_batch_size")]
+    return JobResult(name, info.run_id, info.status, params, tags, curves, info.start_time, info.end_time, *sizes)
 
 
 def _size(params: Mapping[str, str], name: str) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.report import numbers, statistics
 from pipeline.report.comparison import JobResult, grouped
 from pipeline.report.findings import Finding
-from pipeline.report.numbers import count, listed, number
+from pipeline.report.numbers import count, joined, number
 from pipeline.report.statistics import Spread
 from pipeline.report.target_loss import TargetLoss
 
@@ -76,7 +76,7 @@ def _largest(family: str, at: dict[int, list[JobResult]], costs: dict[int, Sprea
     text += f"updates than any smaller batch ({fewest})."
     above = [f"{b} took {ratio[b]:.2f} times, in {number(updates[b])} updates" for b in costs if b > largest]
     above += [f"{b} did not reach it" for b in at if b > largest and b not in costs]
-    text += f" {listed(above) or 'It is the largest that was tried, so the limit may lie beyond'}."
+    text += f" {joined(above) or 'It is the largest that was tried, so the limit may lie beyond'}."
     if min(cost.count for cost in costs.values()) == 1:
         text += " With one seed at some batch, this is one observation."
     figures: dict[str, Any] = {"family": family, "largest": largest, "least": least, "open": largest == max(at)}

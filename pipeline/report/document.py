@@ -1,32 +1,100 @@
-"""One HTML page that needs no other file: Plotly is inside and draws the plots in the reader's browser."""
+"""One HTML page that needs no other file: Plotly is inside and draws the plots in the reader's browser.
+
+A plot is traces and a layout as Plotly has them. The template adds the colours, which depend on the reader's theme.
+"""
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.plotly_figure import DARK, DASHES, LIGHT, Plot
+# Wong 2011, Nature Methods 8:441, made darker or lighter until each has a contrast of 3:1 (WCAG 2.2, 1.4.11) on
+# the page's ground; the hues are the same, so a description of a plot holds in both themes.
+LIGHT = ("#0072b2", "#c44e00", "#00805d", "#a8327d", "#806600", "#4b4bc8", "#1f7f9f", "#444444")
+DARK = ("#56b4e9", "#ff9752", "#34c79a", "#ee8fc4", "#e6d34a", "#a9a4ff", "#7fd3e0", "#d0d0d0")
+# Colour is not the only sign: dashes and marks repeat after another number of series each.
+DASHES = ("solid", "9px,5px", "3px,4px", "9px,4px,3px,4px", "14px,4px", "14px,4px,3px,4px")
+MARKS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot: `data` are traces as `trace` makes them, `layout` is Plotly's, `key` its ID on the page."""
+
+    key: str
+    section: str
+    title: str
+    caption: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def trace(
+    name: str,
+    x: Iterable[float] | Iterable[str],
+    y: Iterable[float],
+    colour: int = 0,
+    mode: str = "lines",
+    error: Sequence[float] = (),
+    group: str | None = None,
+    faint: bool = False,
+) -> dict[str, Any]:
+    """Return points, joined by a line or not; `meta` holds the index of the colour and the group.
+
+    Args:
+        name: in the legend.
+        x: numbers, or labels.
+        mode: `lines`, `markers` or `lines+markers`.
+        error: half the length of the bar at each point, in units of y.
+        group: of the sweep, whose legend the page draws once.
+        faint: it is one repetition behind its group's mean.
+    """
+    name = html.escape(name, quote=False)  # Plotly reads a few tags in texts
+    where = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
+    made = {
+        "type": "scatter",
+        "mode": mode,
+        # Seven digits are more than a screen shows; all of them would make the page a third longer.
+        "x": [html.escape(value, quote=False) if isinstance(value, str) else float(f"{value:.7g}") for value in x],
+        "y": [float(f"{value:.7g}") for value in y],
+        "name": name,
+        "showlegend": group is None,
+        "line": {"dash": DASHES[colour % len(DASHES)], "width": 1 if faint else 2.2},
+        "marker": {"symbol": MARKS[colour % len(MARKS)], "size": 8},
+        "opacity": 0.4 if faint else 1,
+        "meta": {"colour": colour, "group": group},
+    }
+    if any(error):
+        made["error_y"] = {"type": "data", "array": list(error), "thickness": 1.6, "width": 5}
+    return made | ({"hoverinfo": "skip"} if faint else {"hovertemplate": f"{name}<br>{where}<extra></extra>"})
+
+
+def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
+    """Return an axis, with no other `ticks` where they are given."""
+    made: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": "log" if log else "linear"}
+    if ticks:
+        made["tickvals"] = list(ticks)
+    elif log:
+        made |= {"exponentformat": "power", "minor": {"showgrid": False}}
+    return made
 
 
 def document(title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any) -> str:
-    """Return the page that `report.html` makes.
+    """Return the page that `report.html` makes; all text is plain, as the template escapes it.
 
-    Args:
-        title, about, footer: plain text, as all other text is: the template escapes it.
-        sweep: what else the page of a sweep shows: see the template.
+    `sweep` is what else the page of a sweep shows: see the template.
     """
     from jinja2 import Environment, FileSystemLoader
     from plotly.offline import get_plotlyjs
 
     template = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template("report.html")
     drawn = finite([asdict(plot) for plot in plots])
-    colours = {"light": LIGHT, "dark": DARK, "dashes": DASHES}
-    return template.render(
-        title=title, about=about, plots=drawn, footer=footer, plotly=get_plotlyjs(), **colours, **sweep
-    )
+    look = {"light": LIGHT, "dark": DARK, "dashes": DASHES, "plotly": get_plotlyjs()}
+    return template.render(title=title, about=about, plots=drawn, footer=footer, **look, **sweep)
 
 
 def finite(value: Any) -> Any:

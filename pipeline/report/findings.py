@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.report import numbers, statistics
-from pipeline.report.comparison import NO_RUN, Comparison, JobResult
-from pipeline.report.numbers import count, listed, number
+from pipeline.report.comparison import NO_RUN, Comparison, JobResult, grouped
+from pipeline.report.numbers import count, joined, number
 from pipeline.report.statistics import Spread
 from pipeline.report.target_loss import TargetLoss
 from pipeline.report.trajectories import Parting
@@ -22,34 +21,27 @@ LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One thing that was found."""
 
-    Attributes:
-        topic: what it is about; a topic may come once for each family of jobs.
-        text: one or two sentences.
-        figures: the numbers in it, by name; empty where nothing could be said.
-        plot: key of the plot that shows it.
-    """
-
-    topic: str
+    topic: str  # what it is about; a topic may come once for each family of jobs
     text: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    plot: str | None = None
+    figures: dict[str, Any] = field(default_factory=dict)  # the numbers in it; empty where nothing could be said
+    plot: str | None = None  # key of the plot that shows it
 
 
 def job_states(sweep: Comparison) -> Finding:
     """Return how many jobs finished, and which did not and why."""
-    states = Counter(job.status for job in sweep.jobs)
+    states = grouped(sweep.jobs, "status")
     words = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "RUNNING": "still running"}
     words |= {NO_RUN: "not started yet" if sweep.status == "RUNNING" else "without a run", "SCHEDULED": "not started"}
-    text = f"{states['FINISHED']} of {count(len(sweep.jobs), 'job')} finished."
-    for status, n in states.items():
+    figures = {"planned": len(sweep.jobs)} | {status: len(jobs) for status, jobs in states.items()}
+    text = f"{figures.get('FINISHED', 0)} of {count(len(sweep.jobs), 'job')} finished."
+    for status, jobs in states.items():
         if status != "FINISHED":
-            those = [job for job in sweep.jobs if job.status == status]
-            why = {job.name: textwrap.shorten(job.failure.strip().partition("\n")[0], 160) for job in those}
-            which = [name + (f" ({reason})" if reason else "") for name, reason in why.items()]
-            text += f" {n} {words.get(status, status.lower())}: {listed(which)}."
-    return Finding("jobs", text, {"planned": len(sweep.jobs), **states})
+            why = {job.name: job.tags.get("failure", "").strip().partition("\n")[0] for job in jobs}
+            which = [f"{name} ({textwrap.shorten(reason, 160)})" if reason else name for name, reason in why.items()]
+            text += f" {len(jobs)} {words.get(status, status.lower())}: {joined(which)}."
+    return Finding("jobs", text, figures)
 
 
 def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
@@ -69,8 +61,8 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
     first, at = max(pair.first for pair in pairs), int(steps[differences.argmax()])
     figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size)}
     figures |= {"first": first, "largest": worst.largest, "at": at, "above": above}
-    subject = f"{count(len(pairs) + len({p.one for p in pairs}), 'job')} of equal effective batch, seed and config"
-    who = f"{worst.one} and {worst.other}"
+    subject = f"{count(len(pairs) + len({p.base for p in pairs}), 'job')} of equal effective batch, seed and config"
+    who = f"{worst.base} and {worst.other}"
     if all(pair.agrees for pair in pairs):
         text = f"In {precision}, {subject} train the same trajectory to floating point: their training losses differ "
         text += f"by at most {number(worst.largest)} of their value, over {count(steps.size, 'update')}."

@@ -9,18 +9,18 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import printable
 from pipeline.report import comparison, numbers, plots, target_loss
-from pipeline.report.comparison import Comparison, JobResult, comparable_jobs, pooled
+from pipeline.report.comparison import Comparison, Measure, comparable_jobs, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.document import document, finite
+from pipeline.report.document import Plot, document, finite
 from pipeline.report.findings import Finding
-from pipeline.report.plotly_figure import Plot
 from pipeline.report.summary import summarize
 from pipeline.report.target_loss import TargetLoss
 
@@ -47,8 +47,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return the findings as plain text for a terminal, one a line."""
-        lines = [f"{_TOPICS[finding.topic]}: {finding.text}" for finding in self.findings]
-        return "\n".join(["".join(c if c.isprintable() else " " for c in line) for line in lines])
+        return "\n".join([printable(f"{_TOPICS[finding.topic]}: {finding.text}") for finding in self.findings])
 
 
 def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
@@ -60,18 +59,16 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     page.write_text(_page(read, found, drawn, columns), encoding="utf-8")
     with (out / "jobs.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(_csv(read, columns))
-    (out / "findings.json").write_text(
-        json.dumps(finite([asdict(finding) for finding in found]), indent=1, allow_nan=False) + "\n"
-    )
+    data = finite([asdict(finding) for finding in found])
+    (out / "findings.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
     return Report(read.run_id, found, page)
 
 
-# A column's name, its value for a job, which is NaN where the job has none, and how it is written.
-Column = tuple[str, Callable[[JobResult], float], numbers.Scale]
+Column = tuple[str, Measure, numbers.Scale]  # its name, its value for a job, and how that is written
 
 
 def _columns(sweep: Comparison, target: TargetLoss | None) -> list[Column]:
-    def cost(axis: str) -> Callable[[JobResult], float]:
+    def cost(axis: str) -> Measure:
         return lambda job: target.cost(job, axis) if target else math.nan
 
     return [
@@ -98,7 +95,7 @@ def _csv(sweep: Comparison, columns: list[Column]) -> list[list[Any]]:
         values = [value(job) for _, value, _ in columns]
         cells = ["" if math.isnan(value) else value for value in values]
         texts = [_cell(text) for text in (job.name, job.status, job.run_id or "", job.params.get("seed", ""))]
-        rows.append([*texts, *cells, _cell(" ".join(job.failure.split()))])
+        rows.append([*texts, *cells, _cell(" ".join(job.tags.get("failure", "").split()))])
     return rows
 
 

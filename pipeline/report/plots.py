@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import statistics, target_loss
-from pipeline.report.comparison import AXES, Comparison, Curve, JobResult, comparable_jobs, grouped, pooled
+from pipeline.report.comparison import AXES, Comparison, Curve, JobResult, Measure, comparable_jobs, grouped, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.plotly_figure import Plot, axis, trace
+from pipeline.report.document import Plot, axis, trace
 from pipeline.report.target_loss import TargetLoss
 from pipeline.report.trajectories import partings
 
@@ -46,7 +45,7 @@ def draw(sweep: Comparison) -> list[Plot]:
     plots += [*_to_target(sweep, target), *_costs(sweep), _noise_by_batch(sweep, target)]
     noise = "In examples, smoothed by the run. It grows while the loss falls: later training bears larger batches."
     plots.append(_curve(sweep, NOISE, "examples", "Noise scale", noise))
-    return [plot for plot in plots if any(one["x"] for one in plot.data)]
+    return [plot for plot in plots if any(drawn["x"] for drawn in plot.data)]
 
 
 def _curve(
@@ -62,12 +61,12 @@ def _curve(
         together = [(job, curve) for job, curve in curves if job in comparable_jobs(jobs)]
         if faint and together:
             traces.append(points(*_mean(together, along)))
-    traces = [one for one in traces if one["x"]]
-    if any("hoverinfo" in one for one in traces):
+    traces = [drawn for drawn in traces if drawn["x"]]
+    if any("hoverinfo" in drawn for drawn in traces):
         note += " Thin lines are seeds, the thick one is the mean of those that finished."
     if any(len(job.curves[metric].steps) > POINTS for job in sweep.jobs if metric in job.curves):
         note += f" Long curves are drawn as means over at most {POINTS} stretches."
-    values = [value for one in traces for value in one["y"]]
+    values = [value for drawn in traces for value in drawn["y"]]
     falls = metric == NOISE or (metric != "train/learning_rate" and sweep.lower_is_better(metric))
     log = falls and min(values, default=0) > 0 and max(values) > FALLS * min(values)
     layout: dict[str, Any] = {"xaxis": axis(AXES[along]), "yaxis": axis(metric, log)}
@@ -100,7 +99,7 @@ def _difference(sweep: Comparison) -> Plot:
     for colour, pair in enumerate(partings(sweep)):
         values = pair.curve.values
         shown = np.where(values > 0, values, np.nan if values.any() else 1e-17)
-        name = f"{pair.other} / {pair.one}"
+        name = f"{pair.other} / {pair.base}"
         traces.append(_points(pair.curve.steps.astype(float), shown, name=name, colour=colour))
     caption = "How far the training losses of two jobs with equal effective batch, seed and config are apart, "
     caption += "relative to their value. Rounding starts it and training amplifies it. "
@@ -109,7 +108,7 @@ def _difference(sweep: Comparison) -> Plot:
     return Plot("difference", RESULT, "How far trajectories part", caption, traces, layout)
 
 
-def _finished(value: Callable[[JobResult], float]) -> Callable[[JobResult], float]:
+def _finished(value: Measure) -> Measure:
     return lambda job: value(job) if job.finished else math.nan
 
 
@@ -118,17 +117,7 @@ def _sizes(sweep: Comparison) -> list[str]:
     return [size for size in ("factor", "batch") if len(grouped(sweep.jobs, size)) > 1] or ["group"]
 
 
-def _by(
-    sweep: Comparison,
-    size: str,
-    value: Callable[[JobResult], float],
-    section: str,
-    key: str,
-    title: str,
-    note: str,
-    unit: str,
-    log: bool = False,
-) -> Plot:
+def _by(sweep: Comparison, size: str, value: Measure, section: str, key: str, title: str, note: str, unit: str) -> Plot:
     """Return `value` over `factor`, `batch` or `group`: one trace a family, a mean with its bar at each x."""
     of_groups = size == "group"
     families = {"": sweep.jobs} if of_groups else sweep.families
@@ -141,8 +130,8 @@ def _by(
     x: dict[str, Any] = {"type": "category"}
     if not of_groups:
         name = {"factor": "accumulation factor", "batch": "effective batch size"}[size]
-        x = axis(name, log=True, ticks=sorted({x for one in traces for x in one["x"]}))
-    y = axis(unit, log) | ({"rangemode": "tozero"} if section in ("Cost", "To the target") else {})
+        x = axis(name, log=True, ticks=sorted({x for drawn in traces for x in drawn["x"]}))
+    y = axis(unit) | ({"rangemode": "tozero"} if section in ("Cost", "To the target") else {})
     return Plot(key, section, f"{title} by {size}", note, traces, {"xaxis": x, "yaxis": y})
 
 
@@ -177,10 +166,10 @@ def _noise_by_batch(sweep: Comparison, target: TargetLoss | None) -> Plot:
     note = "Each run's median up to the target. Below the dashed diagonal a batch is larger than the noise scale, "
     note += f"and costs over twice the examples of a tiny one. {BARS}."
     title, scale = "Noise scale", partial(noise_scale, target=target)
-    plot = _by(sweep, "batch", scale, title, "noise_by_batch", title, note, "noise scale", log=True)
-    traces = [one | {"name": one["name"] or "noise scale"} for one in plot.data if one["x"]]
+    plot = _by(sweep, "batch", scale, title, "noise_by_batch", title, note, "noise scale")
+    traces = [drawn | {"name": drawn["name"] or "noise scale"} for drawn in plot.data if drawn["x"]]
     if traces:
-        batches = [x for one in traces for x in one["x"]]
+        batches = [x for drawn in traces for x in drawn["x"]]
         ends = [min(batches) / 2, max(batches) * 2]
         traces.append(trace("noise scale = batch", ends, ends, 7))
-    return replace(plot, data=traces)
+    return replace(plot, data=traces, layout=plot.layout | {"yaxis": axis("noise scale", log=True)})

@@ -38,8 +38,8 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
         yield Finding("next", text + resume.command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     best = timed.get("best")
-    if sweep.found:
-        yield Finding("next", f"Take {sweep.found}: the lowest loss of the search.", {"recommended": sweep.found})
+    if sweep.best:
+        yield Finding("next", f"Take {sweep.best}: the lowest loss of the search.", {"recommended": sweep.best})
     elif best and len(timed["groups"]) > 1:
         taken = sweep.groups[best][0]
         pays = largest.get(taken.family, {}).get("largest")

@@ -18,20 +18,13 @@ FELL = 1e-6  # relative; what falls by less is rounding, and reaching it means n
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """A loss to reach.
+    """A loss to reach."""
 
-    Attributes:
-        metric: `val/loss`, or `train/loss` averaged over `Comparison.window` examples.
-        judged: names of the jobs from which it was chosen.
-        all_reach: whether all of them reach it; else half of them do.
-        costs: updates, examples and seconds of each job that reached it, interpolated between two points.
-    """
-
-    metric: str
+    metric: str  # `val/loss`, or `train/loss` averaged over `Comparison.window` examples
     value: float
-    judged: list[str]
-    all_reach: bool
-    costs: dict[str, dict[str, float]]
+    judged: list[str]  # names of the jobs from which it was chosen
+    all_reach: bool  # else half of them reach it
+    costs: dict[str, dict[str, float]]  # of each job that reached it, by axis; interpolated between two points
 
     def cost(self, job: JobResult, axis: str) -> float:
         """Return what the job paid on this axis of `AXES`; NaN where it did not reach the target."""

@@ -23,19 +23,13 @@ _ALSO_FREE = {"training.evaluate_every", "training.checkpoint_every"}
 
 @dataclass(frozen=True)
 class Parting:
-    """Two jobs that should train one trajectory, and the relative difference of their training losses.
+    """Two jobs that should train one trajectory, and the relative difference of their training losses."""
 
-    Attributes:
-        one, other: names of the jobs; the first has the smallest factor.
-        curve: the difference at each update that both logged.
-        dependent: layers whose output depends on the micro-batch they see, by name.
-    """
-
-    one: str
+    base: str  # the name of the job with the smallest factor
     other: str
     precision: str
-    curve: Curve
-    dependent: set[str]
+    curve: Curve  # the difference at each update that both logged
+    dependent: set[str]  # names of the layers whose output depends on the micro-batch they see
 
     @property
     def first(self) -> float:
@@ -67,8 +61,8 @@ def partings(sweep: Comparison) -> list[Parting]:
             same[_trajectory(job)].append(job)
     found = []
     for jobs in same.values():
-        one, *others = sorted(jobs, key=lambda job: job.factor or 0)
-        found += [parting for other in others if (parting := _compare(one, other)) is not None]
+        base, *others = sorted(jobs, key=lambda job: job.factor or 0)
+        found += [parting for other in others if (parting := _compare(base, other)) is not None]
     return found
 
 
@@ -82,11 +76,11 @@ def _precision(job: JobResult) -> str:
     return job.params.get("hardware.precision", "float32")
 
 
-def _compare(one: JobResult, other: JobResult) -> Parting | None:
-    left, right = one.curves[METRIC], other.curves[METRIC]
+def _compare(base: JobResult, other: JobResult) -> Parting | None:
+    left, right = base.curves[METRIC], other.curves[METRIC]
     steps, of_left, of_right = np.intersect1d(left.steps, right.steps, return_indices=True)
     if not steps.size:
         return None
     differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
-    dependent = {job.tags.get("model.batch_dependent_layers", "none") for job in (one, other)} - {"none"}
-    return Parting(one.name, other.name, _precision(one), Curve(steps, differences), dependent)
+    dependent = {job.tags.get("model.batch_dependent_layers", "none") for job in (base, other)} - {"none"}
+    return Parting(base.name, other.name, _precision(base), Curve(steps, differences), dependent)

@@ -160,8 +160,7 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Ag
 
 def drawn(old: History, new: History, title: str, about: str) -> str:
     """Return an HTML page that needs no other file: both runs' losses by update, and how far they are apart."""
-    from pipeline.report.document import document
-    from pipeline.report.plotly_figure import Plot, axis, trace
+    from pipeline.report.document import Plot, axis, document, trace
 
     losses: list[dict[str, Any]] = []
     apart: list[dict[str, Any]] = []

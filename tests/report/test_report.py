@@ -16,7 +16,7 @@ from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.errors import ConfigError
-from pipeline.report import comparison, page, plotly_figure, plots
+from pipeline.report import comparison, document, page, plots
 from pipeline.report.findings import Finding
 from tests import synthetic
 from tests.browser import picture, window
@@ -145,8 +145,8 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_colours_stand_out_from_their_ground():
-    assert min(contrast(colour, "#ffffff") for colour in plotly_figure.LIGHT) >= 3
-    assert min(contrast(colour, "#0f1318") for colour in plotly_figure.DARK) >= 3
+    assert min(contrast(colour, "#ffffff") for colour in document.LIGHT) >= 3
+    assert min(contrast(colour, "#0f1318") for colour in document.DARK) >= 3
 
 
 def opened(chrome: WebDriver, page: Path, scheme: str) -> list[str]:
