@@ -42,7 +42,7 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
         journal = Journal(f"sqlite:///{store}", "benchmark")
         journal.ready()
         tracker = Tracker(journal, Path(folder), fit.plan())
-        run = {"experiment": "benchmark", "name": name, "params": {}, "tags": {}, "inputs": [], "system_metrics": True}
+        run = {"experiment": "benchmark", "name": name, "params": {}, "tags": {}, "system_metrics": True}
         run_id = journal.start(Path(folder) / "journal.jsonl", run)["run_id"]
         recorder = Metered(tracker, fit.plan(), 1, lambda: 0, fit.Silent(fit.FOREVER))
         contenders = {

@@ -7,7 +7,8 @@ before the run is over. What is on disk keeps its time stamp, so shipping a line
 trainer dies without a word, the shipper still ships what was written and closes the run.
 
 One line is one JSON object, with its time in milliseconds as well:
-    {"start": {…}}                                    the run: params, tags, inputs; the first line
+    {"start": {…}}                                    the run: params, tags; the first line
+    {"dataset": {…}, "context": "training"}           one of its inputs
     {"step": updates, "metrics": {…}}
     {"tags": {…}}    {"artifact": path}
     {"end": "FINISHED" | "FAILED" | "KILLED"}
@@ -37,9 +38,6 @@ class Journal:
     Args:
         uri: an MLflow tracking URI.
         experiment: that the run will belong to; created with the run where there is none.
-
-    Attributes:
-        shipper: its process.
     """
 
     _file: TextIO
@@ -65,18 +63,17 @@ class Journal:
             ConfigError: it cannot be reached, read or written; `abandon` what is left.
         """
         answer = self._answer(self.shipper.stdout.readline())
-        if "key" in answer:
-            received = {"tracking.uri": self.uri, "tracking.experiment": self.experiment}[answer["key"]]
-            raise ConfigError(answer["key"], answer["rule"], received)
         if "error" in answer:
-            raise ConfigError("tracking.uri", f"must be a store that answers ({answer['error']})", self.uri)
+            key = answer.get("key", "tracking.uri")
+            rule = answer.get("rule", f"must be a store that answers ({answer['error']})")
+            raise ConfigError(key, rule, self.uri if key == "tracking.uri" else self.experiment)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
         """Create the run and return its `run_id` and `experiment_id`.
 
         Args:
             path: of the journal file.
-            run: `experiment`, `name`, `params`, `tags`, `inputs`, `system_metrics`.
+            run: `experiment`, `name`, `params`, `tags`, `system_metrics`.
 
         Raises:
             ConfigError: another run has its journal there.

@@ -13,44 +13,21 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+
+from pipeline import mlflow_internals
 from pipeline.errors import ConfigError, first_line
+from pipeline.tracking.store import Store
 from pipeline.trust import artifact_locations
 
-
-@contextlib.contextmanager
-def without(*names: str) -> Iterator[None]:
-    """Make `import` of these packages fail, as where they are not installed; afterwards they can be imported.
-
-    Garbage collection, which would look through all that is loaded again and again, waits.
-    """
-    absent = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None is how Python marks such a name
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        for name in absent:
-            del sys.modules[name]
-
-
-# MLflow imports them for data frames, which nobody logs here: 1.5 s of the 4 s that it takes.
-with without("matplotlib", "pandas", "pyarrow", "scipy", "sklearn"):
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
-
-    from pipeline import mlflow_internals
-    from pipeline.tracking.store import Store
-
 AT_ONCE = 1000  # metrics in one request, at most; MLflow's limit
-TRIES = 5  # to log the inputs of a run
 INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics
-RETRY = 0.5, 10.0  # seconds to the next try, at first and at most
-PATIENCE = 60.0  # seconds of further tries once the trainer is gone
+RETRY = 1.0  # seconds between two tries once the trainer is gone
+PATIENCE = 60.0  # seconds of further tries
 PARAM_LENGTH = 6000  # characters of a param's value
 
 
@@ -64,11 +41,9 @@ class Shipper:
         self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
         self._ended = False
         self._last_step = self._samples = 0
-        self.client = store.client()
-        self._create(store, json.loads(self._file.readline()))
-
-    def _create(self, store: Store, line: dict[str, Any]) -> None:
+        line = json.loads(self._file.readline())
         run = line["start"]
+        self.client = store.client()
         self.experiment_id = store.experiment(run["experiment"])
         created = self.client.create_run(self.experiment_id, line["time"], run["tags"], run["name"])
         self.run_id = created.info.run_id
@@ -78,28 +53,12 @@ class Shipper:
             params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in run["params"].items()]
             for first in range(0, len(params), 100):
                 self.client.log_batch(self.run_id, params=params[first : first + 100])
-            self._log_inputs(run["inputs"])
             # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
             self._system = mlflow_internals.system_sampler(store.uri, self.run_id) if run["system_metrics"] else None
         except Exception:
             with contextlib.suppress(Exception):  # the first failure is what the trainer is told
                 self.client.set_terminated(self.run_id, "FAILED")
             raise
-
-    def _log_inputs(self, entries: list[dict[str, Any]]) -> None:
-        inputs = [
-            DatasetInput(Dataset(**entry["dataset"]), [InputTag("mlflow.data.context", entry["context"])])
-            for entry in entries
-        ]
-        # Two runs that start at once both find a dataset missing and both insert it: the slower one tries again.
-        for attempt in range(1, TRIES + 1):
-            try:
-                self.client.log_inputs(self.run_id, inputs)
-                return
-            except Exception:
-                if attempt == TRIES:
-                    raise
-                time.sleep(0.2 * attempt)
 
     def read(self, alive: bool) -> None:
         """Take in the lines that have been written since; where the trainer died without a word, say so for it."""
@@ -135,6 +94,9 @@ class Shipper:
             del self._points[:AT_ONCE]
         while self._waiting:
             line = self._waiting[0]
+            if "dataset" in line:  # MLflow refuses one that another run inserts in this moment; then it is sent again
+                tags = [InputTag("mlflow.data.context", line["context"])]
+                self.client.log_inputs(self.run_id, [DatasetInput(Dataset(**line["dataset"]), tags)])
             for key, value in line.get("tags", {}).items():
                 self.client.set_tag(self.run_id, key, value)
             if "artifact" in line:
@@ -176,25 +138,24 @@ def _serve(command: dict[str, Any]) -> None:
 
 
 def _follow(shipper: Shipper) -> None:
-    alive, wait, failing_since = True, INTERVAL, None
+    alive, failing_since = True, None
     while True:
         if alive:
-            alive = not select.select([sys.stdin], [], [], wait)[0]
+            alive = not select.select([sys.stdin], [], [], INTERVAL)[0]
         elif failing_since:
-            time.sleep(wait)
+            time.sleep(RETRY)
         shipper.read(alive)
         if not failing_since:
             shipper.sample()
         try:
             shipper.ship()
         except Exception as error:
-            wait = min(2 * wait, RETRY[1]) if failing_since else RETRY[0]
             failing_since = failing_since or time.monotonic()
             if not alive and time.monotonic() - failing_since > PATIENCE:
                 _answer({"error": first_line(error)})
                 return
             continue
-        wait, failing_since = INTERVAL, None
+        failing_since = None
         if not alive:
             _answer({})
             return

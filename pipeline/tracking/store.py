@@ -63,14 +63,11 @@ class Store:
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
             # Put in place whole: MLflow makes its tables in sixty steps, and may be killed meanwhile.
-            with (
-                FileLock(f"{self.database}.lock"),
-                tempfile.TemporaryDirectory(prefix=".mlflow-", dir=self.database.parent) as folder,
-            ):
+            with FileLock(f"{self.database}.lock"):
                 if self.is_new():  # another run may have been faster
                     if not self._tables:
                         self.prepare()
-                    new = Path(folder) / self.database.name
+                    new = Path(f"{self.database}.new")
                     new.write_bytes(self._tables)
                     new.rename(self.database)
         return MlflowClient(self.uri)

@@ -19,6 +19,7 @@ from pipeline.tracking.journal import Journal
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
     from pipeline.dataset import Data
 
@@ -57,12 +58,14 @@ class Tracker:
             "name": resolved["tracking"]["run_name"] or f"{data.name} {model.name} {self.plan.batching}",
             "params": params | derived,
             "tags": {**provenance.origin(), "config.hash": config_hash, **place, **tags},
-            "inputs": _inputs(data),
             "system_metrics": config.tracking.system_metrics,
         }
         # The dataset's name and tags may hold a secret as well as the config.
         answer = self.journal.start(self.run_dir / "journal.jsonl", masked(run))
         self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
+        for context, split in (("training", data.train), ("validation", data.validation)):
+            if split is not None:
+                self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
@@ -107,22 +110,15 @@ class Tracker:
         return self.journal.close(status)
 
 
-def _inputs(data: Data) -> list[dict[str, Any]]:
-    """Return the splits as MLflow's `Dataset` takes them, each with its context."""
-    inputs = []
-    for context, split in (("training", data.train), ("validation", data.validation)):
-        if split is None:
-            continue
-        schema = str(split.element_spec)
-        examples = int(split.cardinality())
-        identity = f"{data.name} {data.version} {context} {examples} {schema}"
-        dataset = {
-            "name": data.name,
-            "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
-            "source_type": "code",
-            "source": json.dumps({"tags": {"version": data.version}}),
-            "schema": json.dumps({"elements": schema}),
-            "profile": json.dumps({"num_examples": examples}),
-        }
-        inputs.append({"dataset": dataset, "context": context})
-    return inputs
+def _dataset(data: Data, context: str, split: tf.data.Dataset) -> dict[str, str]:
+    """Return a split as MLflow's `Dataset` takes it."""
+    schema, examples = str(split.element_spec), int(split.cardinality())
+    identity = f"{data.name} {data.version} {context} {examples} {schema}"
+    return {
+        "name": data.name[:500],  # MLflow takes no more
+        "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
+        "source_type": "code",
+        "source": json.dumps({"tags": {"version": data.version}}),
+        "schema": json.dumps({"elements": schema}),
+        "profile": json.dumps({"num_examples": examples}),
+    }

@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from tests.running import Store, environment
 
-RUN = {"experiment": "pipeline", "name": "one", "params": {}, "tags": {}, "inputs": [], "system_metrics": False}
+RUN = {"experiment": "pipeline", "name": "one", "params": {}, "tags": {}, "system_metrics": False}
 
 
 def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
@@ -30,7 +30,7 @@ def test_a_new_store_is_put_in_place_whole(tmp_path):
     journal.start(tmp_path / "journal.jsonl", RUN)
     assert journal.close("FINISHED") is None
     assert Store(tmp_path).run().info.status == "FINISHED"
-    assert not list((tmp_path / "mlruns").glob(".mlflow-*"))
+    assert not list((tmp_path / "mlruns").glob("*.new"))
 
 
 def test_a_journal_is_of_one_run(tmp_path):
