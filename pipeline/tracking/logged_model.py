@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -22,14 +23,12 @@ from pipeline.tracking.store import SQLITE
 
 # In another folder and without the user's path, as somebody who loads the model from the store.
 _ELSEWHERE = """
-import sys
+import pickle, sys
 import mlflow, numpy as np
 from pipeline.tracking import logged_model
-uri, model, folder = sys.argv[1:]
+uri, model, example = pickle.load(sys.stdin.buffer)
 mlflow.set_tracking_uri(uri)
-example = np.load(f"{folder}/example.npz")
-example = {name: value.astype(object) if value.dtype.kind == "S" else value for name, value in example.items()}
-np.save(f"{folder}/predicted.npy", logged_model.predicted(model, example.get("", example)))
+np.save("predicted.npy", logged_model.predicted(model, example))
 """
 TOLERANCE = 1e-3  # relative to the largest output: a model in half precision may be computed in another order
 
@@ -111,16 +110,13 @@ def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> Any:
     """Return what the logged model predicts in a fresh process in another folder."""
     if uri.startswith(SQLITE):
         uri = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PYTHONPATH": str(Path(imports.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "-1"}
+    package = str(Path(imports.__file__).parents[1])
     with tempfile.TemporaryDirectory() as folder:
-        arrays = example if isinstance(example, dict) else {"": example}
-        texts = {name: array.astype("S") for name, array in arrays.items() if array.dtype == object}  # not pickled
-        np.savez(Path(folder) / "example.npz", **{**arrays, **texts})
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _ELSEWHERE, uri, model_uri, folder],
+            [sys.executable, "-P", "-c", _ELSEWHERE],
+            input=pickle.dumps((uri, model_uri, example)),
             cwd=folder,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "-1"},
             capture_output=True,
         )
         if done.returncode:
