@@ -56,39 +56,15 @@ class Agreement:
     """The outcome of a comparison.
 
     Attributes:
-        first: the first point that is not equal to the bit; None where all are.
-        beyond: the first point beyond rounding; None where there is none.
-        largest: the point that differs most.
-        until: the last update that was compared, where the old run came no further.
+        verdict: `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` where there was no point.
+        text: the verdict, what was compared, and where the runs part.
     """
 
-    points: int
-    metrics: int
-    first: Point | None
-    beyond: Point | None
-    largest: Point | None
-    left_out: tuple[str, ...] = ()
-    until: int | None = None
-
-    @property
-    def verdict(self) -> str:
-        """`bit-equal`, `equal within rounding`, `different`, or `nothing to compare` where there was no point."""
-        if not self.points:
-            return "nothing to compare"
-        return "bit-equal" if self.first is None else "equal within rounding" if self.beyond is None else "different"
+    verdict: str
+    text: str
 
     def __str__(self) -> str:
-        what = f"{self.points} points of {self.metrics} metrics"
-        if self.left_out:
-            what += f" (without {', '.join(self.left_out)})"
-        if self.until is not None:
-            what += f" up to update {self.until}, where the recorded run ended"
-        if self.first is None:
-            return f"{self.verdict}: {what}"
-        if self.beyond is None:
-            return f"equal within rounding: {what}; the first that differs is {self.first}; the most: {self.largest}"
-        before = f"; within rounding from {self.first}" if self.first.step < self.beyond.step else ""
-        return f"different from update {self.beyond.step} on: {self.beyond}; the most: {self.largest}{before}; {what}"
+        return self.text
 
 
 def compare(
@@ -124,15 +100,21 @@ def compare(
         examples = sizes.get(point.step) if point.metric.startswith("train/") else validation
         if not _is_rounding(point, precision, examples):
             beyond.append(point)
-    return Agreement(
-        points=len(points),
-        metrics=len(kept),
-        first=next(iter(differing), None),
-        beyond=next(iter(beyond), None),
-        largest=max(beyond or differing, key=lambda point: point.relative, default=None),
-        left_out=tuple(sorted({*old, *new} - {*kept})),
-        until=until,
-    )
+    what = f"{len(points)} points of {len(kept)} metrics"
+    if left_out := sorted({*old, *new} - {*kept}):
+        what += f" (without {', '.join(left_out)})"
+    if until is not None:
+        what += f" up to update {until}, where the recorded run ended"
+    if not differing:
+        verdict = "bit-equal" if points else "nothing to compare"
+        return Agreement(verdict, f"{verdict}: {what}")
+    first, most = differing[0], max(beyond or differing, key=lambda point: point.relative)
+    if not beyond:
+        verdict = "equal within rounding"
+        return Agreement(verdict, f"{verdict}: {what}; the first that differs is {first}; the most: {most}")
+    since = f"; within rounding from {first}" if first.step < beyond[0].step else ""
+    text = f"different from update {beyond[0].step} on: {beyond[0]}; the most: {most}{since}; {what}"
+    return Agreement("different", text)
 
 
 def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Agreement, str]:

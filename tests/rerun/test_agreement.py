@@ -79,9 +79,9 @@ def test_a_value_that_is_not_finite_is_never_rounding(value):
 
 def test_a_point_that_is_missing_is_a_difference():
     found = agreement.compare(history(train_loss={1: 1.0, 2: 1.0}), history(train_loss={1: 1.0}), "float32")
-    assert str(found.beyond) == "train/loss at update 2: 1.0 then, absent now"
+    assert str(found).startswith("different from update 2 on: train/loss at update 2: 1.0 then, absent now; the most: ")
     found = agreement.compare(history(train_loss={1: 1.0}), history(train_loss={1: 1.0, 2: 1.0}), "float32")
-    assert str(found.beyond) == "train/loss at update 2: absent then, 1.0 now"
+    assert str(found).startswith("different from update 2 on: train/loss at update 2: absent then, 1.0 now; the most: ")
     assert agreement.compare(history(val_loss={1: 1.0}), {}, "float32").verdict == "different"
 
 
