@@ -62,34 +62,29 @@ class Rerun:
 
     def run(self) -> int:
         """Run it and compare the two runs; return the exit status."""
-        said = self._say_plan()
-        new = self._train(self._config(self._experiment()))
-        status = 0 if new is None else self._compare(new)
-        self._say_differences(said)  # of CUDA and cuDNN only TensorFlow knows, which is loaded by now
-        return status
+        self._say_plan()
+        try:
+            config = self._config(self._experiment())
+        finally:  # of CUDA and cuDNN only TensorFlow knows, which the gate has loaded by now
+            now = provenance.environment(Path())
+            say(*(f"  differs: {line}" for line in provenance.differences(self.recorded.environment, now)))
+        new = self._train(config)
+        return 0 if new is None else self._compare(new)
 
-    def _say_plan(self) -> list[str]:
+    def _say_plan(self) -> None:
         info = self.recorded.run.info
         say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
         if not self.recorded.is_unchanged():
             say("  differs: the record: its config is not the one that its tag config.hash was taken of")
         say(*(f"  changed: {override}" for override in self.request.changing))
-        dataset = self.recorded.config.get("dataset")
-        then = dataset.get("data_dir") if isinstance(dataset, dict) else None
+        then = (self.recorded.config.get("dataset") or {}).get("data_dir")
         if isinstance(then, str) and self.gate.data_dir is None:
             say(f"  differs: dataset.data_dir: {then} then, its default now: an override dataset.data_dir=… changes it")
-        return self._say_differences([])
-
-    def _say_differences(self, said: list[str]) -> list[str]:
-        """Say what differs of the surroundings and was not said yet; return all of it."""
-        lines = provenance.differences(self.recorded.environment, provenance.environment(Path()))
-        say(*(f"  differs: {line}" for line in lines if line not in said))
-        return lines
 
     def _experiment(self) -> str:
         """Return the recorded experiment, or the user's own where they name one or its artifacts lie elsewhere."""
-        mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking")
-        theirs = tracking.get("experiment") if isinstance(tracking, dict) else None
+        mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking") or {}
+        theirs = tracking.get("experiment")
         if "tracking.experiment" not in self.request.values and isinstance(theirs, str) and theirs != mine:
             try:
                 self.store.check_experiment(theirs)
@@ -133,15 +128,12 @@ class Rerun:
         """Return the recorded config with this place's store, data and run directory."""
         config = self.recorded.moved(self.gate.run_dir)
         config.pop("trust", None)
-        tracking, dataset = config.get("tracking") or {}, config.get("dataset")
-        if not isinstance(tracking, dict):
-            raise ConfigError("tracking", "must be a mapping", type(tracking).__name__)
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
         here["code"] = self.own.tracking.code  # files of this machine
-        config |= {"schema": configuration.SCHEMA, "tracking": tracking | here}
-        if isinstance(dataset, dict) and "data_dir" in dataset:
-            dataset["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
+        config |= {"schema": configuration.SCHEMA, "tracking": (config.get("tracking") or {}) | here}
+        if "data_dir" in (config.get("dataset") or {}):
+            config["dataset"]["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
         return config
 
     def _train(self, config: dict[str, Any]) -> str | None:

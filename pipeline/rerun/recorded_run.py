@@ -79,13 +79,12 @@ class RecordedRun:
             commit = str((self.environment.get("git") or {}).get("commit"))
             on = f"git checkout {commit} && " if re.fullmatch("[0-9a-f]{7,64}", commit) else "on its own commit: "
             rule = f"must have a record of schema 0 to {configuration.SCHEMA}; the code that made it runs it: {on}"
-            short = type(version) is int and abs(version) < 10**9  # anything else may be long
-            received = version if short else type(version).__name__
+            # Anything but a short number may be long.
+            received = version if type(version) is int and abs(version) < 10**9 else type(version).__name__
             raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
         if version < configuration.SCHEMA:
             say(f"the record of {run_id} is of schema {version}: brought to schema {configuration.SCHEMA}")
-            optimizer = self.config.get("optimizer")
-            if isinstance(optimizer, dict) and optimizer.get("use_ema"):
+            if (self.config.get("optimizer") or {}).get("use_ema"):
                 say("  differs: val/…: all are of the averaged weights now, then only the last one was")
 
 
@@ -109,13 +108,16 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
             raise ConfigError("RUN_ID", "must be a run that recorded its config (config.yaml)", run_id)
         config = _mapping(yaml.safe_load(texts["config.yaml"]), "config.yaml")
         environment, dataset, links = (_mapping(json.loads(texts.get(name, "{}")), name) for name in _FILES[1:])
-        for name in ("git", "package", "packages"):
-            _mapping(environment.get(name) or {}, f"{name} of environment.json")
         gate.check_size(config)
-        for name in ("examples", "files", "content") if dataset else ():
-            _mapping(dataset.get(name), f"{name} of dataset.json")
+        parts = {f"{name} of config.yaml": config.get(name) or {} for name in ("dataset", "optimizer", "tracking")}
+        parts |= {f"{name} of environment.json": environment.get(name) or {} for name in ("git", "package", "packages")}
+        parts |= {f"{name} of dataset.json": dataset.get(name) for name in ("examples", "files", "content") if dataset}
+        for name, part in parts.items():
+            _mapping(part, name)
         if dataset and not (dataset.keys() >= {"name", "version"}):
             raise ValueError("dataset.json lacks name or version")
+        if not all(type(count) is int and abs(count) < 2**63 for count in dataset.get("examples", {}).values()):
+            raise ValueError("examples of dataset.json are no numbers")
         return RecordedRun(run, config, environment, dataset, {str(key): str(link) for key, link in links.items()})
     except (MlflowException, OSError, RecursionError, yaml.YAMLError, ValueError) as error:
         raise ConfigError("RUN_ID", f"must have a record that can be read ({first_line(error)})", run_id) from error

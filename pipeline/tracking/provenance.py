@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ AT_ONCE = 1024  # examples that are read at a time
 # What a link of a record may say: `${another.key}`, or the product of two such, or of one and a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
+MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock")
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 
@@ -58,6 +58,7 @@ def links(config: DictConfig) -> dict[str, str]:
 
 def environment(run_dir: Path) -> dict[str, Any]:
     """Describe the interpreter, the machine, the code, every installed distribution, and where the run lies."""
+    installed = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
     return {
         "run_dir": str(run_dir.absolute()),
         "python": platform.python_version(),
@@ -66,35 +67,25 @@ def environment(run_dir: Path) -> dict[str, Any]:
         "lock": _lock(),
         "git": git(),
         "package": {"version": __version__, "sha256": _package_hash()},
-        "packages": _packages(),
+        "packages": {of["Name"]: of["Version"] for of in sorted(installed, key=lambda of: of["Name"] or "")},
     }
-
-
-@cache
-def _packages() -> dict[str, str]:
-    described = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
-    return {of["Name"]: of["Version"] for of in sorted(described, key=lambda of: of["Name"] or "")}
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a line for each part of the surroundings that is not as it was recorded."""
-    lines = []
-    for key in ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock"):
-        if key in recorded and key in now and recorded[key] != now[key]:
-            lines.append(f"{key}: {recorded[key]} then, {now[key]} now")
-    then, code = recorded.get("git") or {}, now.get("git") or {}
-    if then.get("commit") != code.get("commit"):
-        lines.append(f"code: commit {then.get('commit', 'unknown')} then, {code.get('commit', 'unknown')} now")
-    for when, tree in (("then", then), ("now", code)):
+    then, package, packages = (recorded.get(name) or {} for name in ("git", "package", "packages"))
+    pairs = {key: (recorded[key], now[key]) for key in MACHINE if key in recorded and key in now}
+    pairs["code: commit"] = then.get("commit", "unknown"), now["git"].get("commit", "unknown")
+    for name in sorted({*packages, *now["packages"]}):
+        if name in NAMED or name.startswith("nvidia-"):
+            pairs[name] = packages.get(name, "absent"), now["packages"].get(name, "absent")
+    lines = [f"{name}: {old} then, {new} now" for name, (old, new) in pairs.items() if old != new]
+    for when, tree in (("then", then), ("now", now["git"])):
         if tree.get("clean") is False:
             lines.append(f"code: the tree was not clean {when}")
-    package, ours = recorded.get("package") or {}, now.get("package") or {}
-    if package and package != ours:
-        lines.append(f"code: other files of the package, version {package.get('version')} then, {ours['version']} now")
-    packages, installed = recorded.get("packages") or {}, now.get("packages") or {}
-    for name in sorted(set(packages) | set(installed)):
-        if packages.get(name) != installed.get(name) and (name in NAMED or name.startswith("nvidia-")):
-            lines.append(f"{name}: {packages.get(name, 'absent')} then, {installed.get(name, 'absent')} now")
+    if package and package != now["package"]:
+        ours = now["package"]["version"]
+        lines.append(f"code: other files of the package, version {package.get('version')} then, {ours} now")
     return lines
 
 
@@ -108,8 +99,7 @@ def git() -> dict[str, Any]:
 
 def diff() -> str:
     """Return the tree's changes against its commit, without secrets, cut at `LARGEST_DIFF` characters."""
-    tree = _tree()
-    text = mask(_git(tree, "diff", "HEAD") or "") if tree is not None else ""
+    text = mask(_git(_tree() or Path(), "diff", "HEAD") or "")
     return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
 
 
