@@ -75,7 +75,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     """Return a line for each part of the surroundings that is not as it was recorded."""
     then, package, packages = (recorded.get(name) or {} for name in ("git", "package", "packages"))
     pairs = {key: (recorded[key], now[key]) for key in MACHINE if key in recorded and key in now}
-    pairs["code: commit"] = then.get("commit", "unknown"), now["git"].get("commit", "unknown")
+    pairs["commit"] = then.get("commit", "unknown"), now["git"].get("commit", "unknown")
     for name in sorted({*packages, *now["packages"]}):
         if name in NAMED or name.startswith("nvidia-"):
             pairs[name] = packages.get(name, "absent"), now["packages"].get(name, "absent")

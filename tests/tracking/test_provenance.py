@@ -617,7 +617,7 @@ def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
     assert provenance.differences(then, now) == [
         f"python: {then['python']} then, 2.7 now",
         f"gpus: {then['gpus']} then, ['a GPU'] now",
-        f"code: commit {'e' * 40} then, {'f' * 40} now",
+        f"commit: {'e' * 40} then, {'f' * 40} now",
         f"keras: {then['packages']['keras']} then, 0.1 now",
         "nvidia-cublas-cu12: absent then, 1 now",  # tqdm changes no number
         "code: the tree was not clean now",
