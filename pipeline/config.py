@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import sizes
@@ -169,6 +169,7 @@ _OF_KERAS_OPTIMIZERS = {
     "epsilon": _NOT_NEGATIVE,
     "weight_decay": _or_null(_NOT_NEGATIVE),
 }
+_REPLICAS = max(16, os.cpu_count() or 1)  # a logical device is a thread: more than these only wait for each other
 _CHECKS: dict[str, Check] = {
     "optimizer.learning_rate": _POSITIVE,
     **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
@@ -179,6 +180,7 @@ _CHECKS: dict[str, Check] = {
     "tracking.experiment": ("a name of 1 to 250 characters", lambda value: value.strip() and len(value) <= 250),
     "schema": (f"{SCHEMA}, the one of this program", lambda value: value == SCHEMA),
     "seed": ("from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+    "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }
 _COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.\w+|dataset\.shuffle_buffer")
 
@@ -206,7 +208,6 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
             raise ConfigError(key, f"must be a name that MLflow takes for a param: {_NAME_RULE}", key)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     sizes.settle_horizon(config.training, named)
-    _check_hardware(config.hardware)
     uri = config.tracking.uri
     if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
         raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
@@ -238,17 +239,16 @@ def allowed_places(allow: Iterable[str]) -> list[str]:
 def _check_keys(config: DictConfig) -> None:
     """Refuse keys that `+` added to the schema, those that `~` deleted from it, and those without a value."""
     given: Any = OmegaConf.to_container(config)
-    # The merge raises for a key that the schema lacks, and brings back one that was deleted.
-    whole = leaves(OmegaConf.to_container(OmegaConf.merge(Config, given)))
     there = leaves(given)
-    for key, value in whole.items():
+    # The merge raises for a key that the schema lacks, and brings back one that was deleted.
+    for key, value in leaves(OmegaConf.to_container(OmegaConf.merge(Config, given))).items():
         if value == MISSING or key not in there:
             raise ConfigError(key, "must be given")
 
 
 def _check_targets(config: DictConfig) -> None:
-    nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
-    nodes["training.loss"] = config.training.loss
+    keys = ("dataset", "model", "optimizer", "schedule", "training.loss")
+    nodes = {key: OmegaConf.select(config, key) for key in keys}
     for group in ("metrics", "callbacks"):
         nodes |= {f"training.{group}.{name}": node for name, node in config.training[group].items()}
     if OmegaConf.select(config, "dataset.augment") is not None:
@@ -274,16 +274,6 @@ def _check_values(config: DictConfig) -> None:
             raise ConfigError(key, f"must be {words}", value)
 
 
-def _check_hardware(hardware: DictConfig) -> None:
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-    if hardware.device == Device.gpu and not has_gpu:
-        choices = [device.name for device in Device if device is not Device.gpu]
-        raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu", choices)
-    most = max(16, os.cpu_count() or 1)  # a logical device is a thread: more than these only wait for each other
-    if hardware.replicas > most and (hardware.device == Device.cpu or not has_gpu):
-        raise ConfigError("hardware.replicas", f"must be at most {most} on a CPU", hardware.replicas)
-
-
 def _is_name(name: str) -> bool:
     """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
     return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
@@ -307,12 +297,3 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in items:
         found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
     return found
-
-
-def without(node: DictConfig, *keys: str) -> DictConfig:
-    """Return a copy of `node` without `keys`: what is left are the arguments of its `_target_`."""
-    copy = node.copy()
-    with open_dict(copy):
-        for key in keys:
-            copy.pop(key, None)
-    return copy

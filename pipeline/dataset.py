@@ -11,10 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 from filelock import FileLock
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline import instantiate
-from pipeline.config import without
 from pipeline.errors import ConfigError, first_line
 from pipeline.trust import gate
 
@@ -59,7 +58,11 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
     """
     target = instantiate.locate(node, "dataset")
-    offers = {} if prepare else instantiate.accepted(target, without(node, "download"), download=False)
+    own = node.copy()  # the target's alone
+    with open_dict(own):
+        for key in _OURS if prepare else (*_OURS, "download"):
+            own.pop(key, None)
+    offers = {} if prepare else instantiate.accepted(target, own, download=False)
     # What TFDS and its downloader print about a dataset that is not there, the error says in one line.
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads go on when one has failed
     absl = logging.getLogger("absl")
@@ -67,7 +70,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     absl.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(None):
-            made = instantiate.build(without(node, *_OURS), "dataset", **offers)
+            made = instantiate.build(own, "dataset", **offers)
     finally:
         absl.setLevel(level)
     if isinstance(made, tuple) and len(made) == 2:

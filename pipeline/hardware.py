@@ -18,17 +18,13 @@ class Hardware:
 
     Attributes:
         strategy: one device is the default strategy; several are mirrored.
-        devices: TensorFlow's names of the devices in use, one a replica.
+        on_gpu: whether its devices are GPUs.
         description: one line for a person.
     """
 
     strategy: tf.distribute.Strategy
-    devices: tuple[str, ...]
+    on_gpu: bool
     description: str
-
-    @property
-    def on_gpu(self) -> bool:
-        return "GPU" in self.devices[0]
 
 
 def setup(config: DictConfig, seed: int) -> Hardware:
@@ -43,8 +39,9 @@ def setup(config: DictConfig, seed: int) -> Hardware:
     """
     gpus = tf.config.list_physical_devices("GPU")
     if config.device == Device.gpu and not gpus:
-        choices = [device.name for device in Device if device is not Device.gpu]
-        raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu", choices)
+        raise ConfigError(
+            "hardware.device", "must be a device of this machine, which has no GPU", "gpu", ["auto", "cpu"]
+        )
     on_gpu = bool(gpus) and config.device != Device.cpu
     if on_gpu:
         if config.replicas > len(gpus):
@@ -60,8 +57,6 @@ def setup(config: DictConfig, seed: int) -> Hardware:
             (cpu,) = tf.config.list_physical_devices("CPU")
             logical = [tf.config.LogicalDeviceConfiguration() for _ in range(config.replicas)]
             tf.config.set_logical_device_configuration(cpu, logical)
-    kind = "GPU" if on_gpu else "CPU"
-    devices = tuple(f"/{kind}:{index}" for index in range(config.replicas))
     precision = config.precision.name
     # Not every loss and layer follows the policy alone: what has no policy follows floatx.
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
@@ -69,11 +64,13 @@ def setup(config: DictConfig, seed: int) -> Hardware:
     keras.utils.set_random_seed(seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
+    devices = [f"/{'GPU' if on_gpu else 'CPU'}:{index}" for index in range(config.replicas)]
     strategy = tf.distribute.get_strategy() if config.replicas == 1 else tf.distribute.MirroredStrategy(devices)
-    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus] if on_gpu else []
-    what = ", ".join(names) if on_gpu else "CPU" if config.replicas == 1 else f"{config.replicas} logical CPU devices"
+    what = "CPU" if config.replicas == 1 else f"{config.replicas} logical CPU devices"
+    if on_gpu:
+        what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus)
     why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
-    return Hardware(strategy, devices, f"{what}{why}, {precision}")
+    return Hardware(strategy, on_gpu, f"{what}{why}, {precision}")
 
 
 def peak_memory(hardware: Hardware) -> int:

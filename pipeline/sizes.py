@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -40,10 +41,6 @@ class Batching:
             text += f" (rounded up: {whole}; the last micro-batch is smaller)"
         return text
 
-    def micro_steps(self, examples: int) -> int:
-        """Return the forward+backward passes on each replica for a batch of `examples`."""
-        return _ceil(_ceil(examples, self.replicas), self.micro_batch_size)
-
 
 def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
     """Derive the third size from any two; all three are accepted when they agree.
@@ -51,22 +48,19 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
     Raises:
         ConfigError: fewer than two are given, one is not positive, or they contradict each other.
     """
-    given = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
+    given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**given, "hardware.replicas": replicas}.items():
         if value is not None and value < 1:
             raise ConfigError(key, "must be at least 1", value)
     if sum(value is not None for value in given.values()) < 2:
         raise ConfigError("accumulation", "must give two of effective_batch_size, factor, micro_batch_size", given)
     if effective is None:
-        assert factor is not None
-        assert micro is not None
-        effective = micro * factor * replicas
+        effective = int(given[MICRO] * given[FACTOR] * replicas)
     if effective < replicas:
         raise ConfigError(EFFECTIVE, f"must be at least hardware.replicas ({replicas})", effective)
     share = _ceil(effective, replicas)
     if micro is None:
-        assert factor is not None
-        micro = _ceil(share, factor)
+        micro = _ceil(share, given[FACTOR])
     if micro > share:
         of = f"the {share} examples that each replica gets of the effective batch of {effective}"
         raise ConfigError(MICRO, f"must be at most {of}", micro)
@@ -110,8 +104,9 @@ class Plan:
     def micro_steps(self, update: int) -> int:
         """Return the micro-steps on each replica in the first `update` updates."""
         epochs, rest = divmod(update, self.updates_per_epoch)
-        full, tail = self.batching.factor, self.batching.micro_steps(self.batch_size(self.updates_per_epoch))
-        return epochs * ((self.updates_per_epoch - 1) * full + tail) + rest * full
+        cut, share = self.batching, _ceil(self.batch_size(self.updates_per_epoch), self.batching.replicas)
+        tail = _ceil(share, cut.micro_batch_size)
+        return epochs * ((self.updates_per_epoch - 1) * cut.factor + tail) + rest * cut.factor
 
     def epoch(self, update: int) -> float:
         """Return the passes over the training split after `update` updates; a whole number at the end of an epoch."""

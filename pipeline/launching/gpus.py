@@ -26,6 +26,8 @@ def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]
     There are `at_once` of them at most; by default one a GPU, or one where there is no GPU.
     """
     gpus, size = visible(), per_job(hardware)
+    if not gpus and any(h.device.name == "gpu" for h in hardware):
+        raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu")
     if not gpus or not size:
         return [[] for _ in range(at_once or 1)]
     if size > len(gpus):

@@ -25,16 +25,9 @@ from pipeline.masking import mask
 from pipeline.sizes import Batching
 from pipeline.sweep import parent_run
 
-GRACE = 60.0  # seconds for a job that is asked to end to close its run; then it is killed
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A batch of jobs before the first of them starts."""
-
-    jobs: list[parent_run.PlannedJob]
-    varied: list[str]  # config keys in which they differ
-    hardware: list[DictConfig]  # of each job, the config's `hardware`
+# Seconds for a job that is asked to end to close its run; then it is killed. `tracking.shipper.PATIENCE` is as long,
+# and `sweep.parent_run.PATIENCE` longer.
+GRACE = 60.0
 
 
 @dataclass
@@ -63,18 +56,23 @@ class SweepLauncher(Launcher):
                 signal.signal(number, signal.default_int_handler)  # they interrupt as Ctrl-C does
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        plan = self.plan(job_overrides, initial_job_idx)
-        slots = [Slot(gpus) for gpus in self._slots(plan.hardware)]
+        jobs, varied, hardware = self.plan(job_overrides, initial_job_idx)
+        slots = [Slot(gpus) for gpus in self._slots(hardware)]
         with open_dict(self.config):
-            self.sweep = parent_run.begin(self.config, plan.jobs, plan.varied)
+            self.sweep = parent_run.begin(self.config, jobs, varied)
         losses = self.sweep.finished()
-        numbered = enumerate(plan.jobs, initial_job_idx)
+        numbered = enumerate(jobs, initial_job_idx)
         calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
         losses |= self._run(calls, slots)
-        return [completed_with(losses.get(job.name, WORST)) for job in plan.jobs]
+        return [completed_with(losses.get(job.name, WORST)) for job in jobs]
 
-    def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> Plan:
-        """Compose and check every job, numbered from `first` on: a wrong one is refused before any job starts."""
+    def plan(
+        self, job_overrides: Sequence[Sequence[str]], first: int
+    ) -> tuple[list[parent_run.PlannedJob], list[str], list[DictConfig]]:
+        """Compose and check every job, numbered from `first` on: a wrong one is refused before any job starts.
+
+        Return the jobs, the config keys in which they differ, and each job's `hardware`.
+        """
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
         values = [
@@ -91,7 +89,7 @@ class SweepLauncher(Launcher):
         sizes = [cut.effective_batch_size for _, cut in composed]
         names = parent_run.names_of(differing, sizes, first)
         jobs = [parent_run.PlannedJob(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)]
-        return Plan(jobs, varied, [config.hardware for config, _ in composed])
+        return jobs, varied, [config.hardware for config, _ in composed]
 
     def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, Batching]:
         config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
@@ -104,12 +102,9 @@ class SweepLauncher(Launcher):
                 HydraConfig.instance().set_config(config)
                 config.pop("hydra")
                 _refuse_secrets(config)
-                return config, self._check(config, overrides)
+                return config, configuration.check(config, overrides)
         finally:
             HydraConfig.instance().cfg = before
-
-    def _check(self, config: DictConfig, overrides: Sequence[str]) -> Batching:
-        return configuration.check(config, overrides)
 
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
         """Return one entry for each job that may run at once, the GPUs of that job; begin what a job will need."""

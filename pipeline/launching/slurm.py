@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ from pipeline.errors import ConfigError
 from pipeline.launching import gpus as gpus_of_machine
 from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.launching.launcher import SweepLauncher
-from pipeline.sizes import Batching
 
 ENDED = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
@@ -53,11 +51,6 @@ class SlurmLauncher(SweepLauncher):
             if "gpu" in nodes.stdout or any(h.device.name == "gpu" for h in hardware):
                 self.params["gpus_per_node"] = wanted
         return [[] for _ in range(self.params.get("array_parallelism") or 256)]
-
-    def _check(self, config: DictConfig, overrides: Sequence[str]) -> Batching:
-        there = copy.deepcopy(config)
-        there.hardware.device = "auto"  # the job's machine may have the GPU that this one lacks
-        return super()._check(there, overrides)
 
     def _job(self, call: JobCall, gpus: list[str]) -> SlurmJob:
         return SlurmJob(call, self)

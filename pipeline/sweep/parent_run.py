@@ -23,7 +23,9 @@ from pipeline.sweep.mlflow_view import LONGEST_TAG
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
-PATIENCE = 75.0  # seconds for a job's shipper to close its run after the job ended; its own patience is 60
+# Seconds for a job's shipper to close its run after the job ended: longer than `tracking.shipper.PATIENCE`, and than
+# `launching.launcher.GRACE`.
+PATIENCE = 75.0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ from pipeline.trust import artifact_locations
 AT_ONCE = 1000  # metrics in one request, at most; MLflow's limit
 INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics
 RETRY = 1.0  # seconds between two tries once the trainer is gone
-PATIENCE = 60.0  # seconds of further tries
+# Seconds of further tries once the trainer is gone; `sweep.parent_run.PATIENCE` must be longer, and
+# `launching.launcher.GRACE` gives a job as long to close its run.
+PATIENCE = 60.0
 PARAM_LENGTH = 6000  # characters of a param's value
 
 

@@ -367,9 +367,9 @@ from pipeline.launching.local import LocalLauncher
 class Planned(LocalLauncher):
     # Plans as ever, and starts nothing.
     def launch(self, job_overrides, initial_job_idx):
-        plan = self.plan(job_overrides, initial_job_idx)
-        print(json.dumps([job.name for job in plan.jobs]))
-        return [completed_with(1.0) for _ in plan.jobs]
+        jobs, *_ = self.plan(job_overrides, initial_job_idx)
+        print(json.dumps([job.name for job in jobs]))
+        return [completed_with(1.0) for _ in jobs]
 """
 NAMES = {
     "factor_at_fixed_effective_batch": ["factor=1", "factor=16"],
