@@ -1,27 +1,8 @@
-"""Stateless augmentations: functions of one input and a seed, which is made here from (seed, epoch, example)."""
+"""Stateless augmentations: functions of one input and a seed, which `batching` makes from (seed, epoch, example)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import tensorflow as tf
-
-
-def epoch_key(seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    """Return the key of an epoch, int64 of shape (2,); the order of its examples follows from it as well."""
-    return tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
-
-
-def augmenting(augment: Callable | None, key: tf.Tensor) -> Callable[[tf.Tensor, tuple], tuple]:
-    """Return a function of (number, example) that augments the example's input by the epoch's `key` and its number."""
-
-    def example_of(number: tf.Tensor, example: tuple) -> tuple:
-        if augment is None:
-            return example
-        seed = tf.random.experimental.stateless_fold_in(key, number)
-        return (augment(example[0], seed), *example[1:])
-
-    return example_of
 
 
 class Shift:

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import augmentation, instantiate
+from pipeline import instantiate
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 
@@ -38,7 +38,7 @@ def effective_batches(
 
     @tf.autograph.experimental.do_not_convert
     def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
-        key = augmentation.epoch_key(seed, epoch)
+        key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
         if whole is None:
             tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
             examples = data.train.enumerate().shuffle(buffer, seed=key[0] ^ key[1], reshuffle_each_iteration=False)
@@ -48,7 +48,13 @@ def effective_batches(
             if augment is None:  # gathered a batch at a time: twenty times the speed of one example at a time
                 return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))
             examples = numbers.map(lambda number: (number, _take(whole, number)))
-        return _batch(examples.map(augmentation.augmenting(augment, key), tf.data.AUTOTUNE), effective_batch_size)
+
+        def augmented(number: tf.Tensor, example: tuple) -> tuple:
+            if augment is None:
+                return example
+            return (augment(example[0], tf.random.experimental.stateless_fold_in(key, number)), *example[1:])
+
+        return _batch(examples.map(augmented, tf.data.AUTOTUNE), effective_batch_size)
 
     epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)
     batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
