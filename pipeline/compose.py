@@ -62,35 +62,24 @@ def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], task: Task
 
 
 def in_run_dir(task: Task, config: DictConfig) -> float:
-    """Call `task` with the config, the command line's overrides and the run directory that Hydra made.
-
-    A run directory that is still empty afterwards is removed.
-    """
-    settings = HydraConfig.get()
-    try:
-        parent = config.tracking.sweep
-        if parent is not None and settings.mode == RunMode.RUN:
-            raise ConfigError("tracking.sweep", "must be left out of a single run: it is of a multirun", parent)
-        # Unresolved: an override may hold an interpolation, which is the config's to resolve.
-        overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
-        return task(config, overrides, Path(settings.runtime.output_dir))
-    finally:
-        RunFolders.take_back()
+    """Call `task` with the config, the command line's overrides and the run directory that Hydra made."""
+    settings, parent = HydraConfig.get(), config.tracking.sweep
+    if parent is not None and settings.mode == RunMode.RUN:
+        raise ConfigError("tracking.sweep", "must be left out of a single run: it is of a multirun", parent)
+    # Unresolved: an override may hold an interpolation, which is the config's to resolve.
+    overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
+    return task(config, overrides, Path(settings.runtime.output_dir))
 
 
 class RunFolders(Callback):
     """Expand `~` in the run directory, and note which folders Hydra makes, so that a refused run removes just those."""
 
+    _key: ClassVar[str] = ""
+    _asked: ClassVar[Path] = Path()
     _made: ClassVar[list[Path]] = []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        self._note(config, "hydra.run.dir")
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        self._note(config, "hydra.sweep.dir")
-
-    @staticmethod
-    def _note(config: DictConfig, key: str) -> None:
+        key = "hydra.run.dir" if config.hydra.mode == RunMode.RUN else "hydra.sweep.dir"
         with suppress(OmegaConfBaseException):  # Hydra reads it next, and then it is refused
             written = OmegaConf.select(config, key)
             folder = Path(written).expanduser().absolute()
@@ -99,20 +88,22 @@ class RunFolders(Callback):
                     OmegaConf.update(config, key, str(folder))
                     config.hydra.overrides.hydra.append(f"{key}='{folder}'")  # the jobs of a sweep compose it again
             configuration.expand_home(config)  # here for a launcher, which opens the store
+            RunFolders._key, RunFolders._asked = key, folder
             RunFolders._made = [made for made in (folder, *folder.parents) if not made.exists()]
+
+    on_multirun_start = on_run_start
 
     @classmethod
     @contextmanager
-    def refusing(cls, multirun: bool) -> Iterator[None]:
+    def refusing(cls) -> Iterator[None]:
         """Refuse a folder that cannot be made."""
         try:
             yield
         except OSError as error:
-            made = Path(str(error.filename)).absolute() in cls._made
-            if error.filename is None or (multirun and not made):  # a launcher raises those of its jobs too
+            if Path(str(error.filename)).absolute() not in (cls._asked, *cls._asked.parents):
                 raise
             rule = f"must be a folder that can be made ({error.strerror})"
-            raise ConfigError(f"hydra.{'sweep' if multirun else 'run'}.dir", rule, str(error.filename)) from error
+            raise ConfigError(cls._key, rule, str(error.filename)) from error
 
     @classmethod
     def take_back(cls) -> None:
@@ -158,14 +149,14 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = _by_environment(parsed) if options.multirun else options.overrides
     if options.config_dir and not options.shell_completion:
-        say_unused(Path(options.config_dir))
+        check_config_dir(options.config_dir)
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
-    kinds = COMPOSITION if options.multirun else (Exception,)
-    before, environment = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    kinds = COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
+    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR", "0")
     sys.argv = ["pipeline", *overrides, *flags]  # Hydra wants the overrides side by side
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it refuses in many lines and exits with 1
     try:
-        with refusing(overrides, folders, kinds), RunFolders.refusing(options.multirun):
+        with refusing(overrides, folders, kinds), RunFolders.refusing():
             hydra.main(version_base="1.3", config_path=configuration.directory(), config_name="config")(job)()
     except ConfigError:
         if not raised:
@@ -174,9 +165,8 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         if exit.code not in (0, None):
             raise SystemExit(2) from None  # Hydra has said why
     finally:
-        sys.argv = before
-        if environment is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+        sys.argv, os.environ["HYDRA_FULL_ERROR"] = before, full_error
+        RunFolders.take_back()
     if raised:
         raise raised[0]
 
@@ -194,10 +184,12 @@ def _with_traceback_kept(error: Exception) -> Exception:
     return failure
 
 
-def say_unused(config_dir: Path) -> None:
-    """Name the user's config files that have a built-in's name: Hydra takes the built-in, without a word."""
-    for file in sorted(config_dir.glob("*/**/*.yaml")):
-        name = file.relative_to(config_dir)
+def check_config_dir(folder: str) -> None:
+    """Refuse a folder of the user's configs that is not there; name those that Hydra leaves for a built-in."""
+    if not Path(folder).is_dir():
+        raise ConfigError("--config-dir", "must be a folder that exists", folder)
+    for file in sorted(Path(folder).glob("*/**/*.yaml")):
+        name = file.relative_to(folder)
         ours = Path(configuration.directory()) / name
         if ours.exists() and not ours.samefile(file):
             say(f"pipeline: {name.parent}={name.stem} is the built-in config; {file} is not used, rename it")

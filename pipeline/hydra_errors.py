@@ -43,7 +43,6 @@ _TEXTS = (
     (r"(In '.+': )?Could not override '(?P<key>.+?)'\.", "must be a group of the defaults list"),
     (r"You must specify '(?P<key>.+?)'", "must be given"),
     (r"(?P<key>hydra\.searchpath) must be", "must be a list of folders"),
-    (r"Additional config directory '(?P<folder>.+)' not found", "must be a folder that exists"),
     (r"force-add of config groups is not supported: '(?P<override>.+)'", "must be added with one + only"),
 )
 COMPOSITION = (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.YAMLError)
@@ -148,8 +147,6 @@ def _from_text(error: Exception, overrides: Sequence[str], folders: Sequence[str
         match = re.match(pattern, text)
         if match is not None:
             found = match.groupdict()
-            if "folder" in found:
-                return ConfigError("--config-dir", rule, found["folder"])
             key, _, value = found.get("override", found.get("key", "")).partition("=")
             named = next((override for override in overrides if override.lstrip("+~").split("=")[0] == key), key)
             options = re.findall(r"^\t(.+)$", text, re.MULTILINE) or None

@@ -42,9 +42,7 @@ def sweep(arguments: Sequence[str]) -> int:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
     file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
     if options.config_dir:
-        if not Path(options.config_dir).is_dir():
-            raise ConfigError("--config-dir", "must be a folder that exists", options.config_dir)
-        compose.say_unused(Path(options.config_dir))
+        compose.check_config_dir(options.config_dir)
     ours = Path(configuration.directory("sweeps"))
     searched = [Path(options.config_dir).absolute()] if options.config_dir else []
     searched += [ours] if files[options.name].parent != ours else []
@@ -63,8 +61,6 @@ def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
     try:
         compose.run(partial(compose.in_run_dir, _run), [*arguments, *confined])
     except BaseException as error:
-        if isinstance(error, ConfigError):
-            compose.RunFolders.take_back()
         _close(again, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
     return _close(again)

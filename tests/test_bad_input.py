@@ -147,6 +147,8 @@ CONFIG = {
     "Received: '…file/x'.",
     "train -m hydra.sweep.dir=file/x seed=1,2": "hydra.sweep.dir must be a folder that can be made (Not a directory). "
     "Received: 'file/x'.",
+    "train -m hydra.sweep.dir=file seed=1,2": "hydra.sweep.dir must be a folder that can be made (File exists). "
+    "Received: 'file'.",
     "train seed": "seed must be given as KEY=VALUE. Received: 'seed'.",
     "train =3": "arguments must be what Hydra takes (Config group override must be …). Received: '=3'.",
     "train 'dataset.train_split=train[:90%]'": "dataset.train_split must be of Hydra's grammar (…); text with brackets "
@@ -159,8 +161,9 @@ CONFIG = {
     "train --fast": "arguments must be what Hydra takes (unrecognized arguments: --fast). Received: '--fast'.",
     "train --cfg everything": "arguments must be what Hydra takes (argument --cfg/-c: invalid choice: "
     "'everything' (choose from …)). Received: '--cfg everything'.",
+    "train -m seed=1,2 --cfg job": "arguments must be what Hydra takes (Only one of …). Received: 'seed=1,2'.",
     "train --resolve": "arguments must be what Hydra takes (The --resolve flag can only be used …). Received: ''.",
-    "train --config-dir nowhere": "--config-dir must be a folder that exists. Received: '…/nowhere'.",
+    "train --config-dir nowhere": "--config-dir must be a folder that exists. Received: 'nowhere'.",
     "train --config-name nope": "--config-name must be a config that exists. Received: 'nope'.",
     "trian": "VERB must be a verb of pipeline. Received: 'trian'. Choices: train, … Did you mean 'train'?",
     "ui --port many": "--port must be from 1 to 65535. Received: 'many'.",
@@ -196,6 +199,8 @@ MLP = "model=mlp"  # builds in no time
 PREPARED = {
     "train hardware.device=gpu": "hardware.device must be a device of this machine, which has no GPU. "
     "Received: 'gpu'. Choices: auto, cpu.",
+    "train -m hardware.device=cpu,gpu": "hardware.device must be a device of this machine, which has no GPU. "
+    "Received: 'gpu'.",
     "train accumulation.effective_batch_size=1438": "accumulation.effective_batch_size must be at most the 1437 "
     "examples of the training split. Received: 1438.",
     # datasets
@@ -482,7 +487,7 @@ def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(fol
 
 def test_the_whole_traceback_comes_before_the_line_where_it_is_asked_for(folder):
     line = "training.epochs must be an integer, or null. Received: 'many'."
-    short = pipeline("train", "training.epochs=many", cwd=folder, status=2)
+    short = pipeline("train", "training.epochs=many", cwd=folder, status=2, HYDRA_FULL_ERROR="0")
     full = pipeline("train", "training.epochs=many", cwd=folder, status=2, HYDRA_FULL_ERROR="1")
     assert short.stderr == f"pipeline: {line}\n"
     assert full.stderr.startswith("Traceback (most recent call last):")
