@@ -61,7 +61,9 @@ def run(
     journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
     try:
         with imports.without_chatter():
-            from pipeline import assembly, training
+            from pipeline import assembly, hardware, training
+            from pipeline.progress import Progress
+            from pipeline.recorder import Recorder
             from pipeline.tracking.tracker import Tracker
 
         parts = assembly.assemble(config, cut, check_dataset)
@@ -71,7 +73,14 @@ def run(
         journal.abandon()
         raise
     tracker = Tracker(journal, run_dir, parts.plan)
-    recorder = _recorder(parts, tracker)
+    recorder = Recorder(
+        tracker,
+        parts.plan,
+        config.tracking.log_every,
+        lambda: hardware.peak_memory(parts.machine),
+        Progress(parts.plan.updates),
+        skips=config.hardware.precision.name == "mixed_float16",
+    )
     with _closing(tracker, recorder):
         tracker.start(config, overrides, parts.data, parts.recorded_data, parts.model, {**dependent, **tags})
         say(f"{parts.machine.description}; {parts.plan}")
@@ -94,21 +103,6 @@ def run(
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
     return tracker.run_id, loss
-
-
-def _recorder(parts: Parts, tracker: Tracker) -> Recorder:
-    from pipeline import hardware
-    from pipeline.progress import Progress
-    from pipeline.recorder import Recorder
-
-    return Recorder(
-        tracker,
-        parts.plan,
-        parts.config.tracking.log_every,
-        lambda: hardware.peak_memory(parts.machine),
-        Progress(parts.plan.updates),
-        skips=parts.config.hardware.precision.name == "mixed_float16",
-    )
 
 
 @contextmanager

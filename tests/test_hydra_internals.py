@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hydra.core.utils import JobReturn, JobStatus
-
 from pipeline import hydra_internals
 
 WHERE = "see pipeline/hydra_internals.py"
@@ -20,9 +18,3 @@ def test_the_parser_knows_overrides_and_the_options_that_are_read():
         "config_dir": "mine",
         "shell_completion": True,
     }, WHERE
-
-
-def test_a_failed_job_keeps_its_exception():
-    returned, error = JobReturn(status=JobStatus.FAILED), ValueError("cursed")
-    returned.return_value = error
-    assert hydra_internals.failure(returned) is error, WHERE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobStatus, run_job, setup_globals
+from hydra.core.utils import run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from pipeline import hydra_internals, imports
+from pipeline import imports
 from pipeline.errors import first_line
 from pipeline.masking import mask
 
@@ -56,9 +57,11 @@ class JobCall:
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
-        if returned.status == JobStatus.FAILED:
-            return Ending(FAILED, reason=first_line(hydra_internals.failure(returned)))
-        return Ending(FINISHED, float(returned.return_value))
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # Hydra prints that it failed, which the ending says
+                return Ending(FINISHED, float(returned.return_value))
+        except Exception as error:
+            return Ending(FAILED, reason=first_line(error))
 
 
 def killed(how: str, printed: str) -> Ending:

@@ -81,12 +81,9 @@ class LocalLauncher(SweepLauncher):
 
 
 class LocalJob:
-    """A job in a process of its own.
+    """A job in a process of its own, ended after `limit` minutes.
 
-    Args:
-        log: file that takes what it prints.
-        limit: minutes after which it is ended.
-        methods: of `multiprocessing` to start its process; one that fails is removed, and the next one is tried.
+    Of the start `methods` of `multiprocessing` one that fails is removed, and the next one is tried.
     """
 
     def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str]):

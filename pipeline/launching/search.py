@@ -18,10 +18,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, Transformer
 from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from hydra.types import HydraContext
 
 from pipeline.errors import ConfigError, say
 from pipeline.sweep import parent_run
@@ -42,11 +40,9 @@ class SearchSweeper(Sweeper):
     def __init__(self, trials: int, at_once: int, seed: int, params: Mapping[str, Any] | None):
         self.trials, self.at_once, self.seed, self.params = trials, at_once, seed, params or {}
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config, self.hydra_context = config, hydra_context
-        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+    def setup(self, *, hydra_context: HydraContext, **given: Any) -> None:
+        self._parser = OverridesParser.create(config_loader=hydra_context.config_loader)
+        self._launcher = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, **given)
 
     def sweep(self, arguments: list[str]) -> None:
         try:
@@ -57,9 +53,7 @@ class SearchSweeper(Sweeper):
         for key in ("trials", "at_once"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"hydra.sweeper.{key}", "must be at least 1", getattr(self, key))
-        assert self.hydra_context is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        given = parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        given = self._parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
         space = {override.get_key_element(): override for override in given}  # the command line's are the last
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
@@ -67,11 +61,10 @@ class SearchSweeper(Sweeper):
         while len(tried) < self.trials:
             trials = [study.ask() for _ in range(min(self.at_once, self.trials - len(tried)))]
             jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
-            for trial, job, returned in zip(trials, jobs, self.launcher.launch(jobs, len(tried)), strict=True):
+            for trial, job, returned in zip(trials, jobs, self._launcher.launch(jobs, len(tried)), strict=True):
                 loss = float(returned.return_value)
-                loss = loss if math.isfinite(loss) else math.inf  # of a job that gave none: the worst
-                study.tell(trial, loss)
-                tried.append((loss, job))
+                tried.append((loss if math.isfinite(loss) else math.inf, job))  # of a job that gave none: the worst
+                study.tell(trial, tried[-1][0])
         loss, overrides = min(tried)
         best = [text for text, of in zip(overrides, space.values(), strict=True) if of.is_sweep_override()]
         say(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}")
