@@ -24,12 +24,7 @@ def effective_batches(
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
-    Args:
-        node: the `dataset` group.
-        data: what `load` gave.
-        seed: of the order and the augmentation.
-        effective_batch_size: examples in each element but the tail.
-        epochs: how many, from `first_epoch` on, which counts from 0.
+    `node` is the `dataset` group. The order and the augmentation follow from `seed` and the epoch, which counts from 0.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None

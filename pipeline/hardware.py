@@ -14,34 +14,25 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run computes on.
+    """What a run computes on."""
 
-    Attributes:
-        strategy: one device is the default strategy; several are mirrored.
-        on_gpu: whether its devices are GPUs.
-        description: one line for a person.
-    """
-
-    strategy: tf.distribute.Strategy
+    strategy: tf.distribute.Strategy  # mirrored where there are several devices
     on_gpu: bool
-    description: str
+    description: str  # one line for a person
 
 
 def setup(config: DictConfig, seed: int) -> Hardware:
-    """Choose the devices and set this process' global state. Call it once, before any other TensorFlow call.
+    """Choose the devices and set this process' global state, with the seed of Python's, NumPy's and TensorFlow's draws.
 
-    Args:
-        config: the `hardware` group.
-        seed: of Python's, NumPy's and TensorFlow's generators.
+    Call it once, before any other TensorFlow call. `config` is the `hardware` group.
 
     Raises:
         ConfigError: the machine lacks the devices that the config asks for.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if config.device == Device.gpu and not gpus:
-        raise ConfigError(
-            "hardware.device", "must be a device of this machine, which has no GPU", "gpu", ["auto", "cpu"]
-        )
+        rule = "must be a device of this machine, which has no GPU"
+        raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
     on_gpu = bool(gpus) and config.device != Device.cpu
     if on_gpu:
         if config.replicas > len(gpus):
