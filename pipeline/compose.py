@@ -18,7 +18,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -31,13 +30,6 @@ from pipeline.hydra_internals import get_args_parser
 from pipeline.masking import mask
 
 Task = Callable[[DictConfig, list[str], Path], float]
-
-_registrations: dict[str, Callable[[], None]] = {}  # by plugin: Hydra may execute a plugin's module twice
-
-
-def on_plugins_found(plugin: str, register: Callable[[], None]) -> None:
-    """Call `register` once Hydra has found all plugins, whose names it may then take over."""
-    _registrations[plugin] = register
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
@@ -122,10 +114,7 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         ConfigError: the arguments or the config that they ask for are wrong.
         RunError: one run failed after it was created; its traceback is in its run directory.
     """
-    Plugins.instance()  # first: published plugins register the names that ours take over
     configuration.register()
-    for register in _registrations.values():
-        register()
     raised: list[Exception] = []
 
     def job(config: DictConfig) -> Any:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
-from pipeline import compose
 from pipeline.launching import launcher, local, search, slurm
 
 
@@ -30,19 +31,19 @@ class SearchSweeper(search.SearchSweeper):
     """Jobs in batches, each batch chosen by what those before it gave."""
 
 
-def _register() -> None:
-    here = {"_target_": f"{__name__}.LocalLauncher", "timeout_min": 525600}  # a year
-    searching = {"_target_": f"{__name__}.SearchSweeper", "trials": 20, "at_once": 1, "seed": 0, "params": None}
-    nodes: dict[str, Any] = {
-        "launcher/local": here,
-        "launcher/submitit_local": here,  # of recorded sweeps
-        "launcher/submitit_slurm": SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440),
-        "launcher/basic": {"_target_": f"{__name__}.BasicLauncher"},
-        "sweeper/search": searching,
-    }
-    for path, node in nodes.items():
-        group, name = path.split("/")
-        ConfigStore.instance().store(group=f"hydra/{group}", name=name, node=node, provider="pipeline")
+class Names(SearchPathPlugin):
+    """Registers the names; Hydra calls it after it has found all plugins, of which the published ones have some too."""
 
-
-compose.on_plugins_found(__name__, _register)
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        here = {"_target_": f"{__name__}.LocalLauncher", "timeout_min": 525600}  # a year
+        searching = {"_target_": f"{__name__}.SearchSweeper", "trials": 20, "at_once": 1, "seed": 0, "params": None}
+        nodes: dict[str, Any] = {
+            "launcher/local": here,
+            "launcher/submitit_local": here,  # of recorded sweeps
+            "launcher/submitit_slurm": SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440),
+            "launcher/basic": {"_target_": f"{__name__}.BasicLauncher"},
+            "sweeper/search": searching,
+        }
+        for path, node in nodes.items():
+            group, name = path.split("/")
+            ConfigStore.instance().store(group=f"hydra/{group}", name=name, node=node, provider="pipeline")
