@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from pipeline import compose
 from pipeline import config as configuration
 from pipeline.errors import ConfigError, Parser, say
+from pipeline.launching import gpus
 from pipeline.masking import mask
 from pipeline.sweep import resume
 from pipeline.sweep.files import sweep_files
@@ -106,6 +107,8 @@ def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> l
 
 
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
+    if config.hardware.device.name == "gpu":
+        gpus.slots([config.hardware], at_once=None)  # refuses in a moment what TensorFlow takes seconds to find
     from pipeline import job
 
     places = configuration.allowed_places(config.trust.allow)

@@ -18,7 +18,6 @@ from pathlib import Path
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.remote.webdriver import WebDriver
 
 FLAGS = (
     "--headless",
@@ -70,7 +69,7 @@ def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
 
 
 @contextmanager
-def browser(width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
+def browser(width: int = 1600, height: int = 1000) -> Iterator[webdriver.Chrome]:
     """Headless Chromium with a new profile and a page of `width` × `height`."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
@@ -89,7 +88,7 @@ def browser(width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
 
 
 @contextmanager
-def window(chrome: WebDriver, width: int = 1600, height: int = 1000) -> Iterator[WebDriver]:
+def window(chrome: webdriver.Chrome, width: int = 1600, height: int = 1000) -> Iterator[webdriver.Chrome]:
     """A new window of `chrome` with a page of `width` × `height`; `chrome` is in it until it is closed."""
     before = chrome.current_window_handle
     _new_window(chrome, width, height)
@@ -102,7 +101,7 @@ def window(chrome: WebDriver, width: int = 1600, height: int = 1000) -> Iterator
         chrome.switch_to.window(before)
 
 
-def _new_window(chrome: WebDriver, width: int, height: int) -> None:
+def _new_window(chrome: webdriver.Chrome, width: int, height: int) -> None:
     chrome.switch_to.new_window("window")
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -110,7 +109,7 @@ def _new_window(chrome: WebDriver, width: int, height: int) -> None:
     chrome.get_log("browser")  # what others have logged
 
 
-def picture(chrome: WebDriver, path: Path) -> None:
+def picture(chrome: webdriver.Chrome, path: Path) -> None:
     """Writes what the window shows as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(chrome.get_screenshot_as_png())

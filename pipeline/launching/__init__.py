@@ -3,4 +3,4 @@
 In: the overrides of each job, from Hydra. Out: the value that each job returned. `hydra_plugins` registers the classes.
 """
 
-__all__ = ["launcher", "local", "search", "slurm"]
+__all__ = ["gpus", "launcher", "local", "search", "slurm"]
