@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from mlflow.tracking import MlflowClient
+from selenium import webdriver
 from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.sweep import mlflow_view
@@ -66,7 +66,7 @@ def photograph_trajectories(page: Path) -> None:
         (HERE / "trajectories.png").write_bytes(plot.find_element(By.XPATH, "..").screenshot_as_png)
 
 
-def photograph_run(chrome: WebDriver, address: str, client: MlflowClient, experiment_id: str) -> None:
+def photograph_run(chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str) -> None:
     """Writes the charts of the only run there is."""
     (run,) = client.search_runs([experiment_id])
     chrome.get(f"{address}/#/experiments/{experiment_id}/runs/{run.info.run_id}/model-metrics")
@@ -76,7 +76,7 @@ def photograph_run(chrome: WebDriver, address: str, client: MlflowClient, experi
     photograph_charts(chrome, range(6, 7), HERE / "run.png")
 
 
-def photograph_sweep(chrome: WebDriver, address: str, client: MlflowClient, experiment_id: str) -> None:
+def photograph_sweep(chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str) -> None:
     """Writes the page on which the link of the only sweep opens."""
     (parent,) = client.search_runs([experiment_id], "tags.`sweep.name` != ''")
     name, varied = parent.data.tags["sweep.name"], json.loads(parent.data.tags["sweep.varied"])
@@ -85,7 +85,7 @@ def photograph_sweep(chrome: WebDriver, address: str, client: MlflowClient, expe
     photograph_charts(chrome, range(5, 20), HERE / "sweep.png")
 
 
-def photograph_charts(chrome: WebDriver, charts: range, path: Path) -> None:
+def photograph_charts(chrome: webdriver.Chrome, charts: range, path: Path) -> None:
     """Writes the open page to `path` once as many charts as `charts` allows are drawn on it."""
     # A chart's toolbar shows under a mouse; a headless browser has none, and then shows all of them.
     chrome.execute_script(

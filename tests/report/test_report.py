@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plotly import graph_objects
+from selenium import webdriver
 from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.errors import ConfigError
@@ -149,7 +149,7 @@ def test_colours_stand_out_from_their_ground():
     assert min(contrast(colour, "#0f1318") for colour in document.DARK) >= 3
 
 
-def opened(chrome: WebDriver, page: Path, scheme: str) -> list[str]:
+def opened(chrome: webdriver.Chrome, page: Path, scheme: str) -> list[str]:
     """Opens `page` in the colour scheme and waits for its plots; gives the colours of its first plot's lines."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
