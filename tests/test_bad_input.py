@@ -48,6 +48,8 @@ CONFIG = {
     "Choices: auto, cpu, gpu.",
     "train hardware.precision=float16": "hardware.precision must be one of its choices. Received: 'float16'. "
     "Choices: float32, float64, mixed_bfloat16, mixed_float16. Did you mean 'float64'?",
+    "train hardware.device=gpu": "hardware.device must be a device of this machine, which has no GPU. "
+    "Received: 'gpu'. Choices: auto, cpu.",
     "train training.loss=[]": "training.loss must be a mapping.",
     "train training.metrics=[]": "training.metrics must be a mapping.",
     "train training.callbacks=[]": "training.callbacks must be a mapping.",
@@ -197,10 +199,8 @@ MLP = "model=mlp"  # builds in no time
 
 # Refused by what TensorFlow, TFDS, Keras or MLflow say of it: no run has been created by then.
 PREPARED = {
-    "train hardware.device=gpu": "hardware.device must be a device of this machine, which has no GPU. "
-    "Received: 'gpu'. Choices: auto, cpu.",
     "train -m hardware.device=cpu,gpu": "hardware.device must be a device of this machine, which has no GPU. "
-    "Received: 'gpu'.",
+    "Received: 'gpu'. Choices: auto, cpu.",
     "train accumulation.effective_batch_size=1438": "accumulation.effective_batch_size must be at most the 1437 "
     "examples of the training split. Received: 1438.",
     # datasets

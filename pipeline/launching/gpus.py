@@ -27,7 +27,8 @@ def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]
     """
     gpus, size = visible(), per_job(hardware)
     if not gpus and any(h.device.name == "gpu" for h in hardware):
-        raise ConfigError("hardware.device", "must be a device of this machine, which has no GPU", "gpu")
+        rule = "must be a device of this machine, which has no GPU"
+        raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
     if not gpus or not size:
         return [[] for _ in range(at_once or 1)]
     if size > len(gpus):

@@ -112,11 +112,17 @@ def main() -> None:
     """Serve the process that started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's end is ours: it closes our standard input
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
+    sys.unraisablehook = _say_unraisable
     command = _command()
     if command is not None:
         places = command["places"]  # None: the user's own store, whose artifacts may lie anywhere
         with nullcontext() if places is None else artifact_locations.confined(command["open"], places):
             _serve(command)
+
+
+def _say_unraisable(what: Any) -> None:
+    if not issubclass(what.exc_type, SystemExit):  # SIGTERM in a destructor: the end of standard input follows it
+        sys.__unraisablehook__(what)
 
 
 def _serve(command: dict[str, Any]) -> None:
