@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import batching, dataset, hardware, model, objective, optimizer, sizes, training
+from pipeline import batching, dataset, hardware, model, objective, objective_checks, optimizer, sizes, training
 from pipeline.accumulation import Evaluation, Update
 from pipeline.dataset import Data
 from pipeline.errors import refused
@@ -35,13 +35,16 @@ class Parts:
 
     def update(self) -> Update:
         """Return what applies one effective batch."""
-        cut = self.plan.batching
+        cut, goal = self.plan.batching, self.objective
         return Update(
             self.model,
-            self.objective.loss,
+            goal.loss,
             self.model.optimizer,
             cut.micro_batch_size,
-            metrics=self.objective.metrics,
+            loss_weights=goal.loss_weights,
+            metrics=goal.metrics,
+            weighted_metrics=goal.weighted_metrics,
+            layer_metrics=goal.layer_metrics,
             strategy=self.machine.strategy,
             noise_every=self.config.tracking.noise_every if cut.factor * cut.replicas > 1 else 0,
             jit_compile=self.config.hardware.xla,
@@ -51,9 +54,15 @@ class Parts:
         """Return what evaluates the validation split; None where there is no such split."""
         if self.data.validation is None:
             return None
-        cut, metrics = self.plan.batching, self.objective.validation_metrics
+        cut, goal = self.plan.batching, self.objective
         evaluation = Evaluation(
-            self.model, self.objective.loss, cut.micro_batch_size, metrics=metrics, strategy=self.machine.strategy
+            self.model,
+            goal.loss,
+            cut.micro_batch_size,
+            loss_weights=goal.loss_weights,
+            **goal.validation_metrics,
+            layer_metrics=goal.layer_metrics,
+            strategy=self.machine.strategy,
         )
         return training.evaluator(evaluation, batching.in_order(self.data.validation, cut.effective_batch_size))
 
@@ -96,7 +105,12 @@ def assemble(config: DictConfig, cut: Batching, check_dataset: Callable[[dict[st
     key = "dataset" if augment is None else "dataset.augment"
     with refused(key, "must give examples", (augment or node)._target_):
         batches = batching.effective_batches(
-            node, data, seed=config.seed, effective_batch_size=size, epochs=plan.epochs
+            node,
+            data,
+            seed=config.seed,
+            effective_batch_size=size,
+            epochs=plan.epochs,
+            class_weight=config.training.class_weight,
         )
     # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
     keras.utils.set_random_seed(config.seed)
@@ -104,8 +118,8 @@ def assemble(config: DictConfig, cut: Batching, check_dataset: Callable[[dict[st
         network = model.build(config.model, data)
         goal = objective.build(config.training)
         stepping = optimizer.build(config, plan.updates, size)
-        network.compile(stepping, goal.loss, metrics=goal.metrics)  # callbacks and the saved model look for it there
-        objective.check(goal, network, data, cut.micro_batch_size)
+        first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32))))
+        objective.compile(goal, network, stepping, *objective_checks.check(goal, network, data, first))
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     return Parts(config, machine, data, recorded_data, plan, batches, network, goal)

@@ -8,6 +8,7 @@ device; only where it is cut depends on the effective batch size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -20,11 +21,19 @@ from pipeline.errors import ConfigError
 
 
 def effective_batches(
-    node: DictConfig, data: Data, *, seed: int, effective_batch_size: int, epochs: int, first_epoch: int = 0
+    node: DictConfig,
+    data: Data,
+    *,
+    seed: int,
+    effective_batch_size: int,
+    epochs: int,
+    first_epoch: int = 0,
+    class_weight: Mapping[int, float] | None = None,
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
     `node` is the `dataset` group. The order and the augmentation follow from `seed` and the epoch, which counts from 0.
+    `class_weight` is the sample weight of the examples of each class, as `fit` takes it; 1 for one that is not named.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
@@ -52,7 +61,10 @@ def effective_batches(
         return _batch(examples.map(augmented, tf.data.AUTOTUNE), effective_batch_size)
 
     epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)
-    batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE)
+    if class_weight is not None:
+        batches = batches.map(_weigher(class_weight, data), tf.data.AUTOTUNE)
+    batches = batches.prefetch(tf.data.AUTOTUNE)
     (given, *_), (made, *_) = in_order(data.train, 1).element_spec, batches.element_spec
     if augment is not None and not _alike(given, made):
         raise ConfigError("dataset.augment", f"must keep the shape and dtype of an input, {given}", str(made))
@@ -62,6 +74,39 @@ def effective_batches(
 def in_order(examples: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
     """Return a split once, unshuffled, in batches of `batch_size`; the last one may be smaller."""
     return _batch(examples, batch_size).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+
+
+def _weigher(class_weight: Mapping[int, float], data: Data) -> Callable[..., tuple]:
+    """Return a function that gives a batch the sample weights of its classes.
+
+    Raises:
+        ConfigError: the labels have no class, or not one of these, or the examples have weights.
+    """
+    key, spec = "training.class_weight", data.train.element_spec
+    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec):
+        rule = "must be null where an example is not (x, y) with labels of one output"
+        raise ConfigError(key, rule, [type(part).__name__ for part in spec])
+    one_hot = spec[1].shape.rank >= 1 and spec[1].shape[-1] != 1
+    classes = spec[1].shape[-1] if one_hot else data.classes
+    for label in class_weight:
+        if classes is not None and label >= classes:
+            raise ConfigError(key, f"must name classes from 0 to {classes - 1}", label)
+    labels, weights = list(class_weight), [float(weight) for weight in class_weight.values()]
+    floatx = keras.config.floatx()
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(tf.constant(labels, tf.int64), tf.constant(weights, floatx)), 1.0
+    )
+
+    @tf.autograph.experimental.do_not_convert
+    def weigh(x: Any, y: tf.Tensor) -> tuple:
+        if one_hot:
+            found = tf.argmax(y, axis=-1)
+        else:
+            found = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int64)
+            found = found if found.shape.rank == 1 else tf.squeeze(found, -1)
+        return x, y, table.lookup(found)
+
+    return weigh
 
 
 def _alike(given: Any, made: Any) -> bool:

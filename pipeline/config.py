@@ -25,6 +25,7 @@ from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
 from pipeline.masking import remember
 from pipeline.metric_names import UPDATE_METRICS
+from pipeline.objective_nodes import METRIC_GROUPS, are_class_weights, are_loss_weights, by_output, metrics_of
 from pipeline.scaling import Rule
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
@@ -59,8 +60,11 @@ class TrainingConfig:
     updates: int | None = None
     examples: int | None = None
     evaluate_every: Any = "epoch"
-    loss: dict[str, Any] = MISSING
-    metrics: dict[str, Any] = field(default_factory=dict)
+    loss: Any = MISSING  # a node, null, or a mapping or list of these for the outputs
+    loss_weights: Any = None
+    class_weight: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}
+    weighted_metrics: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
 
 
@@ -175,6 +179,8 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
     **dict.fromkeys(("hardware.gpus_per_job", "scaling.reference_batch_size"), _COUNT),
     **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),
+    "training.class_weight": ("null, or a number of at least 0 for each class, a whole number", are_class_weights),
+    "training.loss_weights": ("null, or a number for each output", are_loss_weights),
     "dataset.in_memory": ("true or false", lambda value: isinstance(value, bool)),
     "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),
     "tracking.experiment": ("a name of 1 to 250 characters", lambda value: value.strip() and len(value) <= 250),
@@ -247,21 +253,24 @@ def _check_keys(config: DictConfig) -> None:
 
 
 def _check_targets(config: DictConfig) -> None:
-    keys = ("dataset", "model", "optimizer", "schedule", "training.loss")
-    nodes = {key: OmegaConf.select(config, key) for key in keys}
-    for group in ("metrics", "callbacks"):
-        nodes |= {f"training.{group}.{name}": node for name, node in config.training[group].items()}
+    nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
+    nodes |= {key: node for key, node in by_output(config.training.loss) if node is not None}
+    metrics = [metric for group in METRIC_GROUPS for metric in metrics_of(config.training, group)]
+    nodes |= {metric.key: metric.node for metric in metrics}
+    nodes |= {f"training.callbacks.{name}": node for name, node in config.training.callbacks.items()}
     if OmegaConf.select(config, "dataset.augment") is not None:
         nodes["dataset.augment"] = config.dataset.augment
     for key, node in nodes.items():
         target = node.get("_target_") if isinstance(node, DictConfig) else node
         if not (isinstance(node, DictConfig) and isinstance(target, str)):
             raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", target)
-    for name in config.training.metrics:
-        if not _is_name(f"train/{name}") or name in UPDATE_METRICS:
+    names = [metric.full_name for metric in metrics]
+    for metric in metrics:
+        name = metric.full_name
+        if not _is_name(f"train/{name}") or name in UPDATE_METRICS or names.count(name) > 1:
             ours = ", ".join(sorted(UPDATE_METRICS))
-            rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours}"
-            raise ConfigError(f"training.metrics.{name}", rule, name)
+            rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours} and those of other metrics"
+            raise ConfigError(metric.key, rule, name)
 
 
 def _check_values(config: DictConfig) -> None:

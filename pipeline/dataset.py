@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ class Data:
     """The splits of a dataset, example by example, in a fixed order.
 
     Attributes:
-        train, validation: elements are `(x, y)` or `(x, y, sample_weight)` of one example; each is a tensor or a
-            nest of tensors without a batch axis. The number of examples is known.
+        train, validation: elements are `(x, y)`, `(x, y, sample_weight)` or, without labels, `(x,)` of one example;
+            each is a tensor or a nest of tensors without a batch axis. The number of examples is known.
         classes: number of labels, where the labels are classes.
         name, version: as the dataset calls itself.
         files: that the examples are read from, where they are prepared files.
@@ -78,10 +78,10 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     if not isinstance(made, Data):
         rule = "must give (train, validation) as tf.data.Datasets, or a pipeline.dataset.Data"
         raise ConfigError("dataset._target_", rule, type(made).__name__)
-    _check(made.train, "train")
-    if made.validation is not None:
-        _check(made.validation, "validation")
-    return made
+    train = _checked(made.train, "train")
+    return replace(
+        made, train=train, validation=None if made.validation is None else _checked(made.validation, "validation")
+    )
 
 
 def digits(data_dir: str | None = None, download: bool = True) -> Data:
@@ -210,13 +210,32 @@ def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, i
     return preprocess
 
 
-def _check(dataset: Any, split: str) -> None:
+def _checked(dataset: Any, split: str) -> tf.data.Dataset:
+    """Return the split with tuples as examples, without the labels that are None."""
     key = "dataset._target_"
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(key, f"must give its {split} split as a tf.data.Dataset", type(dataset).__name__)
     spec, count = dataset.element_spec, int(dataset.cardinality())
-    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
-        raise ConfigError(key, f"must give (x, y) or (x, y, sample_weight) as an example of its {split} split", spec)
+    if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
+        rule = f"must give (x, y), (x, y, sample_weight) or x alone as an example of its {split} split"
+        raise ConfigError(key, rule, spec)
     if count < 1:
         rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
         raise ConfigError(key, rule, count)
+    leaves = tf.nest.flatten(spec)
+    if isinstance(spec, tuple) and not any(isinstance(leaf, tf.NoneTensorSpec) for leaf in leaves):
+        return dataset
+    return dataset.map(_parts)
+
+
+@tf.autograph.experimental.do_not_convert
+def _parts(x: Any, y: Any = None, *sample_weight: Any) -> tuple:
+    return (x,) if y is None else tuple(map(_without_none, (x, y, *sample_weight)))
+
+
+def _without_none(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return {key: _without_none(value) for key, value in nest.items() if value is not None}
+    if isinstance(nest, tuple):
+        return tuple(_without_none(value) for value in nest if value is not None)
+    return nest

@@ -139,14 +139,15 @@ def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], 
     count = int(batches.cardinality())
 
     def evaluate() -> dict[str, float]:
-        for metric in evaluation.metrics:
+        for metric in evaluation.measured.values():
             metric.reset_state()
         with _iterating(batches) as iterator:
             sums = next_batch(*iterator)
             for _ in range(count - 1):
                 sums = tf.nest.map_structure(tf.add, sums, next_batch(*iterator))
-        results = {metric.name: float(metric.result()) for metric in evaluation.metrics}
-        return {"loss": float(sums.mean_loss()), **results}
+        results = {"loss": sums.mean_loss(), **sums.output_losses()}
+        results |= {name: metric.result() for name, metric in evaluation.measured.items()}
+        return {name: float(value) for name, value in results.items()}
 
     return evaluate
 

@@ -7,15 +7,23 @@ any project.
 
 from .evaluation import Evaluation
 from .noise_scale import NoiseScale
-from .update import GradientSums, Update, accumulate_gradients, update_metrics
+from .outputs import Losses, Metrics, by_name, measured, spread, terms, update_metrics
+from .sums import GradientSums
+from .update import Update, accumulate_gradients
 from .weighting import weighted_sum
 
 __all__ = [
     "Evaluation",
     "GradientSums",
+    "Losses",
+    "Metrics",
     "NoiseScale",
     "Update",
     "accumulate_gradients",
+    "by_name",
+    "measured",
+    "spread",
+    "terms",
     "update_metrics",
     "weighted_sum",
 ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from .slicing import Nest, examples_in, share_of, sum_over_micro_batches
-from .update import GradientSums, added_loss, reduce, update_metrics
-from .weighting import weighted_sum
+from .outputs import Losses, Metrics, by_name, measured, update_metrics
+from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
+from .sums import GradientSums, micro_batch_losses
+from .update import reduce
 
 
 class Evaluation:
@@ -18,13 +20,18 @@ class Evaluation:
     def __init__(
         self,
         model: keras.Model,
-        loss: keras.losses.Loss,
+        loss: Losses,
         micro_batch_size: int,
         *,
-        metrics: Sequence[keras.metrics.Metric] = (),
+        loss_weights: Any = None,
+        metrics: Metrics = (),
+        weighted_metrics: Metrics = (),
+        layer_metrics: Sequence[keras.metrics.Metric] = (),
         strategy: tf.distribute.Strategy | None = None,
     ):
-        self.model, self.loss, self.metrics = model, loss, list(metrics)
+        self.model, self.loss, self.loss_weights = model, loss, loss_weights
+        self.metrics, self.weighted_metrics = metrics, weighted_metrics
+        self.measured = measured(metrics, weighted_metrics, layer_metrics)
         self.micro_batch_size = micro_batch_size
         self.strategy = strategy or tf.distribute.get_strategy()
 
@@ -34,15 +41,15 @@ class Evaluation:
         return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))
 
     def _evaluate(self, batch: Nest) -> GradientSums:
-        share = share_of(batch, self.strategy.num_replicas_in_sync)
+        share, whole = share_of(batch, self.strategy.num_replicas_in_sync), parts_of(batch)
 
-        def micro_step(x: Nest, y: Nest, sample_weight: Nest) -> GradientSums:
-            outputs = self.model(x, training=False)
-            total, weight = weighted_sum(self.loss, y, outputs, sample_weight)
-            examples = tf.cast(examples_in(x), total.dtype)
-            added_total = added_loss(self.model.losses, examples, tf.cast(examples_in(batch), total.dtype))
+        def micro_step(*parts: Nest) -> GradientSums:
+            x, y, sample_weight = parts
+            outputs = by_name(self.model, self.model(x, training=False))
+            losses, added, _ = micro_batch_losses(self.model, self.loss, self.loss_weights, outputs, parts, whole)
             update_metrics(self.metrics, y, outputs)
-            zero = tf.zeros((), total.dtype)
-            return GradientSums(total, weight, (), added_total, (), examples, zero, zero)
+            update_metrics(self.weighted_metrics, y, outputs, sample_weight)
+            zero = tf.zeros((), added.dtype)
+            return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), (), (), (zero, zero, zero))
 
         return sum_over_micro_batches(micro_step, share, self.micro_batch_size)

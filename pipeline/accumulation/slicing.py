@@ -13,7 +13,7 @@ Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on 
 
 def share_of(batch: Nest, replicas: int) -> Nest:
     """Return this replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last replicas."""
-    batch = _parts(batch)
+    batch = parts_of(batch)
     if replicas == 1:
         return batch
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -29,32 +29,35 @@ def sum_over_micro_batches(
     """Sum `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes, over the micro-batches of `batch`."""
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
-    parts = _parts(batch)
+    parts = parts_of(batch)
     count = examples_in(parts)
+    leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
 
-    def on_parts(x: Nest, y: Nest, sample_weight: Nest = None) -> Nest:
-        return micro_step(x, y, sample_weight)
+    def on_leaves(*slices: tf.Tensor) -> Nest:
+        left = iter(slices)
+        return micro_step(*tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), parts))
 
     # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
-    step = tf.function(on_parts, input_signature=_slice_specs(parts), autograph=False, jit_compile=jit_compile or None)
+    step = tf.function(
+        on_leaves, input_signature=_slice_specs(leaves), autograph=False, jit_compile=jit_compile or None
+    )
     outputs = step.get_concrete_function().structured_outputs
     zeros = tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
 
     def body(start: tf.Tensor, sums: Nest) -> tuple[tf.Tensor, Nest]:
         stop = tf.minimum(start + micro_batch_size, count)
-        return stop, tf.nest.map_structure(tf.add, sums, step(*_slice(parts, start, stop)))
+        return stop, tf.nest.map_structure(tf.add, sums, step(*_slice(leaves, start, stop)))
 
     _, sums = tf.while_loop(lambda start, _: start < count, body, (0, zeros), parallel_iterations=1)
     return sums
 
 
-def _parts(batch: Nest) -> tuple[Nest, ...]:
-    """Return `(x, y)` or `(x, y, sample_weight)` with its arrays as tensors: a traced loop slices only those."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if y is None:
-        raise ValueError("The batch must be (x, y) or (x, y, sample_weight). Received no y")
-    parts = (x, y) if sample_weight is None else (x, y, sample_weight)
-    return tf.nest.map_structure(lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), parts)
+def parts_of(batch: Nest) -> tuple[Nest, Nest, Nest]:
+    """Return `(x, y, sample_weight)`, its arrays as tensors: a traced loop slices only those. What is None stays so."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
+        keras.utils.unpack_x_y_sample_weight(batch),
+    )
 
 
 def examples_in(nest: Nest) -> tf.Tensor:
@@ -63,7 +66,7 @@ def examples_in(nest: Nest) -> tf.Tensor:
 
 
 def _slice(nest: Nest, start: Any, stop: Any) -> Nest:
-    return tf.nest.map_structure(lambda leaf: leaf[start:stop], nest)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], nest)
 
 
 def _slice_specs(nest: Nest) -> Nest:

@@ -16,115 +16,81 @@ This module knows nothing of configs, trackers or datasets, so that it can be li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from . import noise_scale
-from .slicing import Nest, examples_in, share_of, sum_over_micro_batches
-from .weighting import mask_of, weighted_sum
-
-
-class GradientSums(NamedTuple):
-    """The sums over one effective batch, or over one replica's share of it.
-
-    Two sums are kept apart because they are divided by different totals: the loss by the weight of its
-    elements, and what the model adds to it (regularisation, `add_loss`) by the number of examples. A total of
-    zero divides by one: its sum is zero too, or the loss' reduction is `sum`, which divides by nothing.
-
-    Attributes:
-        loss: Σ wᵢ·lossᵢ, scalar.
-        weight: Σ wᵢ, scalar: elements, unmasked elements or summed sample weights, as the loss' reduction says.
-        sums: ∇ Σ wᵢ·lossᵢ for each trainable variable; `()` for one that the loss does not depend on.
-        added_loss: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples; of those that have
-            one value per example, N·Σᵢ aᵢ, because Keras sums them over the batch.
-        added_sums: its gradient, as in `sums`.
-        examples: Σₖ nₖ, scalar.
-        squares, parts: Σₖ Wₖ|gₖ|² and the number of micro-batches, for `noise_scale`; zero where not measured.
-    """
-
-    loss: tf.Tensor
-    weight: tf.Tensor
-    sums: tuple[tf.Tensor | tuple[()], ...]
-    added_loss: tf.Tensor
-    added_sums: tuple[tf.Tensor | tuple[()], ...]
-    examples: tf.Tensor
-    squares: tf.Tensor
-    parts: tf.Tensor
-
-    def mean_loss(self) -> tf.Tensor:
-        """Return the loss that one large batch would have shown, scalar."""
-        return _divide(self.loss, self.weight) + _divide(self.added_loss, self.examples)
-
-    def gradients(self) -> list[tf.Tensor | None]:
-        """Return the gradients of one large batch, in the order of `model.trainable_variables`.
-
-        Returns:
-            One gradient of its variable's shape for each; None where the loss does not depend on it.
-        """
-        return _means(self.sums, self.weight, self.added_sums, self.examples)
+from .outputs import Losses, Metrics, by_name, measured, update_metrics
+from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
+from .sums import Gradients, GradientSums, Part, means, micro_batch_losses
 
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
 def accumulate_gradients(
     model: keras.Model,
-    loss: keras.losses.Loss,
+    loss: Losses,
     batch: Nest,
     micro_batch_size: int,
     *,
-    metrics: Sequence[keras.metrics.Metric] = (),
+    loss_weights: Any = None,
+    metrics: Metrics = (),
+    weighted_metrics: Metrics = (),
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
-    examples: tf.Tensor | None = None,
+    whole: Nest = None,
     measure_noise: tf.Tensor | bool = False,
     jit_compile: bool = False,
 ) -> GradientSums:
     """Run `batch` forward and backward in micro-batches and sum their losses, weights and gradients.
 
-    Peak memory is that of one micro-batch and one gradient, whatever the size of `batch`. Call it inside a
-    `tf.function`: it traces the model once a call.
+    Peak memory is that of one micro-batch and one gradient, whatever the size of `batch`; `GradientSums` says which
+    models need a second gradient. Call it inside a `tf.function`: it traces the model once a call.
 
     Args:
         model: built, with its trainable variables fixed.
-        loss: any Keras loss whose reduction is not `none` and whose value for one example does not depend on
-            the other ones (in `keras.losses.Circle` it does: that is a loss of the micro-batch).
+        loss: as `compile` takes it: any Keras loss, or a dict or list of one for each output, whose reduction is not
+            `none` and whose value for one example does not depend on the other ones (in `keras.losses.Circle` it
+            does: that is a loss of the micro-batch). None for a model that learns from `add_loss` alone.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on
-            axis 0. The number of examples need not be known when traced, and may be zero.
+            axis 0; x alone where there is no loss. The number of examples need not be known when traced, and may be
+            zero.
         micro_batch_size: examples per forward+backward; the last slice may be smaller.
-        metrics: updated with every micro-batch's outputs; the mask of the outputs weighs them.
+        loss_weights: a number for each output, by name or in order.
+        metrics, weighted_metrics: updated with every micro-batch's outputs; of a model with several outputs by the
+            name of the output. The mask of the outputs weighs the former, the sample weights weigh the latter.
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
-            wants it; the sums then hold scaled gradients and `loss` is unscaled.
-        examples: of the whole effective batch, where `batch` is one replica's share of it.
-        measure_noise: whether `squares` and `parts` are wanted: a pass over the gradient for each micro-batch.
+            wants it; the sums then hold scaled gradients and the losses are unscaled.
+        whole: the effective batch, where `batch` is one replica's share of it.
+        measure_noise: whether `noise` is wanted: a pass over the gradient for each micro-batch.
         jit_compile: compile each forward+backward with XLA.
 
     Returns:
         The sums; `sums.gradients()` is what one large batch would have given.
 
     Raises:
-        ValueError: the loss reduces nothing, the batch has no labels, or the micro-batch size is not positive.
+        ValueError: the loss reduces nothing, does not fit the outputs or the labels, or the micro-batch size is not
+            positive.
     """
     variables = [_tensor_variable(variable) for variable in model.trainable_variables]
-    whole = examples_in(batch) if examples is None else examples
+    effective = parts_of(batch if whole is None else whole)
 
-    def micro_step(x: Nest, y: Nest, sample_weight: Nest) -> GradientSums:
+    def micro_step(*parts: Nest) -> GradientSums:
+        x, y, sample_weight = parts
         with tf.GradientTape(persistent=True) as tape:
-            outputs = model(x, training=True)
-            total, weight = weighted_sum(loss, y, outputs, sample_weight)
-            count = tf.cast(examples_in(x), total.dtype)
-            whole_count = tf.cast(whole, total.dtype)
-            added_total = added_loss(model.losses, count, whole_count)
+            outputs = by_name(model, model(x, training=True))
+            losses, added, minimised = micro_batch_losses(model, loss, loss_weights, outputs, parts, effective)
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
-            per = _nonzero(count if loss.reduction == "sum" else weight)
-            scaled = total if scale_loss is None else scale_loss(total / per)
-            added_scaled = added_total if scale_loss is None else scale_loss(added_total / whole_count)
+            targets = [part.total if scale_loss is None else scale_loss(part.total / part.size) for part in minimised]
         update_metrics(metrics, y, outputs)
-        sums = _gradient_sums(tape, scaled, variables, None if scale_loss is None else per)
-        added_sums = _gradient_sums(tape, added_scaled, variables, None if scale_loss is None else whole_count)
-        zero = tf.zeros((), total.dtype)
-        made = GradientSums(total, weight, sums, added_total, added_sums, count, zero, zero)
-        squares, parts = _noise_parts(measure_noise, loss, made, whole_count)
-        return made._replace(squares=squares, parts=parts)
+        update_metrics(weighted_metrics, y, outputs, sample_weight)
+        sums = tuple(
+            _gradients(tape, target, variables, None if scale_loss is None else part.size)
+            for target, part in zip(targets, minimised, strict=True)
+        )
+        weights = tuple(part.weight for part in minimised)
+        noise = _noise(measure_noise, sums, minimised)
+        return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), sums, weights, noise)
 
     return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
 
@@ -133,9 +99,11 @@ class Update:
     """One effective batch in, one optimizer step out, under the current or the given strategy.
 
     Args:
-        model, loss, optimizer: as Keras has them; the optimizer is built for the model's variables.
+        model, loss, loss_weights: as `accumulate_gradients` takes them.
+        optimizer: built for the model's variables.
         micro_batch_size: examples per forward+backward on one replica.
-        metrics: reset at each update, so that their results are over exactly its examples.
+        metrics, weighted_metrics: reset at each update, so that their results are over exactly its examples.
+        layer_metrics: those that the model's layers update in their calls, reset likewise.
         strategy: the strategy in whose scope the model was built; the default one where it is not given.
         noise_every: updates from one measurement of the gradient noise to the next; 0 measures none.
         jit_compile: compile each forward+backward with XLA.
@@ -144,17 +112,22 @@ class Update:
     def __init__(
         self,
         model: keras.Model,
-        loss: keras.losses.Loss,
+        loss: Losses,
         optimizer: keras.optimizers.Optimizer,
         micro_batch_size: int,
         *,
-        metrics: Sequence[keras.metrics.Metric] = (),
+        loss_weights: Any = None,
+        metrics: Metrics = (),
+        weighted_metrics: Metrics = (),
+        layer_metrics: Sequence[keras.metrics.Metric] = (),
         strategy: tf.distribute.Strategy | None = None,
         noise_every: int = 0,
         jit_compile: bool = False,
     ):
         self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.micro_batch_size, self.metrics, self.jit_compile = micro_batch_size, list(metrics), jit_compile
+        self.micro_batch_size, self.jit_compile = micro_batch_size, jit_compile
+        self.loss_weights, self.metrics, self.weighted_metrics = loss_weights, metrics, weighted_metrics
+        self.measured = measured(metrics, weighted_metrics, layer_metrics)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.noise_every = noise_every
         # Keras' `apply` divides by the factor of any optimizer that has one.
@@ -169,11 +142,12 @@ class Update:
             batch: the effective batch, as `accumulate_gradients` takes it; every replica gets its share.
 
         Returns:
-            Scalars: `loss`, one entry for each metric, `learning_rate` as this update used it, and
-            `gradient_norm`, the global L2 norm of the averaged gradient before clipping; where the noise is
-            measured `gradient_variance` and `gradient_square`, as `noise_scale.estimate` gives them.
+            Scalars: `loss`, that of each of several outputs as `<output>_loss`, one entry for each metric,
+            `learning_rate` as this update used it, and `gradient_norm`, the global L2 norm of the averaged gradient
+            before clipping; where the noise is measured `gradient_variance` and `gradient_square`, as
+            `noise_scale.estimate` gives them.
         """
-        for metric in self.metrics:
+        for metric in self.measured.values():
             metric.reset_state()
         sums = reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, self._measures())))
         variables = self.model.trainable_variables
@@ -186,44 +160,36 @@ class Update:
             norm /= scale
         with tf.control_dependencies([learning_rate]):
             self.optimizer.apply(gradients, variables)
-        results = {metric.name: metric.result() for metric in self.metrics}
-        results |= self._noise(sums, tf.square(norm), tf.square(scale))
-        return {"loss": sums.mean_loss(), **results, "learning_rate": learning_rate, "gradient_norm": norm}
+        results = {"loss": sums.mean_loss(), **sums.output_losses()}
+        results |= {name: metric.result() for name, metric in self.measured.items()}
+        if self.noise_every:
+            results |= _estimates(sums, tf.square(norm), tf.square(scale))
+        return {**results, "learning_rate": learning_rate, "gradient_norm": norm}
 
     def _measures(self) -> tf.Tensor | bool:
         if not self.noise_every:
             return False
         return tf.convert_to_tensor(self.optimizer.iterations) % self.noise_every == 0
 
-    def _noise(self, sums: GradientSums, square: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
-        if not self.noise_every:
-            return {}
-        weight = _noise_weight(self.loss, sums.weight, sums.examples)
-        square = tf.cast(square, sums.squares.dtype)
-        if self.loss.reduction == "sum":  # the gradient of the mean, as of any other loss
-            square /= tf.square(sums.examples)
-        squares = sums.squares / tf.cast(scale, sums.squares.dtype)
-        variance, square = noise_scale.estimate(squares, sums.parts, square, weight, sums.examples)
-        return {"gradient_variance": variance, "gradient_square": square}
-
     def _accumulate(self, batch: Nest, measure_noise: tf.Tensor | bool) -> GradientSums:
-        share = share_of(batch, self.strategy.num_replicas_in_sync)
         return accumulate_gradients(
             self.model,
             self.loss,
-            share,
+            share_of(batch, self.strategy.num_replicas_in_sync),
             self.micro_batch_size,
+            loss_weights=self.loss_weights,
             metrics=self.metrics,
+            weighted_metrics=self.weighted_metrics,
             scale_loss=self._scale_loss,
-            examples=examples_in(batch),
+            whole=batch,
             measure_noise=measure_noise,
             jit_compile=self.jit_compile,
         )
 
 
-def _gradient_sums(
+def _gradients(
     tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: tf.Tensor | None
-) -> tuple[tf.Tensor | tuple[()], ...]:
+) -> Gradients:
     def full(gradient: Any, variable: tf.Variable) -> tf.Tensor | tuple[()]:
         if gradient is None:
             return ()
@@ -236,74 +202,39 @@ def _gradient_sums(
     return tuple(map(full, tape.gradient(target, variables), variables))
 
 
-def _noise_weight(loss: keras.losses.Loss, weight: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
-    return examples if loss.reduction == "sum" else weight
+def _noise(measure: tf.Tensor | bool, sums: Sequence[Gradients], minimised: Sequence[Part]) -> tuple[tf.Tensor, ...]:
+    """Return W|g|², 1 and W of one micro-batch; zeros where they are not wanted or nothing in it counts.
 
-
-def _noise_parts(
-    measure: tf.Tensor | bool, loss: keras.losses.Loss, sums: GradientSums, whole: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return W|g|² and 1 for one micro-batch; both are 0 where they are not wanted or nothing in it counts.
-
-    g is its own mean gradient, with what the model adds: the mean of all gₖ is then the gradient that is applied.
+    g is the mean gradient of the micro-batch: the mean of all gₖ is the gradient that is applied.
     """
+    size = minimised[0].size
+    nothing = (tf.zeros_like(size),) * 3
     if measure is False:
-        return sums.squares, sums.parts
-    weight = _noise_weight(loss, sums.weight, sums.examples)
-    per = sums.examples * whole if loss.reduction == "sum" else sums.examples  # Σ∇L + ∇A, divided by N as a whole
+        return nothing
 
-    def parts() -> tuple[tf.Tensor, tf.Tensor]:
-        if all(isinstance(value, tuple) for value in sums.added_sums):  # a pass over the gradient less
-            square = tf.math.divide_no_nan(tf.cast(noise_scale.square(sums.sums), weight.dtype), weight)
+    def measure_now() -> tuple[tf.Tensor, ...]:
+        if len(sums) == 1:  # a pass over the gradient less
+            square = tf.cast(noise_scale.square(sums[0]), size.dtype) / size
+            square *= 1 if minimised[0].unit is None else tf.square(minimised[0].unit)
         else:
-            square = tf.cast(noise_scale.square(_means(sums.sums, weight, sums.added_sums, per)), weight.dtype) * weight
-        return square, tf.cast(weight > 0, weight.dtype)
+            sizes = [part.size if part.unit is None else part.size / part.unit for part in minimised]
+            square = tf.cast(noise_scale.square(means(sums, sizes)), size.dtype) * size
+        counts = tf.cast(minimised[0].weight > 0 if minimised[0].unit is None else size > 0, size.dtype)
+        return square * counts, counts, size * counts
 
-    return tf.cond(measure, parts, lambda: (sums.squares, sums.parts))
-
-
-def added_loss(losses: Sequence[tf.Tensor], examples: tf.Tensor, whole: tf.Tensor) -> tf.Tensor:
-    """Return the sum of what `add_loss` and regularisation add, as Keras sums it, to be divided by `whole` examples."""
-    total = tf.zeros((), examples.dtype)
-    for value in losses:
-        per_example = value.shape.rank and value.shape[0] is None  # else it is the same of every micro-batch
-        total += tf.reduce_sum(tf.cast(value, total.dtype)) * (whole if per_example else examples)
-    return total
+    return tf.cond(measure, measure_now, lambda: nothing)
 
 
-def _means(
-    sums: Sequence[tf.Tensor | tuple[()]],
-    weight: tf.Tensor,
-    added_sums: Sequence[tf.Tensor | tuple[()]],
-    examples: tf.Tensor,
-) -> list[tf.Tensor | None]:
-    means = []
-    for of_loss, of_added in zip(sums, added_sums, strict=True):
-        both = ((of_loss, weight), (of_added, examples))
-        parts = [_divide(value, total) for value, total in both if not isinstance(value, tuple)]
-        means.append(tf.add_n(parts) if parts else None)
-    return means
+def _estimates(sums: GradientSums, square: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
+    squares, parts, weight = sums.noise
+    squares, square = squares / tf.cast(scale, squares.dtype), tf.cast(square, squares.dtype)
+    variance, square = noise_scale.estimate(squares, parts, square, weight, sums.examples)
+    return {"gradient_variance": variance, "gradient_square": square}
 
 
 def reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
     """Sum over replicas; every replica gets the result."""
     return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)
-
-
-def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
-    return value / tf.cast(_nonzero(total), value.dtype)
-
-
-def _nonzero(total: tf.Tensor) -> tf.Tensor:
-    return tf.where(total == 0, tf.ones_like(total), total)
-
-
-def update_metrics(metrics: Sequence[keras.metrics.Metric], y: Nest, outputs: Nest) -> None:
-    """Update the metrics with one micro-batch, weighted by the mask of the outputs where there is one."""
-    mask = mask_of(outputs)
-    weighing = {} if mask is None else {"sample_weight": mask}  # as in `fit`, a metric may have no such argument
-    for metric in metrics:
-        metric.update_state(y, outputs, **weighing)
 
 
 def _tensor_variable(variable: Any) -> tf.Variable:

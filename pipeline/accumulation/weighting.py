@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -10,9 +10,29 @@ import tensorflow as tf
 Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
 
 
+class WeightedSum(NamedTuple):
+    """The numerator and the denominator of a mean, over a part of a batch; scalars, in float32 at least.
+
+    Sums of each over disjoint parts of a batch, divided once, are the loss of the batch.
+
+    Attributes:
+        total: Σ wᵢ·lossᵢ.
+        weight: Σ wᵢ; 0 for the reduction `sum`, to be read as 1.
+        whole: `weight` of the whole batch, where it is known before a forward pass; else None.
+    """
+
+    total: tf.Tensor
+    weight: tf.Tensor
+    whole: tf.Tensor | None
+
+
 def weighted_sum(
-    loss: keras.losses.Loss, y_true: Nest, outputs: Nest, sample_weight: tf.Tensor | None = None
-) -> tuple[tf.Tensor, tf.Tensor]:
+    loss: keras.losses.Loss,
+    y_true: Nest,
+    outputs: Nest,
+    sample_weight: tf.Tensor | None = None,
+    whole: tuple[tf.Tensor, tf.Tensor | None] | None = None,
+) -> WeightedSum:
     """Return the numerator and the denominator of the mean `loss(y_true, outputs, sample_weight)`.
 
     Follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and `sum_over_batch_size` divide by
@@ -23,13 +43,11 @@ def weighted_sum(
         loss: its `call` gives one value per example, or per element of an example.
         y_true, outputs: as `loss` takes them, with the examples on axis 0.
         sample_weight: (examples,) or of the values' shape.
-
-    Returns:
-        Two scalars, in float32 at least: a bfloat16 that counts stops at 256. Sums of each over disjoint parts of a
-        batch, divided once, are the loss of the batch. For the reduction `sum` the denominator is 0, to be read as 1.
+        whole: the number of examples and the sample weights of the batch that these are a part of.
 
     Raises:
-        ValueError: the loss reduces nothing, or has already reduced its values to a scalar.
+        ValueError: the loss reduces nothing, or has already reduced its values to a scalar, or the sample weights do
+            not fit its values.
     """
     if loss.reduction in (None, "none"):
         raise ValueError(f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}")
@@ -38,9 +56,10 @@ def weighted_sum(
     outputs, y_true = _cast(outputs, dtype), _cast(y_true, dtype)
     values = loss.call(y_true, outputs)
     mask = _both(mask, mask_of(values))
+    per_example = values.shape[1:].num_elements()  # None where it is not known, or not the same of every example
     if isinstance(values, tf.RaggedTensor):
         values = values.flat_values
-    dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+    dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
     values = tf.cast(values, dtype)
     if values.shape.rank == 0:
         raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
@@ -59,13 +78,20 @@ def weighted_sum(
             weights = _aligned(weights, rank) * _aligned(sample_weight, rank)
     if weights is not None:
         weights = _aligned(weights, values.shape.rank)
+        pairs = zip(weights.shape[1:], values.shape[1:], strict=False)
+        if weights.shape.rank > values.shape.rank or any(size not in (1, None, of or size) for size, of in pairs):
+            raise ValueError(f"sample weights of shape {weights.shape} do not fit values of shape {values.shape}")
         values *= weights
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
-        return total, tf.zeros((), dtype)
-    if loss.reduction == "mean_with_sample_weight" and weights is not None:
-        return total, tf.reduce_sum(weights)
-    return total, count
+        return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype))
+    by_weights, ahead = loss.reduction == "mean_with_sample_weight" and weights is not None, None
+    if whole is not None and mask is None:
+        if by_weights:
+            ahead = tf.reduce_sum(tf.cast(whole[1], dtype))
+        elif per_example is not None:
+            ahead = tf.cast(whole[0], dtype) * per_example
+    return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead)
 
 
 def _cast(nest: Nest, dtype: tf.DType) -> Nest:

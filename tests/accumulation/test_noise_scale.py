@@ -78,13 +78,13 @@ def test_the_gradients_are_those_that_are_applied(float64, linear, reduction, de
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
         optimizer.build(model.trainable_variables)
     loss = keras.losses.MeanSquaredError(reduction=reduction)
-    whole = 13 if reduction == "sum" else 1  # as for a mean, the unit is the gradient of one example
+    whole = 13 if reduction == "sum" else 1
 
     def gradient(start, stop):
-        """Of the mean over these examples, and its share of what the model adds."""
+        """Of the mean over these examples, times all of them for a sum, and of what the model adds."""
         with tf.GradientTape() as tape:
             square = tf.reduce_mean(tf.square(model(x[start:stop]) - y[start:stop]))
-            value = square + sum(model.losses) / whole
+            value = whole * square + sum(model.losses)
         return np.concatenate([np.ravel(g) for g in tape.gradient(value, [v.value for v in model.trainable_variables])])
 
     cuts = [(0, 5), (5, 10), (10, 13)] if devices == 1 else [(0, 5), (5, 7), (7, 12), (12, 13)]  # 7 + 6, in fives

@@ -1,0 +1,161 @@
+"""The sums over an effective batch, and which of its losses share a gradient sum.
+
+A mean is divided by its own weight: elements, unmasked elements, sample weights, or examples for what the model adds
+(regularisation, `add_loss`). Those whose weight over the whole effective batch is known before the forward pass are
+brought to one weight as they are summed, so that they share one gradient in memory,
+
+    S = Σₖ ∇(L₁ₖ + L₂ₖ·W₁/W₂ + …)        gradient = S / W₁
+
+and a loss that is alone needs no more either. One whose weight shows in the forward pass only (a mask that the model
+computes, ragged outputs, an axis of unknown length) has, beside others, a gradient sum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from .outputs import Losses, spread, terms
+from .slicing import examples_in
+from .weighting import Nest, weighted_sum
+
+Gradients = tuple[tf.Tensor | tuple[()], ...]  # of each variable; `()` for one that the losses do not depend on
+
+
+class LossSum(NamedTuple):
+    """Σ wᵢ·lossᵢ of one output, the same times its entry of `loss_weights`, and Σ wᵢ; scalars."""
+
+    total: tf.Tensor
+    scaled: tf.Tensor
+    weight: tf.Tensor
+
+
+class GradientSums(NamedTuple):
+    """The sums over one effective batch, or over one replica's share of it.
+
+    A weight of zero divides by one: its sum is zero too, or the loss' reduction is `sum`, which divides by nothing.
+
+    Attributes:
+        losses: of each output that has a loss, by its name.
+        added: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples; of those that have one
+            value per example, N·Σᵢ aᵢ, because Keras sums them over the batch.
+        examples: Σₖ nₖ, scalar.
+        gradient_sums: the gradient of each group of losses that are divided by one weight.
+        weights: that weight, scalar, of each group.
+        noise: what `noise_scale.estimate` takes of the micro-batches: Σₖ Wₖ|gₖ|², their number, Σₖ Wₖ; zeros where
+            it was not measured.
+    """
+
+    losses: dict[str, LossSum]
+    added: tf.Tensor
+    examples: tf.Tensor
+    gradient_sums: tuple[Gradients, ...]
+    weights: tuple[tf.Tensor, ...]
+    noise: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
+    def mean_loss(self) -> tf.Tensor:
+        """Return the loss that one large batch would have shown, scalar."""
+        means = [_divide(loss.scaled, loss.weight) for loss in self.losses.values()]
+        return sum(means, _divide(self.added, self.examples))
+
+    def output_losses(self) -> dict[str, tf.Tensor]:
+        """Return the loss of each of several outputs, as `<output>_loss`, before `loss_weights` scale it."""
+        means = {f"{name}_loss": _divide(loss.total, loss.weight) for name, loss in self.losses.items()}
+        return means if len(means) > 1 else {}
+
+    def gradients(self) -> list[tf.Tensor | None]:
+        """Return the gradients of one large batch, in the order of `model.trainable_variables`.
+
+        Returns:
+            One gradient of its variable's shape for each; None where the loss does not depend on it.
+        """
+        return means(self.gradient_sums, self.weights)
+
+
+class Part(NamedTuple):
+    """What is minimised over a micro-batch and divided by one weight.
+
+    Attributes:
+        total: the sum over the micro-batch.
+        weight: of the micro-batch; 0 divides by nothing.
+        whole: `weight` of the whole effective batch, where it is known before the forward pass; else None.
+        size: of the micro-batch, not zero: `total / size` is mean-sized.
+        unit: what turns the gradient of `total / size` into that of the whole effective batch; None for 1.
+    """
+
+    total: tf.Tensor
+    weight: tf.Tensor
+    whole: tf.Tensor | None
+    size: tf.Tensor
+    unit: tf.Tensor | None
+
+
+def micro_batch_losses(
+    model: keras.Model, loss: Losses, loss_weights: Any, outputs: Mapping[str, Nest], batch: Nest, whole: Nest
+) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
+    """Return the loss of each output, what the model adds, and both as parts of what is minimised.
+
+    Args:
+        model: after its forward pass.
+        loss, loss_weights: as `outputs.terms` takes them.
+        outputs: of the micro-batch, by name.
+        batch: `(x, y, sample_weight)` of the micro-batch.
+        whole: the effective batch that it is a part of.
+    """
+    (x, y, sample_weight), (of_whole, _, weights_of_whole) = batch, whole
+    dtype = tf.as_dtype(keras.config.floatx())
+    count, examples = tf.cast(examples_in(x), dtype), tf.cast(examples_in(of_whole), dtype)
+    losses, parts = {}, []
+    weights = spread(weights_of_whole, list(outputs), to_all=True)
+    for term in terms(loss, loss_weights, y, outputs, sample_weight) if loss is not None else []:
+        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, (examples, weights.get(term.name)))
+        scaled = made.total if term.scale is None else made.total * term.scale
+        losses[term.name] = LossSum(made.total, scaled, made.weight)
+        summed = term.loss.reduction == "sum"
+        size = tf.cast(count, scaled.dtype) if summed else nonzero(made.weight)
+        parts.append(Part(scaled, made.weight, made.whole, size, tf.cast(examples, scaled.dtype) if summed else None))
+    added = tf.zeros((), parts[0].total.dtype if parts else dtype)
+    for value in model.losses:
+        per_example = value.shape.rank and value.shape[0] is None  # else it is the same of every micro-batch
+        added += tf.reduce_sum(tf.cast(value, added.dtype)) * tf.cast(examples if per_example else count, added.dtype)
+    if model.losses or not parts:
+        count, examples = tf.cast(count, added.dtype), tf.cast(examples, added.dtype)
+        parts.append(Part(added, count, examples, count, None))
+    return losses, added, _sharing(parts, count / examples)
+
+
+def _sharing(parts: Sequence[Part], share: tf.Tensor) -> list[Part]:
+    """Return the parts with those whose weight is known ahead as one.
+
+    Args:
+        share: of the effective batch's examples that are in this micro-batch.
+    """
+    known = [part for part in parts if part.whole is not None]
+    if len(known) < 2:
+        return list(parts)
+    first = next((part for part in known if part.unit is None), known[0])
+    whole = nonzero(first.whole)
+    total = sum(_divide(tf.cast(part.total, whole.dtype) * whole, part.whole) for part in known)
+    both = Part(total, first.weight, whole, whole * tf.cast(share, whole.dtype), None)
+    return [both, *(part for part in parts if part.whole is None)]
+
+
+def means(sums: Sequence[Gradients], weights: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+    """Return Σ sum/weight for each variable; None where no sum depends on it."""
+    found: list[tf.Tensor | None] = []
+    for of_variable in zip(*sums, strict=True):
+        both = zip(of_variable, weights, strict=True)
+        terms_of = [_divide(value, weight) for value, weight in both if not isinstance(value, tuple)]
+        found.append(tf.add_n(terms_of) if terms_of else None)
+    return found
+
+
+def nonzero(total: tf.Tensor) -> tf.Tensor:
+    return tf.where(total == 0, tf.ones_like(total), total)
+
+
+def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    return value / tf.cast(nonzero(total), value.dtype)
