@@ -119,7 +119,8 @@ def assemble(config: DictConfig, cut: Batching, check_dataset: Callable[[dict[st
         goal = objective.build(config.training)
         stepping = optimizer.build(config, plan.updates, size)
         first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32))))
-        objective.compile(goal, network, stepping, *objective_checks.check(goal, network, data, first))
+        seen = objective_checks.check(goal, network, data, first, config.training.class_weight)
+        objective.compile(goal, network, stepping, *seen)
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     return Parts(config, machine, data, recorded_data, plan, batches, network, goal)

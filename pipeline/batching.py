@@ -80,17 +80,13 @@ def _weigher(class_weight: Mapping[int, float], data: Data) -> Callable[..., tup
     """Return a function that gives a batch the sample weights of its classes.
 
     Raises:
-        ConfigError: the labels have no class, or not one of these, or the examples have weights.
+        ConfigError: an example has weights, or labels of several outputs.
     """
-    key, spec = "training.class_weight", data.train.element_spec
+    spec = data.train.element_spec
     if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec):
         rule = "must be null where an example is not (x, y) with labels of one output"
-        raise ConfigError(key, rule, [type(part).__name__ for part in spec])
+        raise ConfigError("training.class_weight", rule, [type(part).__name__ for part in spec])
     one_hot = spec[1].shape.rank >= 1 and spec[1].shape[-1] != 1
-    classes = spec[1].shape[-1] if one_hot else data.classes
-    for label in class_weight:
-        if classes is not None and label >= classes:
-            raise ConfigError(key, f"must name classes from 0 to {classes - 1}", label)
     labels, weights = list(class_weight), [float(weight) for weight in class_weight.values()]
     floatx = keras.config.floatx()
     table = tf.lookup.StaticHashTable(

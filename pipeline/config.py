@@ -267,7 +267,8 @@ def _check_targets(config: DictConfig) -> None:
     names = [metric.full_name for metric in metrics]
     for metric in metrics:
         name = metric.full_name
-        if not _is_name(f"train/{name}") or name in UPDATE_METRICS or names.count(name) > 1:
+        taken = name in UPDATE_METRICS or metric.name == "loss" or names.count(name) > 1
+        if taken or not _is_name(f"train/{name}"):
             ours = ", ".join(sorted(UPDATE_METRICS))
             rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours} and those of other metrics"
             raise ConfigError(metric.key, rule, name)

@@ -16,7 +16,9 @@ from pipeline.objective import Objective
 from pipeline.objective_nodes import METRIC_GROUPS
 
 
-def check(objective: Objective, model: keras.Model, data: Data, batch: Any) -> tuple[Any, Any]:
+def check(
+    objective: Objective, model: keras.Model, data: Data, batch: Any, class_weight: Mapping[int, float] | None = None
+) -> tuple[Any, Any]:
     """Compute the loss and the metrics of `batch`, so that labels and outputs that do not fit are refused at once.
 
     Build the model where it is not built yet, and find the metrics that its layers update.
@@ -45,6 +47,10 @@ def check(objective: Objective, model: keras.Model, data: Data, batch: Any) -> t
         raise ConfigError("training.loss", "must be given for a model that adds no loss by itself", model.name)
     if total is not None and all(gradient is None for gradient in tape.gradient(total, reached)):
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", model.name)
+    classes = data.classes or _classes(objective.loss, *named.values())
+    for label in class_weight or ():
+        if classes is not None and label >= classes:
+            raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
     for group in METRIC_GROUPS:
         _check_metrics(getattr(objective, group), f"training.{group}", shapes, y, named, sample_weight)
     layers = [model] if not model.compiled else model.layers
@@ -53,6 +59,13 @@ def check(objective: Objective, model: keras.Model, data: Data, batch: Any) -> t
         if name in UPDATE_METRICS or name in measured(objective.metrics, objective.weighted_metrics):
             raise ConfigError("model", "must name the metrics of its layers unlike any other metric", name)
     return y, outputs
+
+
+def _classes(loss: Losses, output: Any, *others: Any) -> int | None:
+    """Return the number of classes that a cross-entropy of the only output has."""
+    if others or not isinstance(loss, _CROSS_ENTROPIES):
+        return None
+    return 2 if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
 
 
 def _check_loss(
@@ -127,8 +140,12 @@ def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int |
         labels, ignored = tf.cast(y, tf.int64), loss.ignore_class
         counting = labels if ignored is None else labels[labels != ignored]
         largest = classes - 1 if ignored is None and classes is not None else int(tf.reduce_max(counting))
-        if largest >= outputs.shape[-1]:
-            raise ValueError(f"label {largest} is outside of the {outputs.shape[-1]} outputs")
+        smallest = int(tf.reduce_min(counting))
+        for label in (largest, smallest):
+            if not 0 <= label < outputs.shape[-1]:
+                raise ValueError(f"label {label} is outside of the {outputs.shape[-1]} outputs")
+    elif float(tf.reduce_min(y)) < 0 or float(tf.reduce_max(y)) > 1:
+        raise ValueError("the labels must be from 0 to 1")
     outside = float(tf.reduce_min(outputs)) < 0 or float(tf.reduce_max(outputs)) > 1 + 1e-3
     if outside and not loss.get_config().get("from_logits"):
         raise ValueError("the outputs are no probabilities; for logits, set from_logits=true")

@@ -16,9 +16,11 @@ from typing import Any
 import keras
 import mlflow
 import numpy as np
+import tensorflow as tf
 from mlflow.models import Model, infer_signature
 
 from pipeline import imports
+from pipeline.accumulation import by_name
 from pipeline.tracking.store import SQLITE
 
 # In another folder and without the user's path, as somebody who loads the model from the store.
@@ -28,7 +30,7 @@ import mlflow, numpy as np
 from pipeline.tracking import logged_model
 uri, model, example = pickle.load(sys.stdin.buffer)
 mlflow.set_tracking_uri(uri)
-np.save("predicted.npy", logged_model.predicted(model, example))
+np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
 TOLERANCE = 1e-3  # relative to the largest output: a model in half precision may be computed in another order
 
@@ -51,7 +53,10 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     model.compiled, model.optimizer = False, None
     mlflow.set_tracking_uri(uri)
     mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
-    outputs = model(example, training=False).numpy()
+    outputs = tf.nest.map_structure(np.asarray, model(example, training=False))
+    predictions = tf.nest.flatten(outputs)
+    if isinstance(outputs, list | tuple):  # of which MLflow has no signature
+        outputs = by_name(model, outputs)
     # Named, because MLflow finds requirements out by loading the model in another process.
     requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]
     logged = Model.log(
@@ -71,8 +76,9 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
             again = _predicted_elsewhere(uri, logged.model_uri, example)
         else:
             again = predicted(logged.model_uri, example)
-        if not np.allclose(again, outputs, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(outputs).max())):
-            raise ValueError("it predicts something else once it is loaded")
+        for loaded, trained in zip(again, predictions, strict=True):
+            if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
+                raise ValueError("it predicts something else once it is loaded")
     except Exception:
         mlflow.MlflowClient(uri).delete_logged_model(logged.model_id)
         raise
@@ -98,15 +104,16 @@ def _own_classes(model: keras.Model) -> set[type]:
     return {cls for cls in classes if not cls.__module__.startswith("keras.")}
 
 
-def predicted(model_uri: str, example: Any) -> Any:
-    """Return what a logged model predicts of a few inputs."""
+def predicted(model_uri: str, example: Any) -> list[Any]:
+    """Return what a logged model predicts of a few inputs, an array for each output."""
     loaded = mlflow.pyfunc.load_model(model_uri)
     arrays = example.values() if isinstance(example, dict) else [example]
     # Keras' `predict`, which MLflow calls, takes no texts; the model itself does.
-    return loaded.get_raw_model()(example) if any(a.dtype == object for a in arrays) else loaded.predict(example)
+    predict = loaded.get_raw_model() if any(a.dtype == object for a in arrays) else loaded.predict
+    return tf.nest.flatten(predict(example))
 
 
-def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> Any:
+def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> list[Any]:
     """Return what the logged model predicts in a fresh process in another folder."""
     if uri.startswith(SQLITE):
         uri = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
@@ -123,4 +130,4 @@ def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> Any:
             last = done.stderr.decode(errors="replace").strip().splitlines()
             why = (last[-1] if last else f"status {done.returncode}").removeprefix("Exception encountered: ")
             raise ValueError(f"it cannot be loaded elsewhere: {why[:300]}")
-        return np.load(Path(folder) / "predicted.npy")
+        return list(np.load(Path(folder) / "predicted.npz").values())
