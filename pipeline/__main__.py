@@ -19,6 +19,7 @@ VERBS = {  # name → where it is, and what it does
         "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
     ),
     "rerun": ("pipeline.rerun.command:rerun", "the same run again from what MLflow recorded, then a comparison"),
+    "verify": ("pipeline.verify.command:verify", "whether, for this config, accumulating equals the large batch"),
     "report": ("pipeline.report.command:report", "the comparison of a sweep, as plots and a table"),
     "ui": ("pipeline.ui:ui", "MLflow's UI on the configured store, on 127.0.0.1"),
 }

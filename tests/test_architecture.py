@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the top of the house to its ground. An import leads downwards, or stays on its own level without a circle.
 LEVELS = (
     ("__main__", "train", "ui"),
-    ("rerun", "report", "launching", "hydra_plugins"),
+    ("rerun", "report", "verify", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
     ("assembly",),

@@ -8,6 +8,7 @@ any project.
 from .evaluation import Evaluation
 from .noise_scale import NoiseScale
 from .outputs import Losses, Metrics, by_name, measured, spread, terms, update_metrics
+from .slicing import examples_in, parts_of
 from .sums import GradientSums
 from .update import Update, accumulate_gradients
 from .weighting import weighted_sum
@@ -21,7 +22,9 @@ __all__ = [
     "Update",
     "accumulate_gradients",
     "by_name",
+    "examples_in",
     "measured",
+    "parts_of",
     "spread",
     "terms",
     "update_metrics",

@@ -149,7 +149,7 @@ class Update:
         """
         for metric in self.measured.values():
             metric.reset_state()
-        sums = reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, self._measures())))
+        sums = self.sums(batch, self._measures())
         variables = self.model.trainable_variables
         gradients = sums.gradients()
         learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
@@ -165,6 +165,10 @@ class Update:
         if self.noise_every:
             results |= _estimates(sums, tf.square(norm), tf.square(scale))
         return {**results, "learning_rate": learning_rate, "gradient_norm": norm}
+
+    def sums(self, batch: Nest, measure_noise: tf.Tensor | bool = False) -> GradientSums:
+        """Return the sums over all replicas, applying nothing; the metrics go on from where they are."""
+        return reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, measure_noise)))
 
     def _measures(self) -> tf.Tensor | bool:
         if not self.noise_every:

@@ -1,0 +1,84 @@
+"""The verb `pipeline verify`: whether accumulating equals the large batch, for this config."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline import config as configuration
+from pipeline import imports
+from pipeline.errors import say
+from pipeline.masking import mask
+
+DIFFERENT = 3  # exit status
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Prove, for this config, that accumulating equals the large batch; --log keeps the certificate in MLflow."""
+    from pipeline import compose
+
+    given = [argument for argument in arguments if argument != "--log"]
+    config = compose.composed([*given, "hardware.precision=float64"])
+    cut = configuration.check(config, given)
+    with imports.without_chatter():
+        from pipeline import assembly
+        from pipeline.verify import engine, layers
+
+    parts = assembly.assemble(config, cut, lambda _: None)
+    update = parts.update()
+    whole = next(iter(parts.batches))
+    tail = engine.shortened(whole, parts.plan.batch_size(parts.plan.updates_per_epoch))
+    show = [*{engine.examples(batch): batch for batch in (whole, tail)}.values()]
+    say(f"{parts.machine.description}; {cut}", to=sys.stdout)
+    with layers.without_noise(parts.model) as quiet:
+        if quiet:
+            say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
+        compared = engine.compare(update, show)
+        holds = all(finding.holds for findings in compared for finding in findings)
+        why = "" if holds else layers.culprit(parts.model, update.loss, whole, cut.micro_batch_size)
+    for batch, findings in zip(show, compared, strict=True):
+        say(*_table(findings, engine.examples(batch)), to=sys.stdout)
+    one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
+    verdict = "equal within rounding" if holds else f"different; at fault is {why}"
+    say(f"an update by {one_piece} and one of the whole batch are {verdict}", to=sys.stdout)
+    if "--log" in arguments:
+        _log(config, [engine.certificate(findings) for findings in compared], holds, verdict)
+    return 0 if holds else DIFFERENT
+
+
+def _table(findings: Sequence[Any], examples: int) -> list[str]:
+    rows = [("", "apart", "rounding", "")]
+    for found in findings:
+        mark = "" if found.holds else "DIFFERENT"
+        rows.append(
+            (
+                f"{found.kind} {found.what}".replace("loss loss", "loss"),
+                f"{found.error:.1e}",
+                f"{found.bound:.1e}",
+                mark,
+            )
+        )
+    width = max(len(row[0]) for row in rows)
+    return [
+        f"{examples} examples",
+        *(f"  {row[0]:{width}}  {row[1]:>8}  {row[2]:>8}  {row[3]}".rstrip() for row in rows),
+    ]
+
+
+def _log(config: Any, certificate: list[Any], holds: bool, verdict: str) -> None:
+    """Log the certificate as a run of its own."""
+    from pipeline.tracking.store import Store
+
+    store = Store(config.tracking.uri)
+    client = store.client()
+    run = client.create_run(store.experiment(config.tracking.experiment), run_name="verify", tags={"verify": verdict})
+    run_id = run.info.run_id
+    for key, value in configuration.leaves(configuration.plain(config)).items():
+        client.log_param(run_id, key, mask(str(value)))
+    apart = max(found["apart"] for findings in certificate for found in findings)
+    client.log_metric(run_id, "verify/apart", apart)
+    client.log_text(run_id, json.dumps(certificate, indent=1), "certificate.json")
+    client.set_terminated(run_id, "FINISHED" if holds else "FAILED")
+    say(f"MLflow run {run_id} in {mask(config.tracking.uri)}", to=sys.stdout)

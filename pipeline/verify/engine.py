@@ -1,0 +1,188 @@
+"""One update in one piece, by Keras alone, against the same update as it is cut: loss, gradients, weights, metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipeline.accumulation import Update, accumulate_gradients, by_name, examples_in, parts_of, update_metrics
+
+
+_UNIT = float(np.finfo(np.float64).eps) / 2  # of rounding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How far one thing is apart, and how far rounding may move it; both relative."""
+
+    what: str  # "loss", or the name of a metric or variable
+    kind: str  # loss, gradient, weights, metric or count
+    error: float
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.error <= self.bound)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What an update gives."""
+
+    loss: float
+    gradients: list[Any]  # None where the loss does not depend on the variable
+    weights: list[Any]
+    iterations: int
+    results: dict[str, float]  # metrics, and the learning rate
+
+
+def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
+    """Apply each of `batches` once as a whole and once as `update` cuts it, from the same weights.
+
+    The whole is Keras' own: `model.compute_loss` on all examples, one tape, one `optimizer.apply`. Where that does not
+    fit the memory, the reference is the kernel with micro-batches of one example.
+
+    Args:
+        update: with a compiled model, in float64; model and optimizer are left as they were.
+        batches: effective batches.
+
+    Returns:
+        For each batch what was compared. The bound is γ = m·u / (1 − m·u) for the longest sum m that a value goes
+        through, relative to the largest terms of that sum (Higham, Accuracy and Stability of Numerical Algorithms,
+        2002, section 3.1); a weight moves by as much more as the optimizer's step is steeper than the gradient.
+    """
+    measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
+    state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
+    before = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in state]
+    variables = update.model.trainable_variables
+    old = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
+
+    def run(outcome: Any, batch: Any) -> _Outcome:
+        found: _Outcome = outcome(update, batch)
+        for variable, value in zip(state, before, strict=True):
+            variable.assign(value)
+        return found
+
+    wholes = [run(_whole, batch) for batch in batches]  # all of them first: metrics go from update to update
+    cuts = [run(_cut, batch) for batch in batches]
+    terms = [_longest_sum(update, batch) for batch in batches]
+    return [_findings(variables, old, *each) for each in zip(wholes, cuts, terms, strict=True)]
+
+
+def examples(batch: Any) -> int:
+    """Return the number of examples in a batch."""
+    return int(examples_in(batch))
+
+
+def shortened(batch: Any, size: int) -> Any:
+    """Return `size` examples of a batch, one less where that is all: the last micro-batch is shorter, as in a tail."""
+    stop = size if size < examples(batch) else max(size - 1, 1)
+    return tf.nest.map_structure(lambda leaf: leaf[:stop], batch)
+
+
+def certificate(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return the findings as JSON has them."""
+    return [{"what": f"{f.kind} {f.what}", "apart": f.error, "rounding": f.bound, "holds": f.holds} for f in findings]
+
+
+def _whole(update: Update, batch: Any) -> _Outcome:
+    x, y, sample_weight = parts_of(batch)
+    model, variables = update.model, update.model.trainable_variables
+    for metric in update.measured.values():
+        metric.reset_state()
+
+    @tf.function(autograph=False)
+    def step() -> tuple[Any, ...]:
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=True)
+            loss = model.compute_loss(x, y, outputs, sample_weight)
+        gradients = tape.gradient(loss, [variable.value for variable in variables])
+        named = by_name(model, outputs)
+        update_metrics(update.metrics, y, named)
+        update_metrics(update.weighted_metrics, y, named, sample_weight)
+        return loss, [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+
+    try:
+        loss, gradients = step()
+    except (tf.errors.ResourceExhaustedError, MemoryError):
+        sums = tf.function(lambda: _sums_by_example(update, batch), autograph=False)()
+        loss, gradients = sums.mean_loss(), [() if g is None else g for g in sums.gradients()]
+    results = {name: float(metric.result()) for name, metric in update.measured.items()}
+    results["learning_rate"] = float(update.optimizer.learning_rate)
+    arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
+    tf.function(lambda: update.optimizer.apply([None if a is None else tf.constant(a) for a in arrays], variables))()
+    return _outcome(update, float(loss), arrays, results)
+
+
+def _sums_by_example(update: Update, batch: Any) -> Any:
+    return accumulate_gradients(
+        update.model,
+        update.loss,
+        batch,
+        1,
+        loss_weights=update.loss_weights,
+        metrics=update.metrics,
+        weighted_metrics=update.weighted_metrics,
+    )
+
+
+def _cut(update: Update, batch: Any) -> _Outcome:
+    before = [tf.identity(variable.value) for variable in update.model.non_trainable_variables]
+    sums = tf.function(lambda: update.sums(batch), autograph=False)()
+    for variable, value in zip(update.model.non_trainable_variables, before, strict=True):
+        variable.assign(value)
+    arrays = [None if gradient is None else np.asarray(gradient) for gradient in sums.gradients()]
+    results = {name: float(value) for name, value in tf.function(update, autograph=False)(batch).items()}
+    return _outcome(update, results.pop("loss"), arrays, results)
+
+
+def _outcome(update: Update, loss: float, gradients: list[Any], results: dict[str, float]) -> _Outcome:
+    weights = [np.asarray(keras.ops.convert_to_numpy(v)) for v in update.model.trainable_variables]
+    return _Outcome(loss, gradients, weights, int(update.optimizer.iterations), results)
+
+
+def _longest_sum(update: Update, batch: Any) -> int:
+    """Return how many numbers are added, one after the other, on the way from the batch to a gradient, at most."""
+    layers = 1 + len({variable.path.rpartition("/")[0] for variable in update.model.trainable_variables})
+    widest = max(int(np.prod(variable.shape)) for variable in update.model.trainable_variables)
+    elements = sum(int(np.prod(leaf.shape)) for leaf in tf.nest.flatten(parts_of(batch)) if leaf is not None)
+    return 2 * layers * widest + elements
+
+
+def _findings(
+    variables: Sequence[Any], old: Sequence[Any], whole: _Outcome, cut: _Outcome, terms: int
+) -> list[Finding]:
+    gamma = terms * _UNIT
+    gamma /= 1 - gamma
+    scale = max([1e-300, *(float(np.abs(g).max()) for g in whole.gradients if g is not None and g.size)])
+    found = [Finding("loss", "loss", abs(cut.loss - whole.loss) / max(abs(whole.loss), scale), gamma)]
+    found.append(Finding("updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0))
+    for name, value in whole.results.items():
+        found.append(Finding(name, "metric", abs(cut.results.get(name, math.inf) - value) / max(abs(value), 1), gamma))
+    sides = zip(variables, old, whole.gradients, cut.gradients, whole.weights, cut.weights, strict=True)
+    for variable, start, expected, gradient, aimed, reached in sides:
+        if expected is None or gradient is None:
+            apart = 0.0 if expected is None and gradient is None else math.inf
+            found.append(Finding(variable.path, "gradient", apart, gamma))
+            continue
+        found.append(Finding(variable.path, "gradient", _most(gradient - expected) / scale, gamma))
+        step = max(_most(aimed - start), 1e-300)
+        # An optimizer that divides by the gradient's size turns its relative error into one of the step: the more,
+        # the smaller the gradient. Where it is rounding alone, the step is too.
+        steeper = scale / np.maximum(np.abs(expected), 1e-300)
+        bounds = np.where(steeper * gamma < 1e-3, 10 * gamma * steeper + (1 + np.abs(aimed) / step) * _UNIT, np.inf)
+        apart_by = np.abs(reached - aimed) / step
+        worst = np.unravel_index(np.argmax(apart_by / bounds), apart_by.shape) if apart_by.size else None
+        if worst is not None:
+            found.append(Finding(variable.path, "weights", float(apart_by[worst]), float(bounds[worst])))
+    return found
+
+
+def _most(values: Any) -> float:
+    return float(np.abs(values).max()) if values.size else 0.0

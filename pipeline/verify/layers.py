@@ -1,0 +1,125 @@
+"""Which layer makes an example depend on the company it is computed in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipeline.accumulation import by_name, examples_in, parts_of, terms, weighted_sum
+
+APART = 1e-9  # relative to the largest output: above all rounding of float64
+_AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # of noise, as Keras' layers call it
+
+
+@contextmanager
+def without_noise(model: keras.Model) -> Iterator[list[str]]:
+    """Switch the noise of Keras' dropout and noise layers off meanwhile; yield the names of these layers."""
+    found = [
+        (layer, name, amount)
+        for layer in model._flatten_layers()
+        for name in _AMOUNTS
+        if isinstance(amount := getattr(layer, name, None), int | float) and amount and _draws(layer)
+    ]
+    for layer, name, _ in found:
+        setattr(layer, name, 0)
+    try:
+        yield sorted({layer.name for layer, _, _ in found})
+    finally:
+        for layer, name, amount in found:
+            setattr(layer, name, amount)
+
+
+def _draws(layer: keras.Layer) -> bool:
+    return any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
+
+
+def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int) -> str:
+    """Return which layer or loss gives an example another value in a micro-batch than in the whole, and why."""
+    x, y, sample_weight = parts_of(batch)
+    count = int(examples_in(x))
+    cuts = [(start, min(start + micro_batch_size, count)) for start in range(0, count, micro_batch_size)]
+    state = [(variable, tf.identity(variable.value)) for variable in model.variables]
+    whole, outputs, added = _recorded(model, x)
+    parts = [_recorded(model, _slice(x, *cut)) for cut in cuts]
+    for variable, value in state:
+        variable.assign(value)
+    for index, (layer, output) in enumerate(whole):
+        pieces = [recorded[index][1] for recorded, _, _ in parts]
+        if _differs(output, pieces, count):
+            return f"{layer.name} ({type(layer).__name__}): {_reason(layer)}"
+    shares = [(stop - start) / count for start, stop in cuts]
+    for name, value in added.items():
+        if abs(sum(share * more.get(name, 0) for share, (_, _, more) in zip(shares, parts, strict=True)) - value) > (
+            APART * max(1, abs(value))
+        ):
+            return f"{name}: what it adds to the loss is not the mean of what its examples add"
+    if loss is not None:
+        named = by_name(model, outputs)
+        for term in terms(loss, None, y, named, sample_weight):
+            total = weighted_sum(term.loss, term.y, term.output, term.sample_weight).total
+            of_parts = tf.zeros_like(total)
+            for cut in cuts:
+                given = (_slice(each, *cut) for each in (term.y, term.output, term.sample_weight))
+                of_parts += weighted_sum(term.loss, *given).total
+            if abs(float(of_parts - total)) > APART * max(1, abs(float(total))):
+                return f"{term.loss.name} ({type(term.loss).__name__}): its loss of an example depends on the others"
+    return "no layer and no loss, but the update itself"
+
+
+def _recorded(model: keras.Model, x: Any) -> tuple[list[tuple[keras.Layer, Any]], Any, dict[str, float]]:
+    """Return what each layer gave in a forward pass, in the order in which they ended, and what each added."""
+    given: list[tuple[keras.Layer, Any]] = []
+    layers = [layer for layer in model._flatten_layers() if layer is not model]
+
+    def recording(layer: keras.Layer) -> Any:
+        call = layer.call
+
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            output = call(*arguments, **options)
+            given.append((layer, output))
+            return output
+
+        recorded.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+        return recorded
+
+    for layer in layers:
+        object.__setattr__(layer, "call", recording(layer))
+    try:
+        outputs = model(x, training=True)
+    finally:
+        for layer in layers:
+            object.__delattr__(layer, "call")
+    added = {layer.name: float(sum(map(tf.reduce_sum, layer.losses))) for layer in layers if layer.losses}
+    return given, outputs, added
+
+
+def _differs(output: Any, pieces: list[Any], count: int) -> bool:
+    for whole, *parts in zip(tf.nest.flatten(output), *map(tf.nest.flatten, pieces), strict=True):
+        if isinstance(whole, tf.RaggedTensor) or not tf.is_tensor(whole) or not whole.dtype.is_floating:
+            continue
+        if whole.shape.rank == 0 or whole.shape[0] != count:
+            continue
+        if any(part.shape[1:] != whole.shape[1:] for part in parts):
+            return True
+        apart = np.abs(np.concatenate(parts) - whole).max(initial=0.0)
+        if not apart <= APART * max(float(np.abs(whole).max(initial=0.0)), 1e-300):
+            return True
+    return False
+
+
+def _reason(layer: keras.Layer) -> str:
+    if _draws(layer):
+        return "it draws its own noise for every micro-batch"
+    if isinstance(layer, keras.layers.BatchNormalization):
+        return "it normalises by the mean and the variance of the micro-batch"
+    return "its output for an example depends on the other examples of the micro-batch"
+
+
+def _slice(nest: Any, start: int, stop: int) -> Any:
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], nest)
