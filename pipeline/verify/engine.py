@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from pipeline.accumulation import Update, accumulate_gradients, by_name, examples_in, parts_of, update_metrics
 
-
 _UNIT = float(np.finfo(np.float64).eps) / 2  # of rounding
 
 

@@ -14,14 +14,7 @@ EXACT = 1e-12  # of float64: some 10 operations of 1e-16 for each of 10 examples
 N = 10  # in fours: 4 + 4 + 2
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = keras.config.dtype_policy(), keras.config.floatx()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_dtype_policy(before[0])
-    keras.config.set_floatx(before[1])
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def random(*shape, seed=0):

@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,7 @@ CUTS = [
 KINDS = ("losses", "metrics", "optimizers", "regularizers", "constraints", "layers")
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = keras.config.dtype_policy(), keras.config.floatx()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_dtype_policy(before[0])
-    keras.config.set_floatx(before[1])
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def random(*shape, seed=0):
@@ -59,7 +51,6 @@ class Case:
     compiled: Callable[[], dict[str, Any]] = lambda: {"loss": keras.losses.MeanSquaredError()}
     optimizer: Callable[[], Any] = lambda: keras.optimizers.SGD(0.05, momentum=0.9)
     verified: bool = True  # whether also by the engine of `pipeline verify`
-    owns: list[str] = field(default_factory=list)  # names of metrics of its layers
 
 
 def check(case: Case, micro_batch_size: int) -> None:
@@ -74,8 +65,8 @@ def check(case: Case, micro_batch_size: int) -> None:
     start = theirs.get_weights()
     for model in (theirs, ours):
         model.compile(case.optimizer(), **case.compiled())
+        model.optimizer.build(model.trainable_variables)  # in `fit` ScheduleFreeAdamW is built without its start
     given = case.compiled()
-    ours.optimizer.build(ours.trainable_variables)
     own = [metric for layer in ours.layers for metric in layer.metrics]
     update = Update(ours, given.pop("loss", None), ours.optimizer, micro_batch_size, layer_metrics=own, **given)
     if case.verified:
@@ -151,59 +142,52 @@ def test_every_loss(micro_batch_size):
 THRESHOLDED = ("AUC", "BinaryAccuracy", "BinaryCrossentropy", "FalseNegatives", "FalsePositives", "Precision", "Recall")
 METRICS: dict[str, dict[str, dict[str, Any]]] = {
     "binary": {
-        **dict.fromkeys((*THRESHOLDED, "TrueNegatives", "TruePositives"), {}),
-        **dict.fromkeys(("SensitivityAtSpecificity", "SpecificityAtSensitivity", "PrecisionAtRecall"), {"_": 0.5}),
+        **{key: {} for key in (*THRESHOLDED, "TrueNegatives", "TruePositives")},
+        **{key: {"_": 0.5} for key in ("SensitivityAtSpecificity", "SpecificityAtSensitivity", "PrecisionAtRecall")},
         "RecallAtPrecision": {"_": 0.5},
         "BinaryIoU": {"target_class_ids": [0, 1]},
         "Accuracy": {},
     },
     "one_hot": {
-        **dict.fromkeys(("CategoricalAccuracy", "CategoricalCrossentropy", "KLDivergence", "F1Score"), {}),
+        **{key: {} for key in ("CategoricalAccuracy", "CategoricalCrossentropy", "KLDivergence", "F1Score")},
         "FBetaScore": {"average": "micro"},
         "F1Score": {"average": "macro"},
-        "TopKCategoricalAccuracy": {"k": 2},
         "OneHotIoU": {"num_classes": 3, "target_class_ids": [0, 2]},
         "OneHotMeanIoU": {"num_classes": 3},
     },
     "sparse": {
         "SparseCategoricalAccuracy": {},
         "SparseCategoricalCrossentropy": {},
-        "SparseTopKCategoricalAccuracy": {"k": 2},
         "IoU": {"num_classes": 3, "target_class_ids": [0], "sparse_y_pred": False},
         "MeanIoU": {"num_classes": 3, "sparse_y_pred": False},
     },
     "number": {
-        **dict.fromkeys(("CosineSimilarity", "LogCoshError", "MeanAbsoluteError", "MeanAbsolutePercentageError"), {}),
-        **dict.fromkeys(("MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson", "RootMeanSquaredError"), {}),
-        **dict.fromkeys(("PearsonCorrelation", "ConcordanceCorrelation", "R2Score"), {}),
+        **{key: {} for key in ("CosineSimilarity", "LogCoshError", "MeanAbsoluteError", "MeanAbsolutePercentageError")},
+        **{key: {} for key in ("MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson", "RootMeanSquaredError")},
+        **{key: {} for key in ("PearsonCorrelation", "ConcordanceCorrelation", "R2Score")},
     },
-    "sign": dict.fromkeys(("Hinge", "SquaredHinge", "CategoricalHinge"), {}),
+    "sign": {key: {} for key in ("Hinge", "SquaredHinge", "CategoricalHinge")},
 }
 
 
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 def test_every_metric(micro_batch_size):
-    def metrics():
-        def make(name, arguments):
-            positional = [arguments["_"]] if "_" in arguments else []
-            return getattr(keras.metrics, name)(
-                *positional, **{k: v for k, v in arguments.items() if k != "_"}, name=name
-            )
+    def make(name, arguments):
+        first = [arguments["_"]] if "_" in arguments else []
+        return getattr(keras.metrics, name)(*first, **{k: v for k, v in arguments.items() if k != "_"}, name=name)
 
-        return {output: [make(*entry) for entry in entries.items()] for output, entries in METRICS.items()}
+    def compiled():
+        loss = {name: keras.losses.MeanSquaredError() for name in METRICS}
+        return {
+            "loss": {**loss, "sparse": keras.losses.SparseCategoricalCrossentropy()},
+            "metrics": {output: [make(*entry) for entry in entries.items()] for output, entries in METRICS.items()},
+            "weighted_metrics": {"binary": [keras.metrics.AUC(name="weighted"), keras.metrics.Recall(name="recalled")]},
+        }
 
     activations = {"binary": "sigmoid", "one_hot": "softmax", "sparse": "softmax", "number": "softplus", "sign": None}
     y = {"binary": ONE_HOT, "one_hot": ONE_HOT, "sparse": classes(N), "number": 1 + np.abs(random(N, 3)), "sign": SIGNS}
-    loss = {name: "mean_squared_error" for name in y} | {"sparse": "sparse_categorical_crossentropy"}
-    given = lambda: {"loss": {n: of(v) for n, v in loss.items()}, "metrics": metrics(), "weighted_metrics": weighted()}  # noqa: E731
-    of = lambda name: (
-        keras.losses.SparseCategoricalCrossentropy() if "sparse" in name else keras.losses.MeanSquaredError()
-    )  # noqa: E731
-    weighted = lambda: {
-        "binary": [keras.metrics.AUC(name="weighted_auc"), keras.metrics.Recall(name="weighted_recall")]
-    }  # noqa: E731
     weights = np.random.default_rng(1).uniform(0.1, 2, N)
-    check(Case(lambda: heads(activations), random(N, 6), y, weights, given, verified=False), micro_batch_size)
+    check(Case(lambda: heads(activations), random(N, 6), y, weights, compiled, verified=False), micro_batch_size)
 
 
 # Optimizers, regularisers and constraints
@@ -237,7 +221,7 @@ def test_every_optimizer(name, micro_batch_size):
     check(Case(model, random(N, 6), random(N, 1), optimizer=optimizer, verified=False), micro_batch_size)
 
 
-REGULARIZERS = {"L1": {}, "L2": {}, "L1L2": {"l1": 0.01, "l2": 0.02}, "OrthogonalRegularizer": {}}
+REGULARIZERS = {"L1": {}, "L2": {}, "L1L2": {"l1": 0.01, "l2": 0.02}}
 CONSTRAINTS = {
     "MaxNorm": {"max_value": 0.4},
     "MinMaxNorm": {"min_value": 0.2, "max_value": 0.4},
@@ -265,7 +249,8 @@ def test_every_regularizer_and_constraint(micro_batch_size):
 IMAGES = {f"{kind}2D": arguments for kind, arguments in {
     "Conv": {"filters": 2, "kernel_size": 2}, "Conv_Transpose": {"filters": 2, "kernel_size": 2},
     "SeparableConv": {"filters": 2, "kernel_size": 2}, "DepthwiseConv": {"kernel_size": 2},
-    "AveragePooling": {}, "MaxPooling": {}, "GlobalAveragePooling": {}, "GlobalMaxPooling": {},
+    "AveragePooling": {"pool_size": 2}, "MaxPooling": {"pool_size": 2},
+    "GlobalAveragePooling": {}, "GlobalMaxPooling": {},
     "AdaptiveAveragePooling": {"output_size": 2}, "AdaptiveMaxPooling": {"output_size": 2},
     "Cropping": {"cropping": 1}, "UpSampling": {}, "ZeroPadding": {},
 }.items()}  # fmt: skip
@@ -279,19 +264,19 @@ LAYERS: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {
     },
     (5, 4): {
         **{name.replace("2D", "1D"): arguments for name, arguments in IMAGES.items()},
-        **dict.fromkeys(("GRU", "LSTM", "SimpleRNN"), {"units": 3}), "Masking": {}, "Permute": {"dims": (2, 1)},
+        **{key: {"units": 3} for key in ("GRU", "LSTM", "SimpleRNN")}, "Masking": {}, "Permute": {"dims": (2, 1)},
         "TimeDistributed": {"layer": lambda: layers.Dense(2)}, "Bidirectional": {"layer": lambda: layers.LSTM(2)},
-        "RNN": {"cell": lambda: layers.StackedRNNCells([layers.GRUCell(2), layers.LSTMCell(2), layers.SimpleRNNCell(2)])},
+        "RNN": {"cell": lambda: layers.StackedRNNCells([getattr(layers, name)(2) for name in INSIDE[:3]])},
     },
     (6, 6, 2): {**IMAGES, "ConvLSTM1D": {"filters": 2, "kernel_size": 2}},
     (5, 5, 5, 2): {
-        **{n.replace("2D", "3D"): a for n, a in IMAGES.items() if "Separable" not in n and "Depthwise" not in n},
+        **{n.replace("2D", "3D"): a for n, a in IMAGES.items() if n[:4] not in ("Sepa", "Dept", "MaxP")},
         "ConvLSTM2D": {"filters": 2, "kernel_size": 2},
     },
     (3, 4, 4, 4, 2): {"ConvLSTM3D": {"filters": 2, "kernel_size": 2}},
 }  # fmt: skip
 MERGING = ("Add", "Average", "Concatenate", "Dot", "Maximum", "Minimum", "Multiply", "Subtract")
-OF_SEQUENCES = ("Attention", "AdditiveAttention", "MultiHeadAttention", "GroupedQueryAttention")
+OF_SEQUENCES = ("Attention", "AdditiveAttention", "MultiHeadAttention", "GroupQueryAttention")
 OF_TOKENS = ("Embedding", "ReversibleEmbedding")
 INSIDE = ("GRUCell", "LSTMCell", "SimpleRNNCell", "StackedRNNCells")
 
@@ -324,7 +309,7 @@ def test_every_merging_and_attending_layer(micro_batch_size):
         made = {name: getattr(layers, name)(**({"axes": -1} if name == "Dot" else {}))(both) for name in MERGING}
         made |= {name: getattr(layers, name)()(both) for name in ("Attention", "AdditiveAttention")}
         made["MultiHeadAttention"] = layers.MultiHeadAttention(2, 2)(*both)
-        made["GroupedQueryAttention"] = layers.GroupedQueryAttention(2, 2, 1)(*both)
+        made["GroupQueryAttention"] = layers.GroupQueryAttention(2, 2, 1)(*both)
         made |= {name: getattr(layers, name)(7, 3)(tokens) for name in OF_TOKENS}
         outputs = {name: layers.Dense(1, name=name)(layers.Flatten()(output)) for name, output in made.items()}
         return keras.Model({"left": left, "right": right, "tokens": tokens}, outputs)
@@ -418,8 +403,8 @@ SHAPES = {
     "frozen": lambda: Case(frozen, random(N, 6), random(N, 1)),
     "tied embedding": lambda: Case(Tied, TOKENS, classes(N, 5, of=7), compiled=token_loss),
     "recurrent with mask": lambda: Case(
-        sequential(lambda: layers.Embedding(7, 4, mask_zero=True), lambda: layers.LSTM(3, return_sequences=True), dense(7),
-                   shape=(5,), dtype="int64"),
+        sequential(lambda: layers.Embedding(7, 4, mask_zero=True), lambda: layers.LSTM(3, return_sequences=True),
+                   dense(7), shape=(5,), dtype="int64"),
         TOKENS, classes(N, 5, of=7), np.linspace(0.1, 2, N)[:, None] * np.ones((N, 5)), token_loss,
     ),
     "texts": lambda: Case(of_texts, tf.constant([["a", "b"], ["c", "d"]] * 9)[:N], random(N, 1)),
@@ -430,15 +415,12 @@ SHAPES = {
         random(N, 6), random(N, 1),
     ),
     "convolutional segmentation": lambda: Case(
-        sequential(lambda: layers.Conv2D(3, 3, padding="same", activation="relu"), lambda: layers.Conv2D(2, 1), shape=(6, 6, 1)),
+        sequential(lambda: layers.Conv2D(3, 3, padding="same", activation="relu"), lambda: layers.Conv2D(2, 1),
+                   shape=(6, 6, 1)),
         random(N, 6, 6, 1), classes(N, 6, 6, of=2),
         compiled=lambda: {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
     ),
     "nested": lambda: Case(sequential(sequential(dense(5, "relu"), dense(4)), dense()), random(N, 6), random(N, 1)),
-    "a connectionist loss": lambda: Case(
-        sequential(lambda: layers.GRU(4, return_sequences=True), dense(5), shape=(8, 3)), random(N, 8, 3),
-        1 + classes(N, 3, of=4), compiled=lambda: {"loss": keras.losses.CTC()},
-    ),
 }  # fmt: skip
 
 
@@ -456,7 +438,7 @@ def exceptions() -> list[str]:
 
 
 def test_the_catalogue_is_whole():
-    covered = {f"losses.{name}" for name in LOSSES} | {"losses.CTC"}
+    covered = {f"losses.{name}" for name in LOSSES}
     covered |= {f"metrics.{name}" for entries in METRICS.values() for name in entries}
     covered |= {f"optimizers.{name}" for name in OPTIMIZERS}
     covered |= {f"regularizers.{name}" for name in REGULARIZERS} | {f"constraints.{name}" for name in CONSTRAINTS}
@@ -464,9 +446,9 @@ def test_the_catalogue_is_whole():
     names = [f"{name.replace('_Transpose', '')}Transpose" if "_Transpose" in name else name for name in of_shapes]
     covered |= {f"layers.{name}" for name in (*names, *MERGING, *OF_SEQUENCES, *OF_TOKENS, *INSIDE)}
     public = {
-        f"{kind}.{cls.__name__}"
+        f"{kind}.{cls.__name__ if hasattr(getattr(keras, kind), cls.__name__) else name}"  # others are aliases
         for kind in KINDS
-        for cls in vars(getattr(keras, kind)).values()
+        for name, cls in vars(getattr(keras, kind)).items()
         if inspect.isclass(cls) and issubclass(cls, keras.layers.Layer if kind == "layers" else _base(kind))
     }
     excepted = {name for name in public if any(fnmatch.fnmatch(name, pattern) for pattern in exceptions())}
@@ -480,7 +462,7 @@ def _base(kind):
     return getattr(getattr(keras, kind), single.get(kind) or kind[:-1].capitalize())
 
 
-def test_an_exception_is_one(capsys):
+def test_an_exception_is_one():
     """A negative control: what the table says of batch normalisation is seen."""
     normalised = sequential(dense(5), lambda: layers.BatchNormalization(), dense())
     with pytest.raises(AssertionError):

@@ -1,0 +1,77 @@
+"""`pipeline verify`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.running import ROOT, Store, pipeline
+
+EXAMPLES = ROOT / "examples"
+OWN = ("--config-dir", "conf")
+MINE = """
+import keras
+
+@keras.saving.register_keras_serializable()
+class Centred(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0)
+
+def centred(input_shape, classes):
+    layers = [keras.layers.Flatten(), keras.layers.Dense(8), Centred(name="in_the_middle"), keras.layers.Dense(classes)]
+    return keras.Sequential([keras.Input(input_shape), *layers])
+"""
+
+
+def test_a_layer_that_looks_at_its_batch_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "centred.yaml").write_text("_target_: mine.centred\n")
+    said = pipeline("verify", "--config-dir", "conf", "model=centred", cwd=tmp_path, status=3)
+    assert (
+        "different; at fault is in_the_middle (Centred): its output for an example depends on the other" in said.stdout
+    )
+    assert "DIFFERENT" in said.stdout
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["conf", "mine.py"]
+
+
+def test_a_certificate_is_logged(tmp_path):
+    cut = ("accumulation.effective_batch_size=100", "accumulation.factor=3")
+    said = pipeline("verify", "model=mlp", "model.dropout=0.5", *cut, "--log", cwd=tmp_path)
+    assert "noise off, as every micro-batch draws its own: dropout" in said.stdout
+    assert "an update by 3 micro-batches of 34 and one of the whole batch are equal within rounding" in said.stdout
+    run = Store(tmp_path).run()
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "verify")
+    assert run.data.params["accumulation.factor"] == "3"
+    assert run.data.metrics["verify/apart"] < 1e-9
+    file = Path(unquote(urlsplit(run.info.artifact_uri).path)) / "certificate.json"
+    first, last = json.loads(file.read_text())
+    assert all(entry["holds"] for entry in (*first, *last))
+    assert {"loss loss", "gradient dense/kernel", "weights dense/kernel"} < {e["what"] for e in first}
+
+
+@pytest.mark.parametrize(
+    ("folder", "overrides"),
+    [
+        (ROOT, ("experiment=quick",)),
+        pytest.param(ROOT, ("experiment=exact",), marks=pytest.mark.slow),
+        pytest.param(ROOT, ("experiment=exact", "hardware.replicas=2"), marks=pytest.mark.slow),
+        pytest.param(
+            ROOT / "examples/own_project", ("--config-dir", "conf", "experiment=moons"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ROOT / "examples/two_outputs", ("--config-dir", "conf", "experiment=tagger"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_every_experiment_and_example_is_exact(folder, overrides):
+    said = pipeline("verify", *overrides, cwd=folder)
+    assert said.stdout.endswith("are equal within rounding\n")
+
+
+def test_a_wrong_config_is_refused(tmp_path):
+    said = pipeline("verify", "accumulation.factor=0", cwd=tmp_path, status=2)
+    assert said.stderr == "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
