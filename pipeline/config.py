@@ -281,7 +281,9 @@ def _check_values(config: DictConfig) -> None:
     for key, (words, holds) in {**of_optimizer, **_CHECKS}.items():
         value = OmegaConf.select(config, key, default=MISSING)
         if value != MISSING and not holds(value):
-            raise ConfigError(key, f"must be {words}", value)
+            raise ConfigError(
+                key, f"must be {words}", OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            )
 
 
 def _is_name(name: str) -> bool:

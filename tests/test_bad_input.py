@@ -54,7 +54,16 @@ CONFIG = {
     "train training.metrics=[]": "training.metrics must be a mapping.",
     "train training.callbacks=[]": "training.callbacks must be a mapping.",
     "train model.hidden={}": "model.hidden must be a list.",
-    "train training.loss=mse": "training.loss must be a mapping. Received: 'mse'.",
+    "train training.loss=mse": "training.loss._target_ must be the dotted name of what builds it. Received: 'mse'.",
+    "train training.loss_weights=abc": "training.loss_weights must be null, or a number for each output. "
+    "Received: 'abc'.",
+    "train 'training.class_weight={a: 1}'": "training.class_weight must be null, or a number of at least 0 for each "
+    "class, a whole number. Received: {a: 1}.",
+    "train 'training.class_weight={0: -1}'": "training.class_weight must be null, or a number … Received: {0: -1}.",
+    "train '+training.weighted_metrics={accuracy: {_target_: keras.metrics.AUC}}'": "training.metrics.accuracy must "
+    "have a name … and those of other metrics. Received: 'accuracy'.",
+    "train '+training.metrics.a={loss: {_target_: keras.metrics.AUC}}'": "training.metrics.a.loss must have a name … "
+    "Received: 'a_loss'.",
     "train seed=${training.loss._target_}": "seed must be an integer. Received: 'keras.losses.…'.",
     # sizes and horizons
     "train accumulation.factor=0": "accumulation.factor must be at least 1. Received: 0.",
@@ -196,6 +205,7 @@ NO_LOGITS = "~training.loss.from_logits"
 ONE_HOT = "dataset._target_=mine.one_hot +model.classes=3 training.loss._target_=keras.losses.CategoricalCrossentropy"
 SCHEDULER = "'+training.callbacks.rate={_target_: keras.callbacks.LearningRateScheduler, schedule: 1}'"
 MLP = "model=mlp"  # builds in no time
+TWO = "--config-dir mine model=two objective=two dataset._target_=mine.of_two"
 
 # Refused by what TensorFlow, TFDS, Keras or MLflow say of it: no run has been created by then.
 PREPARED = {
@@ -282,6 +292,26 @@ PREPARED = {
     f"train {MLP} training.loss.from_logits=false": "training.loss must fit … (the outputs are no probabilities; for "
     "logits, set from_logits=true). Received: 'sparse_categorical_crossentropy'.",
     f"train {MLP} +training.loss.reduction=none": "training.loss.reduction must be a mean or a sum. Received: 'none'.",
+    f"train {TWO} '+training.loss.c=null'": "training.loss must fit labels … (must be named as an output, one of a, "
+    "b. Received: c). Received: …",
+    f"train {TWO} '~training.loss.b'": "training.loss must fit … (must name every output, with null for one without a "
+    "loss. Missing: b). Received: …",
+    f"train {TWO} 'training.loss_weights={{c: 1}}'": "training.loss_weights must fit the outputs (must be named as an "
+    "output, one of a, b. Received: c). Received: {c: 1}.",
+    f"train {TWO} '+training.metrics={{c: {{m: {{_target_: keras.metrics.AUC}}}}}}'": "training.metrics.c.m must fit … "
+    "(must be of an output, one of a, b. Received: c). Received: 'AUC'.",
+    f"train {TWO} 'training.class_weight={{0: 1}}'": "training.class_weight must be null where an example is not (x, "
+    "y) with labels of one output. Received: …",
+    f"train {MLP} 'training.class_weight={{10: 2}}'": "training.class_weight must name classes from 0 to 9. "
+    "Received: 10.",
+    f"train {MLP} dataset._target_=mine.weighted +model.classes=3": "training.loss must fit … (sample "
+    "weights of shape (32, 3) do not fit values of shape (32,)). Received: …",
+    f"train {MLP} dataset._target_=mine.negative +model.classes=3": "training.loss must fit … (label -1 is "
+    "outside of the 3 outputs). Received: …",
+    f"train {MLP} dataset._target_=mine.unlabelled +model.classes=3": "training.loss must be null: the dataset has no "
+    "labels.",
+    f"train {MLP} training.loss=null": "training.loss must be given for a model that adds no loss by itself. Received: "
+    "'mlp'.",
     f"train {MLP} training.loss._target_=mine.scalar_loss {NO_LOGITS} +training.loss._partial_=true": (
         "training.loss must fit … (The loss must give one value per example, not a scalar…). Received: …"
     ),
@@ -363,6 +393,31 @@ def unreadable(data_dir):
     examples = tf.data.Dataset.range(200).map(lambda n: (tf.cast(n, tf.float32), n))
     return examples.map(lambda x, y: (tf.debugging.check_numerics(x / (x - 3), "a hole"), y)), None
 
+def sliced(*parts):
+    import tensorflow as tf
+    return tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0]), None
+
+def weighted(data_dir):
+    import numpy as np
+    return sliced(np.ones((200, 4)), np.zeros(200, int), np.ones((200, 3)))
+
+def negative(data_dir):
+    import numpy as np
+    return sliced(np.ones((200, 4)), np.arange(200) % 3 - 1)
+
+def unlabelled(data_dir):
+    import numpy as np
+    return sliced(np.ones((200, 4)))
+
+def of_two(data_dir):
+    import numpy as np
+    return sliced(np.ones((200, 4)), {"a": np.ones(200), "b": np.ones(200)})
+
+def two(input_shape):
+    import keras
+    inputs = keras.Input(input_shape)
+    return keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"})
+
 def one_hot(data_dir):
     import tensorflow as tf
     examples = tf.data.Dataset.range(200).map(lambda n: (tf.ones(4), tf.one_hot(n % 3, 3)))
@@ -404,6 +459,9 @@ USER_CONFIGS = {
     "model/scalar.yaml": b"3\n",
     "model/empty.yaml": b"",
     "model/orphan.yaml": b"defaults: [nope]\n",
+    "model/two.yaml": b"_target_: mine.two\n",
+    "objective/two.yaml": b"# @package training\nloss:\n  a: {_target_: keras.losses.Huber}\n"
+    b"  b: {_target_: keras.losses.Huber}\nloss_weights: null\nmetrics: {}\n",
     "training/typo.yaml": b"epoch: 3\n",
     "training/wrong.yaml": b"epochs: many\n",
 }

@@ -40,7 +40,7 @@ COMMANDS = sorted(
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 PATH = re.compile(r"`((?:pipeline|conf|sweeps|examples|tests|docs|benchmarks|hydra_plugins)/[\w./]*)`")
-OWN = ROOT / "examples" / "own_project"
+FOLDERS = ",".join(f"'file://{folder}'" for folder in sorted((ROOT / "examples").glob("*/conf")))
 
 
 def of(verb: str) -> list[str]:
@@ -76,7 +76,7 @@ def settle(overrides: list[str]) -> Batching:
     configuration.register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(configuration.directory(), version_base="1.3"):
-        config = compose("config", [*overrides, "hydra/launcher=basic", f"hydra.searchpath=['file://{OWN / 'conf'}']"])
+        config = compose("config", [*overrides, "hydra/launcher=basic", f"hydra.searchpath=[{FOLDERS}]"])
     return configuration.check(config, overrides)
 
 

@@ -22,7 +22,7 @@ from .outputs import Losses, spread, terms
 from .slicing import examples_in
 from .weighting import Nest, weighted_sum
 
-Gradients = tuple[tf.Tensor | tuple[()], ...]  # of each variable; `()` for one that the losses do not depend on
+Gradients = tuple[Any, ...]  # of each variable a tensor; `()` for one that the losses do not depend on
 
 
 class LossSum(NamedTuple):

@@ -9,17 +9,19 @@ from typing import Any
 
 from pipeline import config as configuration
 from pipeline import imports
-from pipeline.errors import say
+from pipeline.errors import Parser, say
 from pipeline.masking import mask
 
 DIFFERENT = 3  # exit status
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Prove, for this config, that accumulating equals the large batch; --log keeps the certificate in MLflow."""
+    """Prove, for a config, that accumulating equals the large batch; all else is as for `pipeline train`."""
     from pipeline import compose
 
-    given = [argument for argument in arguments if argument != "--log"]
+    parser = Parser(prog="pipeline verify", description=verify.__doc__, allow_abbrev=False)
+    parser.add_argument("--log", action="store_true", help="keep the certificate in MLflow")
+    options, given = parser.parse_known_args(list(arguments))
     config = compose.composed([*given, "hardware.precision=float64"])
     cut = configuration.check(config, given)
     with imports.without_chatter():
@@ -43,7 +45,7 @@ def verify(arguments: Sequence[str]) -> int:
     one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
     verdict = "equal within rounding" if holds else f"different; at fault is {why}"
     say(f"an update by {one_piece} and one of the whole batch are {verdict}", to=sys.stdout)
-    if "--log" in arguments:
+    if options.log:
         _log(config, [engine.certificate(findings) for findings in compared], holds, verdict)
     return 0 if holds else DIFFERENT
 

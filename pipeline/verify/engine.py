@@ -58,9 +58,9 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     """
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
-    before = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in state]
+    before = [_array(variable) for variable in state]
     variables = update.model.trainable_variables
-    old = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
+    old = [_array(variable) for variable in variables]
 
     def run(outcome: Any, batch: Any) -> _Outcome:
         found: _Outcome = outcome(update, batch)
@@ -113,7 +113,7 @@ def _whole(update: Update, batch: Any) -> _Outcome:
         sums = tf.function(lambda: _sums_by_example(update, batch), autograph=False)()
         loss, gradients = sums.mean_loss(), [() if g is None else g for g in sums.gradients()]
     results = {name: float(metric.result()) for name, metric in update.measured.items()}
-    results["learning_rate"] = float(update.optimizer.learning_rate)
+    results["learning_rate"] = float(_array(update.optimizer.learning_rate))
     arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
     tf.function(lambda: update.optimizer.apply([None if a is None else tf.constant(a) for a in arrays], variables))()
     return _outcome(update, float(loss), arrays, results)
@@ -142,8 +142,8 @@ def _cut(update: Update, batch: Any) -> _Outcome:
 
 
 def _outcome(update: Update, loss: float, gradients: list[Any], results: dict[str, float]) -> _Outcome:
-    weights = [np.asarray(keras.ops.convert_to_numpy(v)) for v in update.model.trainable_variables]
-    return _Outcome(loss, gradients, weights, int(update.optimizer.iterations), results)
+    weights = [_array(v) for v in update.model.trainable_variables]
+    return _Outcome(loss, gradients, weights, int(_array(update.optimizer.iterations)), results)
 
 
 def _longest_sum(update: Update, batch: Any) -> int:
@@ -181,6 +181,10 @@ def _findings(
         if worst is not None:
             found.append(Finding(variable.path, "weights", float(apart_by[worst]), float(bounds[worst])))
     return found
+
+
+def _array(value: Any) -> Any:
+    return np.asarray(keras.ops.convert_to_numpy(value))
 
 
 def _most(values: Any) -> float:

@@ -60,16 +60,20 @@ def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int) ->
         ):
             return f"{name}: what it adds to the loss is not the mean of what its examples add"
     if loss is not None:
-        named = by_name(model, outputs)
-        for term in terms(loss, None, y, named, sample_weight):
-            total = weighted_sum(term.loss, term.y, term.output, term.sample_weight).total
-            of_parts = tf.zeros_like(total)
-            for cut in cuts:
-                given = (_slice(each, *cut) for each in (term.y, term.output, term.sample_weight))
-                of_parts += weighted_sum(term.loss, *given).total
-            if abs(float(of_parts - total)) > APART * max(1, abs(float(total))):
-                return f"{term.loss.name} ({type(term.loss).__name__}): its loss of an example depends on the others"
+        sums = [_sums(model, loss, batch, outputs)]
+        for (start, stop), (_, of_part, _) in zip(cuts, parts, strict=True):
+            sums.append(_sums(model, loss, _slice((x, y, sample_weight), start, stop), of_part))
+        for (given, total), *others in zip(*sums, strict=True):
+            if abs(sum(part for _, part in others) - total) > APART * max(1, abs(total)):
+                return f"{given.name} ({type(given).__name__}): its loss of an example depends on the others"
     return "no layer and no loss, but the update itself"
+
+
+def _sums(model: keras.Model, loss: Any, batch: Any, outputs: Any) -> list[tuple[keras.losses.Loss, float]]:
+    """Return each loss with the sum of its values over the examples of `batch`."""
+    _, y, sample_weight = parts_of(batch)
+    found = terms(loss, None, y, by_name(model, outputs), sample_weight)
+    return [(t.loss, float(weighted_sum(t.loss, t.y, t.output, t.sample_weight).total)) for t in found]
 
 
 def _recorded(model: keras.Model, x: Any) -> tuple[list[tuple[keras.Layer, Any]], Any, dict[str, float]]:

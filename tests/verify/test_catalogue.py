@@ -270,8 +270,9 @@ LAYERS: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {
     },
     (6, 6, 2): {**IMAGES, "ConvLSTM1D": {"filters": 2, "kernel_size": 2}},
     (5, 5, 5, 2): {
-        **{n.replace("2D", "3D"): a for n, a in IMAGES.items() if n[:4] not in ("Sepa", "Dept", "MaxP")},
-        "ConvLSTM2D": {"filters": 2, "kernel_size": 2},
+        **{n.replace("2D", "3D"): a for n, a in IMAGES.items() if not re.match("Separ|Depth|.*Pooling", n)},
+        "ConvLSTM2D": {"filters": 2, "kernel_size": 2}, "GlobalMaxPooling3D": {},
+        "GlobalAveragePooling3D": {},
     },
     (3, 4, 4, 4, 2): {"ConvLSTM3D": {"filters": 2, "kernel_size": 2}},
 }  # fmt: skip

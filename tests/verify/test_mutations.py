@@ -77,7 +77,7 @@ def clip_before_the_sum(patch):
     gradients = update._gradients
 
     def clipped(*arguments):
-        return tuple(tf.clip_by_norm(gradient, 0.5) for gradient in gradients(*arguments))
+        return tuple(tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g for g in gradients(*arguments))
 
     patch.setattr(update, "_gradients", clipped)
 
