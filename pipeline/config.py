@@ -210,7 +210,7 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
     for key, value in leaves(plain(config)).items():
         if _COUNTING.fullmatch(key) and _is_integer(value) and value > LARGEST:
             raise ConfigError(key, f"must be at most {LARGEST}", value)
-        if not _is_name(key):
+        if not is_name(key):
             raise ConfigError(key, f"must be a name that MLflow takes for a param: {_NAME_RULE}", key)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     sizes.settle_horizon(config.training, named)
@@ -268,7 +268,7 @@ def _check_targets(config: DictConfig) -> None:
     for metric in metrics:
         name = metric.full_name
         taken = name in UPDATE_METRICS or metric.name == "loss" or names.count(name) > 1
-        if taken or not _is_name(f"train/{name}"):
+        if taken or not is_name(f"train/{name}"):
             ours = ", ".join(sorted(UPDATE_METRICS))
             rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours} and those of other metrics"
             raise ConfigError(metric.key, rule, name)
@@ -286,7 +286,7 @@ def _check_values(config: DictConfig) -> None:
             )
 
 
-def _is_name(name: str) -> bool:
+def is_name(name: str) -> bool:
     """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
     return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
 

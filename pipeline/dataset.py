@@ -157,9 +157,10 @@ def _prepare(builder: Any, download: bool) -> None:
     if not download:
         rule = f"must hold {builder.info.full_name}, prepared; dataset.download=true allows to download and prepare it"
         raise ConfigError("dataset.data_dir", rule, builder.data_dir)
+    folder = Path(builder.data_dir).parent  # of the dataset or its config, whatever the version
     try:
-        tf.io.gfile.makedirs(builder._data_dir_root)
-        with FileLock(f"{builder._data_dir_root}/{builder.name}.lock"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
             if builder.is_prepared():  # by another process, after this one's builder had looked
                 builder.info.read_from_directory(builder.data_dir)
             else:
@@ -167,7 +168,7 @@ def _prepare(builder: Any, download: bool) -> None:
                 downloader.MAX_RETRIES = 5  # ten take over three minutes to find that there is no network
                 builder.download_and_prepare()
     except Exception as error:
-        rule = f"could not be downloaded and prepared in {builder._data_dir_root} ({first_line(error)})"
+        rule = f"could not be downloaded and prepared in {folder.parent} ({first_line(error)})"
         raise ConfigError("dataset", rule, builder.info.full_name) from error
 
 
@@ -230,7 +231,7 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
 
 @tf.autograph.experimental.do_not_convert
 def _parts(x: Any, y: Any = None, *sample_weight: Any) -> tuple:
-    return (x,) if y is None else tuple(map(_without_none, (x, y, *sample_weight)))
+    return (x,) if y is None else (x, _without_none(y), *sample_weight)
 
 
 def _without_none(nest: Any) -> Any:

@@ -41,4 +41,5 @@ USERS = UpdateMetric(share=True)  # of a metric under any other name
 
 def of(metric: str) -> UpdateMetric:
     """Return how `metric`, with or without its split as in `train/loss`, is treated."""
-    return UPDATE_METRICS.get(metric.split("/")[-1], USERS)
+    name = metric.split("/")[-1]
+    return UPDATE_METRICS.get(name, UPDATE_METRICS["loss"] if name.endswith("_loss") else USERS)  # of an output

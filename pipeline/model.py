@@ -11,6 +11,7 @@ from keras import layers
 from omegaconf import DictConfig
 
 from pipeline import instantiate
+from pipeline.accumulation import layers_of
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 
@@ -35,7 +36,7 @@ def build(node: DictConfig, data: Data) -> keras.Model:
                 f"must not define {name}, which is not called here: use add_loss, a keras.losses.Loss as training.loss"
             )
             raise ConfigError("model", f"{rule}, or an own loop with pipeline.accumulation", type(model).__name__)
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if getattr(layer, "synchronized", False):
             rule = "must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a loop"
             raise ConfigError("model", rule, layer.name)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline import instantiate
-from pipeline.accumulation import Losses, Metrics
+from pipeline.accumulation import Losses, Metrics, by_name
 from pipeline.errors import ConfigError, refused
 from pipeline.objective_nodes import METRIC_GROUPS, metrics_of
 
@@ -53,6 +53,12 @@ class FunctionLoss(keras.losses.Loss):
         self._function = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
+        # As `compile(loss=function)` does: (batch,) labels beside (batch, 1) outputs would be broadcast.
+        if tf.is_tensor(y_true) and tf.is_tensor(y_pred) and y_true.shape.rank and y_pred.shape.rank:
+            if y_true.shape.rank == y_pred.shape.rank + 1 and y_true.shape[-1] == 1:
+                y_true = tf.squeeze(y_true, -1)
+            elif y_pred.shape.rank == y_true.shape.rank + 1 and y_pred.shape[-1] == 1:
+                y_true = tf.expand_dims(y_true, -1)
         return self._function(y_true, y_pred)
 
 
@@ -62,10 +68,12 @@ def build(config: DictConfig) -> Objective:
     Raises:
         ConfigError: a target or one of its arguments is wrong.
     """
-    weights = config.loss_weights
+    weights: Any = config.loss_weights
+    if OmegaConf.is_config(weights):
+        weights = OmegaConf.to_container(weights)
     return Objective(
         _losses(config.loss, "training.loss"),
-        OmegaConf.to_container(weights) if OmegaConf.is_config(weights) else weights,
+        tf.nest.map_structure(lambda weight: None if weight is None else float(weight), weights),
         _metrics(config, "metrics"),
         _metrics(config, "weighted_metrics"),
         validation_metrics={group: _metrics(config, group) for group in METRIC_GROUPS},
@@ -82,7 +90,10 @@ def compile(
         ConfigError: a callback cannot do its work.
     """
     metrics = {"metrics": objective.metrics or None, "weighted_metrics": objective.weighted_metrics or None}
-    model.compile(optimizer, objective.loss, loss_weights=objective.loss_weights, **metrics)
+    weights = objective.loss_weights
+    if isinstance(weights, dict):  # Keras wants one for each
+        weights = {name: 1.0 if weights.get(name) is None else weights[name] for name in by_name(model, outputs)}
+    model.compile(optimizer, objective.loss, loss_weights=weights, **metrics)
     if tf.is_tensor(y) and tf.is_tensor(outputs):
         for compiled in model.metrics:
             if not getattr(compiled, "built", True):  # Keras' callbacks look in it for the metric that they monitor

@@ -8,7 +8,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import Losses, Metrics, by_name, measured, spread, terms, update_metrics, weighted_sum
+from pipeline.accumulation import (
+    Losses,
+    Metrics,
+    by_name,
+    labels_by_name,
+    logits_of,
+    measured,
+    spread,
+    terms,
+    update_metrics,
+    weighted_sum,
+)
+from pipeline.config import is_name
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError, refused
 from pipeline.metric_names import UPDATE_METRICS
@@ -37,8 +49,8 @@ def check(
     named = by_name(model, outputs)
     # By the outputs and not by the weights, which under a strategy have gradients inside of a replica only. From a
     # softmax or a sigmoid Keras takes the logits, which it has left on the output.
-    reached = list(named.values())
-    reached += [output._keras_logits for output in reached if hasattr(output, "_keras_logits")]
+    reached = [output for output in named.values() if output.dtype.is_floating]
+    reached += [logits for output in reached if (logits := logits_of(output)) is not None]
     shapes = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
     with tf.GradientTape() as tape:
         tape.watch(reached)
@@ -51,13 +63,18 @@ def check(
     for label in class_weight or ():
         if classes is not None and label >= classes:
             raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
+    labels = {} if y is None else labels_by_name(objective.loss, y, named)
     for group in METRIC_GROUPS:
-        _check_metrics(getattr(objective, group), f"training.{group}", shapes, y, named, sample_weight)
+        _check_metrics(getattr(objective, group), f"training.{group}", shapes, labels, named, sample_weight)
     layers = [model] if not model.compiled else model.layers
     objective.layer_metrics.extend(metric for layer in layers for metric in layer.metrics)
-    for name in measured(objective.layer_metrics):
-        if name in UPDATE_METRICS or name in measured(objective.metrics, objective.weighted_metrics):
-            raise ConfigError("model", "must name the metrics of its layers unlike any other metric", name)
+    own = list(measured(objective.layer_metrics))
+    own += [f"{name}_loss" for name in named] if len(named) > 1 else []
+    configured = measured(objective.metrics, objective.weighted_metrics)
+    for name in own:
+        if name in UPDATE_METRICS or name in configured or own.count(name) > 1 or not is_name(f"train/{name}"):
+            rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"
+            raise ConfigError("model", rule, name)
     return y, outputs
 
 
@@ -65,7 +82,7 @@ def _classes(loss: Losses, output: Any, *others: Any) -> int | None:
     """Return the number of classes that a cross-entropy of the only output has."""
     if others or not isinstance(loss, _CROSS_ENTROPIES):
         return None
-    return 2 if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
+    return max(2, output.shape[-1]) if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
 
 
 def _check_loss(
@@ -99,8 +116,8 @@ def _check_metrics(
         alone: Metrics = {output: [metric]} if several else [metric]
         where = f"{key}.{output}.{metric.name}" if several else f"{key}.{metric.name}"
         with refused(where, shapes, type(metric).__name__):
-            if not several and len(outputs) == 1 and not tf.nest.is_nested(y):
-                _check_shapes(metric, y, *outputs.values())
+            if not several and len(outputs) == 1 and y:
+                _check_shapes(metric, *y.values(), *outputs.values())
             arguments = alone, y, outputs, sample_weight if key.endswith("weighted_metrics") else None
             update_metrics(*arguments)
             _trace(update_metrics, *arguments)

@@ -14,7 +14,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 # Files of tests that take long, the longest first.
 LONGEST = (
-    *("test_rerun", "test_sweep", "test_run", "test_local", "test_provenance", "test_update", "test_mlflow_view"),
+    *(
+        "test_catalogue",
+        "test_rerun",
+        "test_sweep",
+        "test_run",
+        "test_local",
+        "test_provenance",
+        "test_update",
+        "test_mlflow_view",
+    ),
     *("test_legal_input", "test_bad_input", "test_weighting_and_slicing", "test_landed", "test_foreign_store"),
 )
 

@@ -6,8 +6,9 @@ any project.
 """
 
 from .evaluation import Evaluation
+from .keras_internals import layers_of, logits_of, mask_of
 from .noise_scale import NoiseScale
-from .outputs import Losses, Metrics, by_name, measured, spread, terms, update_metrics
+from .outputs import Losses, Metrics, by_name, labels_by_name, measured, spread, terms, update_metrics
 from .slicing import examples_in, parts_of
 from .sums import GradientSums
 from .update import Update, accumulate_gradients
@@ -23,6 +24,10 @@ __all__ = [
     "accumulate_gradients",
     "by_name",
     "examples_in",
+    "labels_by_name",
+    "layers_of",
+    "logits_of",
+    "mask_of",
     "measured",
     "parts_of",
     "spread",

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .outputs import Losses, Metrics, by_name, measured, update_metrics
+from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
 from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
 from .sums import GradientSums, micro_batch_losses
 from .update import reduce
@@ -47,8 +47,9 @@ class Evaluation:
             x, y, sample_weight = parts
             outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(self.model, self.loss, self.loss_weights, outputs, parts, whole)
-            update_metrics(self.metrics, y, outputs)
-            update_metrics(self.weighted_metrics, y, outputs, sample_weight)
+            labels = labels_by_name(self.loss, y, outputs)
+            update_metrics(self.metrics, labels, outputs)
+            update_metrics(self.weighted_metrics, labels, outputs, sample_weight)
             zero = tf.zeros((), added.dtype)
             return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), (), (), (zero, zero, zero))
 

@@ -27,7 +27,8 @@ DECAY = 0.9  # of the moving averages, for each update that is measured
 def square(gradients: Sequence[tf.Tensor | tuple[()] | None]) -> tf.Tensor:
     """Return the sum of the squares of all entries, scalar; `()` or None stands for a gradient that is not there."""
     # In one pass over each: squares that are written down first cost three times as much.
-    return 2 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients if tf.is_tensor(gradient)])
+    halves = [tf.nn.l2_loss(gradient) for gradient in gradients if tf.is_tensor(gradient)]
+    return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
 
 def estimate(

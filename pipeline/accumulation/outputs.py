@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 
-from .weighting import Nest, mask_of
+from .keras_internals import mask_of
+from .weighting import Nest
 
 # One `keras.losses.Loss` for every output, or a dict or list of one for each, None for an output without; None for
 # a model that learns from `add_loss` alone.
@@ -88,8 +89,10 @@ def terms(
     if missing := [name for name in names if name not in losses]:
         raise ValueError(f"must name every output, with null for one without a loss. Missing: {', '.join(missing)}")
     learned = [name for name in names if losses[name] is not None]
-    labels = _labels(y, names, learned)
+    labels = labels_by_name(loss, y, names)
     scales, weights = spread(loss_weights, names), spread(sample_weight, names, to_all=True)
+    if isinstance(sample_weight, dict) and (unweighted := [name for name in learned if name not in weights]):
+        raise ValueError(f"there must be sample weights for each output. Missing: {', '.join(unweighted)}")
     if unlabelled := [name for name in learned if labels.get(name) is None]:
         of = f"for the output {unlabelled[0]}" if unlabelled[0] else "for the loss"
         raise ValueError(f"there must be labels {of}")
@@ -98,10 +101,14 @@ def terms(
     ]
 
 
-def _labels(y: Nest, names: Sequence[str], wanted: Sequence[str]) -> dict[str, Nest]:
-    """Return the labels of each output; a list that has none for some outputs is in the order of `wanted`."""
-    all_given = isinstance(y, dict) or (isinstance(y, list | tuple) and len(y) == len(names))
-    return spread(y, names if all_given else wanted)
+def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:
+    """Return the labels by output; a list that has none for outputs without a loss is in the order of the others."""
+    names = list(outputs)
+    all_given = loss is None or isinstance(y, dict) or (isinstance(y, list | tuple) and len(y) == len(names))
+    if all_given:
+        return spread(y, names)
+    losses = spread(loss, names, to_all=True)
+    return spread(y, [name for name in names if losses.get(name) is not None])
 
 
 def measured(*given: Metrics) -> dict[str, keras.metrics.Metric]:
@@ -124,7 +131,8 @@ def update_metrics(metrics: Metrics, y: Nest, outputs: Mapping[str, Nest], sampl
 
     Args:
         metrics: of the only output, or by the output's name.
-        y, outputs, sample_weight: as `terms` takes them; the weights for `weighted_metrics` alone.
+        y: as `labels_by_name` returns them.
+        outputs, sample_weight: as `terms` takes them; the weights for `weighted_metrics` alone.
 
     Raises:
         ValueError: a metric is of no output, or of one that has no labels.
@@ -134,7 +142,7 @@ def update_metrics(metrics: Metrics, y: Nest, outputs: Mapping[str, Nest], sampl
     names = list(outputs)
     if len(names) > 1 and not isinstance(metrics, Mapping):
         raise ValueError(f"must be given by the name of an output, one of {', '.join(names)}")
-    labels = _labels(y, names, list(metrics) if isinstance(metrics, Mapping) else names)
+    labels = spread(y, names)
     weights = spread(sample_weight, names, to_all=True)
     for output, metric in _flat(metrics):
         name = names[0] if output is None else output

@@ -110,8 +110,11 @@ def micro_batch_losses(
     count, examples = tf.cast(examples_in(x), dtype), tf.cast(examples_in(of_whole), dtype)
     losses, parts = {}, []
     weights = spread(weights_of_whole, list(outputs), to_all=True)
-    for term in terms(loss, loss_weights, y, outputs, sample_weight) if loss is not None else []:
-        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, (examples, weights.get(term.name)))
+    found = terms(loss, loss_weights, y, outputs, sample_weight) if loss is not None else []
+    alone = len(found) + bool(model.losses) == 1  # then no weight has to be known ahead
+    for term in found:
+        known = None if alone else (examples, weights.get(term.name))
+        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, known)
         scaled = made.total if term.scale is None else made.total * term.scale
         losses[term.name] = LossSum(made.total, scaled, made.weight)
         summed = term.loss.reduction == "sum"

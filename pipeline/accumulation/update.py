@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from . import noise_scale
-from .outputs import Losses, Metrics, by_name, measured, update_metrics
+from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
 from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
 from .sums import Gradients, GradientSums, Part, means, micro_batch_losses
 
@@ -82,8 +82,9 @@ def accumulate_gradients(
             losses, added, minimised = micro_batch_losses(model, loss, loss_weights, outputs, parts, effective)
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
             targets = [part.total if scale_loss is None else scale_loss(part.total / part.size) for part in minimised]
-        update_metrics(metrics, y, outputs)
-        update_metrics(weighted_metrics, y, outputs, sample_weight)
+        labels = labels_by_name(loss, y, outputs)
+        update_metrics(metrics, labels, outputs)
+        update_metrics(weighted_metrics, labels, outputs, sample_weight)
         sums = tuple(
             _gradients(tape, target, variables, None if scale_loss is None else part.size)
             for target, part in zip(targets, minimised, strict=True)

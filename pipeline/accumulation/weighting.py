@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from .keras_internals import mask_of
+
 Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
 
 
@@ -43,7 +45,8 @@ def weighted_sum(
         loss: its `call` gives one value per example, or per element of an example.
         y_true, outputs: as `loss` takes them, with the examples on axis 0.
         sample_weight: (examples,) or of the values' shape.
-        whole: the number of examples and the sample weights of the batch that these are a part of.
+        whole: the number of examples and the sample weights of the batch that these are a part of, where `whole` of
+            the result is wanted.
 
     Raises:
         ValueError: the loss reduces nothing, or has already reduced its values to a scalar, or the sample weights do
@@ -56,7 +59,6 @@ def weighted_sum(
     outputs, y_true = _cast(outputs, dtype), _cast(y_true, dtype)
     values = loss.call(y_true, outputs)
     mask = _both(mask, mask_of(values))
-    per_example = values.shape[1:].num_elements()  # None where it is not known, or not the same of every example
     if isinstance(values, tf.RaggedTensor):
         values = values.flat_values
     dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
@@ -89,18 +91,27 @@ def weighted_sum(
     if whole is not None and mask is None:
         if by_weights:
             ahead = tf.reduce_sum(tf.cast(whole[1], dtype))
-        elif per_example is not None:
+        elif (per_example := _values_per_example(loss, y_true, outputs)) is not None:
             ahead = tf.cast(whole[0], dtype) * per_example
     return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead)
 
 
+def _values_per_example(loss: keras.losses.Loss, y_true: Nest, outputs: Nest) -> int | None:
+    """Return how many values the loss has for an example, as its shapes for three show; None where it depends."""
+
+    def three(leaf: Any) -> tf.TensorSpec:
+        return tf.TensorSpec([3, *leaf.shape[1:]], leaf.dtype)
+
+    specs = tf.nest.flatten((y_true, outputs))
+    if any(isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None for leaf in specs):
+        return None
+    made = tf.function(loss.call, autograph=False).get_concrete_function(three(y_true), three(outputs))
+    count = tf.TensorShape(made.structured_outputs.shape).num_elements()
+    return None if count is None or count % 3 else count // 3
+
+
 def _cast(nest: Nest, dtype: tf.DType) -> Nest:
     return tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), nest)
-
-
-def mask_of(nest: Nest) -> tf.Tensor | None:
-    """Return the mask that Keras keeps on a layer's output; None where there is none."""
-    return getattr(nest, "_keras_mask", None)
 
 
 def _both(first: tf.Tensor | None, second: tf.Tensor | None) -> tf.Tensor | None:

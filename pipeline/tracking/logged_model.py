@@ -20,7 +20,7 @@ import tensorflow as tf
 from mlflow.models import Model, infer_signature
 
 from pipeline import imports
-from pipeline.accumulation import by_name
+from pipeline.accumulation import by_name, layers_of
 from pipeline.tracking.store import SQLITE
 
 # In another folder and without the user's path, as somebody who loads the model from the store.
@@ -100,7 +100,7 @@ def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
 
 def _own_classes(model: keras.Model) -> set[type]:
     """Return the classes of the model and its layers that are not of Keras."""
-    classes = {type(layer) for layer in (model, *model._flatten_layers())}
+    classes = {type(layer) for layer in (model, *layers_of(model))}
     return {cls for cls in classes if not cls.__module__.startswith("keras.")}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline import config as configuration
 from pipeline import imports
-from pipeline.errors import Parser, say
+from pipeline.errors import Parser, refused, say
 from pipeline.masking import mask
 
 DIFFERENT = 3  # exit status
@@ -37,9 +37,12 @@ def verify(arguments: Sequence[str]) -> int:
     with layers.without_noise(parts.model) as quiet:
         if quiet:
             say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
-        compared = engine.compare(update, show)
+        with refused("model", "must run in float64, in which it is verified", parts.model.name):
+            compared = engine.compare(update, show)
         holds = all(finding.holds for findings in compared for finding in findings)
-        why = "" if holds else layers.culprit(parts.model, update.loss, whole, cut.micro_batch_size)
+        why = (
+            "" if holds else layers.culprit(parts.model, update.loss, whole, cut.micro_batch_size, engine.unit(update))
+        )
     for batch, findings in zip(show, compared, strict=True):
         say(*_table(findings, engine.examples(batch)), to=sys.stdout)
     one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"

@@ -11,9 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import Update, accumulate_gradients, by_name, examples_in, parts_of, update_metrics
-
-_UNIT = float(np.finfo(np.float64).eps) / 2  # of rounding
+from pipeline.accumulation import Update, accumulate_gradients, by_name, examples_in, layers_of, mask_of, parts_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,15 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     wholes = [run(_whole, batch) for batch in batches]  # all of them first: metrics go from update to update
     cuts = [run(_cut, batch) for batch in batches]
     terms = [_longest_sum(update, batch) for batch in batches]
-    return [_findings(variables, old, *each) for each in zip(wholes, cuts, terms, strict=True)]
+    return [_findings(variables, old, *each, unit(update)) for each in zip(wholes, cuts, terms, strict=True)]
+
+
+def unit(update: Update) -> float:
+    """Return the unit of rounding of the coarsest precision that a layer or a loss computes in."""
+    losses = [loss for loss in tf.nest.flatten(update.loss) if loss is not None]
+    names = {"float64", *(layer.compute_dtype for layer in layers_of(update.model)), *(loss.dtype for loss in losses)}
+    dtypes = [dtype for dtype in map(tf.as_dtype, names) if dtype.is_floating]
+    return max(2.0 ** -{"float64": 53, "float32": 24, "float16": 11}.get(dtype.name, 8) for dtype in dtypes)
 
 
 def examples(batch: Any) -> int:
@@ -87,12 +93,16 @@ def shortened(batch: Any, size: int) -> Any:
 
 def certificate(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return the findings as JSON has them."""
-    return [{"what": f"{f.kind} {f.what}", "apart": f.error, "rounding": f.bound, "holds": f.holds} for f in findings]
+    return [
+        {"what": f"{f.kind} {f.what}", "apart": min(f.error, 1e300), "rounding": min(f.bound, 1e300), "holds": f.holds}
+        for f in findings
+    ]
 
 
 def _whole(update: Update, batch: Any) -> _Outcome:
     x, y, sample_weight = parts_of(batch)
     model, variables = update.model, update.model.trainable_variables
+    model.reset_metrics()
     for metric in update.measured.values():
         metric.reset_state()
 
@@ -101,22 +111,31 @@ def _whole(update: Update, batch: Any) -> _Outcome:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
             loss = model.compute_loss(x, y, outputs, sample_weight)
-        gradients = tape.gradient(loss, [variable.value for variable in variables])
-        named = by_name(model, outputs)
-        update_metrics(update.metrics, y, named)
-        update_metrics(update.weighted_metrics, y, named, sample_weight)
-        return loss, [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+            scaled = update.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, [variable.value for variable in variables])
+        results = {} if y is None else model.compute_metrics(x, y, outputs, sample_weight)
+        if any(mask_of(output) is not None for output in by_name(model, outputs).values()):  # see docs/exact.md
+            results = {name: result for name, result in results.items() if name not in _no_means(update)}
+        return loss, [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients], results
 
     try:
-        loss, gradients = step()
+        loss, gradients, results = step()
     except (tf.errors.ResourceExhaustedError, MemoryError):
         sums = tf.function(lambda: _sums_by_example(update, batch), autograph=False)()
-        loss, gradients = sums.mean_loss(), [() if g is None else g for g in sums.gradients()]
-    results = {name: float(metric.result()) for name, metric in update.measured.items()}
-    results["learning_rate"] = float(_array(update.optimizer.learning_rate))
+        loss, gradients, results = sums.mean_loss(), [() if g is None else g for g in sums.gradients()], {}
+    found = {name: float(result) for name, result in results.items() if name != "loss"}
     arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
+    square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
+    found["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
+    found["learning_rate"] = float(_array(update.optimizer.learning_rate))
     tf.function(lambda: update.optimizer.apply([None if a is None else tf.constant(a) for a in arrays], variables))()
-    return _outcome(update, float(loss), arrays, results)
+    return _outcome(update, float(loss), arrays, found)
+
+
+def _no_means(update: Update) -> set[str]:
+    """Return the names of the metrics that `fit` does not weigh by a mask."""
+    means = keras.metrics.MeanMetricWrapper
+    return {name for name, metric in update.measured.items() if not isinstance(metric, means)}
 
 
 def _sums_by_example(update: Update, batch: Any) -> Any:
@@ -128,6 +147,7 @@ def _sums_by_example(update: Update, batch: Any) -> Any:
         loss_weights=update.loss_weights,
         metrics=update.metrics,
         weighted_metrics=update.weighted_metrics,
+        scale_loss=update.optimizer.scale_loss,
     )
 
 
@@ -155,9 +175,9 @@ def _longest_sum(update: Update, batch: Any) -> int:
 
 
 def _findings(
-    variables: Sequence[Any], old: Sequence[Any], whole: _Outcome, cut: _Outcome, terms: int
+    variables: Sequence[Any], old: Sequence[Any], whole: _Outcome, cut: _Outcome, terms: int, rounding: float
 ) -> list[Finding]:
-    gamma = terms * _UNIT
+    gamma = min(terms * rounding, 0.5)
     gamma /= 1 - gamma
     scale = max([1e-300, *(float(np.abs(g).max()) for g in whole.gradients if g is not None and g.size)])
     found = [Finding("loss", "loss", abs(cut.loss - whole.loss) / max(abs(whole.loss), scale), gamma)]
@@ -175,7 +195,7 @@ def _findings(
         # An optimizer that divides by the gradient's size turns its relative error into one of the step: the more,
         # the smaller the gradient. Where it is rounding alone, the step is too.
         steeper = scale / np.maximum(np.abs(expected), 1e-300)
-        bounds = np.where(steeper * gamma < 1e-3, 10 * gamma * steeper + (1 + np.abs(aimed) / step) * _UNIT, np.inf)
+        bounds = np.where(steeper * gamma < 1e-3, 10 * gamma * steeper + (1 + np.abs(aimed) / step) * rounding, np.inf)
         apart_by = np.abs(reached - aimed) / step
         worst = np.unravel_index(np.argmax(apart_by / bounds), apart_by.shape) if apart_by.size else None
         if worst is not None:

@@ -11,9 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import by_name, examples_in, parts_of, terms, weighted_sum
+from pipeline.accumulation import by_name, examples_in, layers_of, parts_of, terms, weighted_sum
 
-APART = 1e-9  # relative to the largest output: above all rounding of float64
 _AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # of noise, as Keras' layers call it
 
 
@@ -22,7 +21,7 @@ def without_noise(model: keras.Model) -> Iterator[list[str]]:
     """Switch the noise of Keras' dropout and noise layers off meanwhile; yield the names of these layers."""
     found = [
         (layer, name, amount)
-        for layer in model._flatten_layers()
+        for layer in layers_of(model)
         for name in _AMOUNTS
         if isinstance(amount := getattr(layer, name, None), int | float) and amount and _draws(layer)
     ]
@@ -39,8 +38,12 @@ def _draws(layer: keras.Layer) -> bool:
     return any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
 
 
-def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int) -> str:
-    """Return which layer or loss gives an example another value in a micro-batch than in the whole, and why."""
+def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int, rounding: float = 2.0**-53) -> str:
+    """Return which layer or loss gives an example another value in a micro-batch than in the whole, and why.
+
+    `rounding` is the unit of the coarsest precision that is computed in.
+    """
+    apart = 1e7 * rounding  # relative to the largest output: 1e-9 in float64
     x, y, sample_weight = parts_of(batch)
     count = int(examples_in(x))
     cuts = [(start, min(start + micro_batch_size, count)) for start in range(0, count, micro_batch_size)]
@@ -51,12 +54,12 @@ def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int) ->
         variable.assign(value)
     for index, (layer, output) in enumerate(whole):
         pieces = [recorded[index][1] for recorded, _, _ in parts]
-        if _differs(output, pieces, count):
+        if _differs(output, pieces, count, apart):
             return f"{layer.name} ({type(layer).__name__}): {_reason(layer)}"
     shares = [(stop - start) / count for start, stop in cuts]
     for name, value in added.items():
         if abs(sum(share * more.get(name, 0) for share, (_, _, more) in zip(shares, parts, strict=True)) - value) > (
-            APART * max(1, abs(value))
+            apart * max(1, abs(value))
         ):
             return f"{name}: what it adds to the loss is not the mean of what its examples add"
     if loss is not None:
@@ -64,7 +67,7 @@ def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int) ->
         for (start, stop), (_, of_part, _) in zip(cuts, parts, strict=True):
             sums.append(_sums(model, loss, _slice((x, y, sample_weight), start, stop), of_part))
         for (given, total), *others in zip(*sums, strict=True):
-            if abs(sum(part for _, part in others) - total) > APART * max(1, abs(total)):
+            if abs(sum(part for _, part in others) - total) > apart * max(1, abs(total)):
                 return f"{given.name} ({type(given).__name__}): its loss of an example depends on the others"
     return "no layer and no loss, but the update itself"
 
@@ -79,7 +82,7 @@ def _sums(model: keras.Model, loss: Any, batch: Any, outputs: Any) -> list[tuple
 def _recorded(model: keras.Model, x: Any) -> tuple[list[tuple[keras.Layer, Any]], Any, dict[str, float]]:
     """Return what each layer gave in a forward pass, in the order in which they ended, and what each added."""
     given: list[tuple[keras.Layer, Any]] = []
-    layers = [layer for layer in model._flatten_layers() if layer is not model]
+    layers = layers_of(model)
 
     def recording(layer: keras.Layer) -> Any:
         call = layer.call
@@ -103,16 +106,18 @@ def _recorded(model: keras.Model, x: Any) -> tuple[list[tuple[keras.Layer, Any]]
     return given, outputs, added
 
 
-def _differs(output: Any, pieces: list[Any], count: int) -> bool:
+def _differs(output: Any, pieces: list[Any], count: int, apart_by: float) -> bool:
     for whole, *parts in zip(tf.nest.flatten(output), *map(tf.nest.flatten, pieces), strict=True):
         if isinstance(whole, tf.RaggedTensor) or not tf.is_tensor(whole) or not whole.dtype.is_floating:
             continue
         if whole.shape.rank == 0 or whole.shape[0] != count:
             continue
+        if sum(part.shape[0] for part in parts) != count:  # of no example, whatever its size
+            continue
         if any(part.shape[1:] != whole.shape[1:] for part in parts):
             return True
         apart = np.abs(np.concatenate(parts) - whole).max(initial=0.0)
-        if not apart <= APART * max(float(np.abs(whole).max(initial=0.0)), 1e-300):
+        if not apart <= apart_by * max(float(np.abs(whole).max(initial=0.0)), 1e-300):
             return True
     return False
 

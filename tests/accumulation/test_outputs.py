@@ -197,6 +197,39 @@ def test_a_model_that_adds_its_loss_needs_no_labels(batch):
         np.testing.assert_allclose(a, b, rtol=0, atol=EXACT)
 
 
+class Flattened(losses.Loss):
+    """One value a token, and no axis of examples: as many as tokens, or those alone that are not 0."""
+
+    def __init__(self, drop=False, **arguments):
+        super().__init__(**arguments)
+        self.drop = drop
+
+    def call(self, y_true, y_pred):
+        values = keras.losses.sparse_categorical_crossentropy(
+            keras.ops.reshape(y_true, (-1,)), keras.ops.reshape(y_pred, (-1, 3)), from_logits=True
+        )
+        return tf.boolean_mask(values, tf.reshape(y_true, (-1,)) > 0) if self.drop else values
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_loss_of_flattened_tokens_beside_others(drop):
+    inputs = keras.Input((5,), dtype="int64")
+    hidden = layers.Embedding(4, 3, embeddings_regularizer=keras.regularizers.L2(0.1))(inputs)
+    model = keras.Model(inputs, [layers.Dense(3, name="kind")(hidden), layers.Dense(1, name="size")(hidden)])
+    y = [labels(N, 5), random(N, 5, 1)]
+    assert_equal(model, (labels(N, 5), y), loss=lambda: [Flattened(drop), losses.MeanSquaredError()])
+
+
+def test_metrics_have_the_labels_of_their_own_output():
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, {name: layers.Dense(1, name=name)(inputs) for name in "abc"})
+    loss = {"a": losses.MeanSquaredError(), "b": None, "c": losses.MeanSquaredError()}
+    metrics = {name: [keras.metrics.MeanSquaredError(name="mse")] for name in "ca"}
+    results, _ = by_update(model, (X, (random(N, 1), 100 + random(N, 1))), loss=loss, metrics=metrics)
+    assert results["a_mse"] == pytest.approx(results["a_loss"], rel=EXACT)
+    assert results["c_mse"] == pytest.approx(results["c_loss"], rel=EXACT)
+
+
 def test_an_evaluation_is_that_of_keras():
     model = two_heads()
     given = {"loss": [cross_entropy(), losses.MeanSquaredError()], "loss_weights": [0.5, 2.0]}
@@ -216,6 +249,7 @@ def test_an_evaluation_is_that_of_keras():
         ({"loss": {"kind": None, "siez": None}}, "must be named as an output, one of kind, size. Received: siez"),
         ({"loss": [None]}, "must have 2 entries, one an output. Received: 1"),
         ({"loss_weights": 2.0}, "must be given for each of the outputs kind, size"),
+        ({"batch": (X, Y, {"kind": np.ones(N)})}, "there must be sample weights for each output. Missing: size"),
         ({"batch": (X, {"kind": Y[0]})}, "there must be labels for the output size"),
         ({"batch": (X, Y, np.ones((N, 3)))}, "do not fit values of shape"),
         (

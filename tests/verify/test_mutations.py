@@ -106,6 +106,12 @@ def doubled_regulariser(patch):
     patch.setattr(update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given))
 
 
+def wrong_labels(patch):
+    whole = update.update_metrics
+    zeros = lambda y: {name: 0 * labels for name, labels in y.items()}  # noqa: E731
+    patch.setattr(update, "update_metrics", lambda metrics, y, *more: whole(metrics, zeros(y), *more))
+
+
 def stale_metric(patch):
     call = Update.__call__
 
@@ -133,6 +139,7 @@ def stale_metric(patch):
         (dropped_weights, {"loss", "gradient"}),
         (doubled_regulariser, {"loss", "gradient"}),
         (stale_metric, {"metric"}),
+        (wrong_labels, {"metric"}),
     ],
 )
 def test_a_mutation_is_found(monkeypatch, mutation, kinds):
@@ -189,6 +196,16 @@ def test_what_is_at_fault_is_named(layer, loss, named):
 def differing_in(model, loss, optimizer, batch):
     (findings,) = engine.compare(Update(model, loss, optimizer, 4), [batch])
     return [found for found in findings if not found.holds]
+
+
+def test_what_the_optimizer_scales_and_a_loss_in_float32_are_no_fault():
+    """A scaled loss has scaled gradients on both sides; the bound is that of the coarsest precision."""
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+    loss, optimizer = keras.losses.MeanSquaredError(dtype="float32"), keras.optimizers.SGD(0.1, loss_scale_factor=8.0)
+    model.compile(optimizer, loss)
+    optimizer.build(model.trainable_variables)
+    random = np.random.default_rng(0)
+    assert differing_in(model, loss, optimizer, (random.normal(size=(12, 6)), random.normal(size=(12, 1)))) == []
 
 
 def test_noise_is_switched_off_and_on_again():
