@@ -297,7 +297,7 @@ PREPARED = {
     f"train {TWO} '~training.loss.b'": "training.loss must fit … (must name every output, with null for one without a "
     "loss. Missing: b). Received: …",
     f"train {TWO} 'training.loss_weights={{c: 1}}'": "training.loss_weights must fit the outputs (must be named as an "
-    "output, one of a, b. Received: c). Received: {c: 1}.",
+    "output, one of a, b. Received: c). Received: {c: 1.0}.",
     f"train {TWO} '+training.metrics={{c: {{m: {{_target_: keras.metrics.AUC}}}}}}'": "training.metrics.c.m must fit … "
     "(must be of an output, one of a, b. Received: c). Received: 'AUC'.",
     f"train {TWO} 'training.class_weight={{0: 1}}'": "training.class_weight must be null where an example is not (x, "
