@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,20 +19,18 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline import objective_nodes as objective
 from pipeline import sizes
 from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
 from pipeline.masking import remember
-from pipeline.metric_names import UPDATE_METRICS
-from pipeline.objective_nodes import METRIC_GROUPS, are_class_weights, are_loss_weights, by_output, metrics_of
+from pipeline.metric_names import NAME_RULE, is_name
 from pipeline.scaling import Rule
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
-_NAME = re.compile(r"[\w.\-/: ]{1,250}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folder or a URI
-_NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
@@ -179,8 +176,11 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
     **dict.fromkeys(("hardware.gpus_per_job", "scaling.reference_batch_size"), _COUNT),
     **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),
-    "training.class_weight": ("null, or a number of at least 0 for each class, a whole number", are_class_weights),
-    "training.loss_weights": ("null, or a number for each output", are_loss_weights),
+    "training.class_weight": (
+        "null, or a number of at least 0 for each class, a whole number",
+        objective.are_class_weights,
+    ),
+    "training.loss_weights": ("null, or a number for each output", objective.are_loss_weights),
     "dataset.in_memory": ("true or false", lambda value: isinstance(value, bool)),
     "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),
     "tracking.experiment": ("a name of 1 to 250 characters", lambda value: value.strip() and len(value) <= 250),
@@ -211,7 +211,7 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
         if _COUNTING.fullmatch(key) and _is_integer(value) and value > LARGEST:
             raise ConfigError(key, f"must be at most {LARGEST}", value)
         if not is_name(key):
-            raise ConfigError(key, f"must be a name that MLflow takes for a param: {_NAME_RULE}", key)
+            raise ConfigError(key, f"must be a name that MLflow takes for a param: {NAME_RULE}", key)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     sizes.settle_horizon(config.training, named)
     uri = config.tracking.uri
@@ -254,8 +254,8 @@ def _check_keys(config: DictConfig) -> None:
 
 def _check_targets(config: DictConfig) -> None:
     nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
-    nodes |= {key: node for key, node in by_output(config.training.loss) if node is not None}
-    metrics = [metric for group in METRIC_GROUPS for metric in metrics_of(config.training, group)]
+    nodes |= {key: node for key, node in objective.by_output(config.training.loss) if node is not None}
+    metrics = [metric for group in objective.METRIC_GROUPS for metric in objective.metrics_of(config.training, group)]
     nodes |= {metric.key: metric.node for metric in metrics}
     nodes |= {f"training.callbacks.{name}": node for name, node in config.training.callbacks.items()}
     if OmegaConf.select(config, "dataset.augment") is not None:
@@ -264,14 +264,7 @@ def _check_targets(config: DictConfig) -> None:
         target = node.get("_target_") if isinstance(node, DictConfig) else node
         if not (isinstance(node, DictConfig) and isinstance(target, str)):
             raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", target)
-    names = [metric.full_name for metric in metrics]
-    for metric in metrics:
-        name = metric.full_name
-        taken = name in UPDATE_METRICS or metric.name == "loss" or names.count(name) > 1
-        if taken or not is_name(f"train/{name}"):
-            ours = ", ".join(sorted(UPDATE_METRICS))
-            rule = f"must have a name that MLflow takes ({_NAME_RULE}) other than {ours} and those of other metrics"
-            raise ConfigError(metric.key, rule, name)
+    objective.check_names(metrics)
 
 
 def _check_values(config: DictConfig) -> None:
@@ -281,14 +274,8 @@ def _check_values(config: DictConfig) -> None:
     for key, (words, holds) in {**of_optimizer, **_CHECKS}.items():
         value = OmegaConf.select(config, key, default=MISSING)
         if value != MISSING and not holds(value):
-            raise ConfigError(
-                key, f"must be {words}", OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            )
-
-
-def is_name(name: str) -> bool:
-    """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
-    return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
+            shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            raise ConfigError(key, f"must be {words}", shown)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -5,7 +5,17 @@ A new metric of an update is computed in `pipeline.accumulation` and has its lin
 
 from __future__ import annotations
 
+import posixpath
+import re
 from dataclasses import dataclass
+
+_NAME = re.compile(r"[\w.\-/: ]{1,250}")
+NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
+
+
+def is_name(name: str) -> bool:
+    """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
+    return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
 
 
 @dataclass(frozen=True)

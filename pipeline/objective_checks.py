@@ -20,10 +20,9 @@ from pipeline.accumulation import (
     update_metrics,
     weighted_sum,
 )
-from pipeline.config import is_name
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError, refused
-from pipeline.metric_names import UPDATE_METRICS
+from pipeline.metric_names import UPDATE_METRICS, is_name
 from pipeline.objective import Objective
 from pipeline.objective_nodes import METRIC_GROUPS
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
+
+from pipeline.errors import ConfigError
+from pipeline.metric_names import NAME_RULE, UPDATE_METRICS, is_name
 
 METRIC_GROUPS = ("metrics", "weighted_metrics")
 
@@ -38,6 +41,18 @@ def metrics_of(training: DictConfig, group: str) -> list[MetricNode]:
         else:
             found.append(MetricNode(key, None, name, node))
     return found
+
+
+def check_names(metrics: Sequence[MetricNode]) -> None:
+    """Refuse a metric whose name MLflow does not take, or that is the name of another metric."""
+    names = [metric.full_name for metric in metrics]
+    for metric in metrics:
+        name = metric.full_name
+        taken = name in UPDATE_METRICS or metric.name == "loss" or names.count(name) > 1
+        if taken or not is_name(f"train/{name}"):
+            ours = ", ".join(sorted(UPDATE_METRICS))
+            rule = f"must have a name that MLflow takes ({NAME_RULE}) other than {ours} and those of other metrics"
+            raise ConfigError(metric.key, rule, name)
 
 
 def by_output(node: Any, key: str = "training.loss") -> Iterator[tuple[str, Any]]:

@@ -37,12 +37,11 @@ def verify(arguments: Sequence[str]) -> int:
     with layers.without_noise(parts.model) as quiet:
         if quiet:
             say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
-        with refused("model", "must run in float64, in which it is verified", parts.model.name):
+        with refused("model", "must compute an update in float64, in which it is verified", parts.model.name):
             compared = engine.compare(update, show)
         holds = all(finding.holds for findings in compared for finding in findings)
-        why = (
-            "" if holds else layers.culprit(parts.model, update.loss, whole, cut.micro_batch_size, engine.unit(update))
-        )
+        looked_at = parts.model, update.loss, whole, cut.micro_batch_size, engine.unit(update)
+        why = "" if holds else layers.culprit(*looked_at)
     for batch, findings in zip(show, compared, strict=True):
         say(*_table(findings, engine.examples(batch)), to=sys.stdout)
     one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
@@ -56,15 +55,8 @@ def verify(arguments: Sequence[str]) -> int:
 def _table(findings: Sequence[Any], examples: int) -> list[str]:
     rows = [("", "apart", "rounding", "")]
     for found in findings:
-        mark = "" if found.holds else "DIFFERENT"
-        rows.append(
-            (
-                f"{found.kind} {found.what}".replace("loss loss", "loss"),
-                f"{found.error:.1e}",
-                f"{found.bound:.1e}",
-                mark,
-            )
-        )
+        what = found.what if found.kind == "loss" else f"{found.kind} {found.what}"
+        rows.append((what, f"{found.error:.1e}", f"{found.bound:.1e}", "" if found.holds else "DIFFERENT"))
     width = max(len(row[0]) for row in rows)
     return [
         f"{examples} examples",
@@ -80,10 +72,14 @@ def _log(config: Any, certificate: list[Any], holds: bool, verdict: str) -> None
     client = store.client()
     run = client.create_run(store.experiment(config.tracking.experiment), run_name="verify", tags={"verify": verdict})
     run_id = run.info.run_id
-    for key, value in configuration.leaves(configuration.plain(config)).items():
-        client.log_param(run_id, key, mask(str(value)))
-    apart = max(found["apart"] for findings in certificate for found in findings)
-    client.log_metric(run_id, "verify/apart", apart)
-    client.log_text(run_id, json.dumps(certificate, indent=1), "certificate.json")
-    client.set_terminated(run_id, "FINISHED" if holds else "FAILED")
+    status = "FAILED"
+    try:
+        for key, value in configuration.leaves(configuration.plain(config)).items():
+            client.log_param(run_id, key, mask(str(value))[:6000])  # MLflow takes no more
+        apart = max(found["apart"] for findings in certificate for found in findings)
+        client.log_metric(run_id, "verify/apart", apart)
+        client.log_text(run_id, json.dumps(certificate, indent=1), "certificate.json")
+        status = "FINISHED" if holds else "FAILED"
+    finally:
+        client.set_terminated(run_id, status)
     say(f"MLflow run {run_id} in {mask(config.tracking.uri)}", to=sys.stdout)

@@ -170,8 +170,9 @@ def _longest_sum(update: Update, batch: Any) -> int:
     """Return how many numbers are added, one after the other, on the way from the batch to a gradient, at most."""
     layers = 1 + len({variable.path.rpartition("/")[0] for variable in update.model.trainable_variables})
     widest = max(int(np.prod(variable.shape)) for variable in update.model.trainable_variables)
-    elements = sum(int(np.prod(leaf.shape)) for leaf in tf.nest.flatten(parts_of(batch)) if leaf is not None)
-    return 2 * layers * widest + elements
+    leaves = [leaf for leaf in tf.nest.flatten(parts_of(batch)) if leaf is not None]
+    dense = [leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf for leaf in leaves]
+    return 2 * layers * widest + sum(int(tf.size(leaf)) for leaf in dense)
 
 
 def _findings(
