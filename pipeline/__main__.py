@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from pipeline.errors import ConfigError, RunError, say
+from pipeline.errors import NOT_SHIPPED, ConfigError, NotShippedError, RunError, say
 from pipeline.masking import mask
 
 VERBS = {  # name → where it is, and what it does
@@ -18,6 +18,8 @@ VERBS = {  # name → where it is, and what it does
         "pipeline.train:sweep",
         "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
     ),
+    "resume": ("pipeline.resume:resume", "an interrupted run, from its last checkpoint on"),
+    "sync": ("pipeline.sync:sync", "ship to MLflow whatever a run could not"),
     "rerun": ("pipeline.rerun.command:rerun", "the same run again from what MLflow recorded, then a comparison"),
     "verify": ("pipeline.verify.command:verify", "whether, for this config, accumulating equals the large batch"),
     "report": ("pipeline.report.command:report", "the comparison of a sweep, as plots and a table"),
@@ -26,7 +28,8 @@ VERBS = {  # name → where it is, and what it does
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return the exit status: 0 done, 1 failed, 2 wrong input, 130 or 143 interrupted."""
+    """Run one verb; return the exit status: 0 done, 1 failed, 2 wrong input, 3 different, 4 trained but not all in the
+    store, 130 or 143 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     sys.path.append(os.getcwd())  # a user's own modules, also for the installed command
     try:
@@ -38,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(*mask(traceback.format_exc()).splitlines())
         say(f"pipeline: {error}")
         return 2 if isinstance(error, ConfigError) else 1
+    except NotShippedError as error:
+        say(f"pipeline: {error}")
+        return NOT_SHIPPED
     except KeyboardInterrupt:
         say("pipeline: interrupted")
         return 130

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import config as configuration
-from pipeline.errors import ConfigError, RunError, described, printable, say
+from pipeline.errors import ConfigError, NotShippedError, RunError, described, printable, say
 from pipeline.hydra_errors import COMPOSITION, refusing
 from pipeline.hydra_internals import get_args_parser
 from pipeline.masking import mask
@@ -121,6 +121,12 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         try:
             configuration.expand_home(config)
             return task(config)
+        except NotShippedError as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                say(str(error))
+                return error.loss  # the job has done what it was for
+            raised.append(error)
+            return None
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.

@@ -33,6 +33,8 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folder or a URI
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
+Resume = Enum("Resume", ["auto"])
+Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
 
@@ -63,6 +65,7 @@ class TrainingConfig:
     metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}
     weighted_metrics: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    resume: Resume | None = None
 
 
 @dataclass
@@ -89,6 +92,8 @@ class TrackingConfig:
     sweep: str | None = None
     job: str | None = None
     confined: bool = False
+    patience: float = 60.0
+    when_unreachable: Unreachable = Unreachable.refuse
 
 
 @dataclass
@@ -172,7 +177,7 @@ _OF_KERAS_OPTIMIZERS = {
 }
 _REPLICAS = max(16, os.cpu_count() or 1)  # a logical device is a thread: more than these only wait for each other
 _CHECKS: dict[str, Check] = {
-    "optimizer.learning_rate": _POSITIVE,
+    **dict.fromkeys(("optimizer.learning_rate", "tracking.patience"), _POSITIVE),
     **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
     **dict.fromkeys(("hardware.gpus_per_job", "scaling.reference_batch_size"), _COUNT),
     **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),

@@ -65,6 +65,21 @@ class RunError(Exception):
     """A run failed while running. The message is one line and names the file with the traceback. Exit status 1."""
 
 
+NOT_SHIPPED = 4  # exit status
+
+
+class NotShippedError(Exception):
+    """A run trained to its end, but not all of it is in the store yet: `pipeline sync`. Exit status 4.
+
+    Args:
+        loss: the last one of the run.
+    """
+
+    def __init__(self, message: str, loss: float):
+        super().__init__(message)
+        self.loss = loss
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses a wrong command line in one line."""
 

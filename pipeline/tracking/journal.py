@@ -4,14 +4,17 @@
 
 The trainer never waits for the tracker, shares no interpreter lock with it, and imports nothing of MLflow
 before the run is over. What is on disk keeps its time stamp, so shipping a line again changes nothing. When the
-trainer dies without a word, the shipper still ships what was written and closes the run.
+trainer dies without a word, the shipper still ships what was written and closes the run; when the shipper dies,
+another one is started; when both do, `pipeline sync` ships the rest.
 
-One line is one JSON object, with its time in milliseconds as well:
-    {"start": {…}}                                    the run: params, tags; the first line
+One line is one JSON object, with its time in milliseconds and its checksum (`pipeline.tracking.journal_file`) as well:
+    {"start": {…}}                                    the run: format, store, params, tags; the first line
+    {"run": {"run_id": …, "experiment_id": …}}        what the store called it
     {"dataset": {…}, "context": "training"}           one of its inputs
     {"step": updates, "metrics": {…}}
-    {"tags": {…}}    {"artifact": path}
+    {"tags": {…}}    {"artifact": name in the run directory}
     {"end": "FINISHED" | "FAILED" | "KILLED"}
+    {"resume": {…}}                                   it goes on: what its next segment begins with
 """
 
 from __future__ import annotations
@@ -19,17 +22,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pipeline import imports
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
+from pipeline.masking import mask
+from pipeline.tracking import journal_file
+from pipeline.tracking.journal_file import FORMAT, Past, Writer
 from pipeline.trust import artifact_locations
 
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one a line
+REVIVE = 5.0  # seconds between two looks at whether the shipper lives
+SILENCE = 10.0  # seconds for which the store may stay silent before it is said that the run waits for it
+RETRY = 5.0  # seconds between two tries to reach a store that is waited for
 
 
 class Journal:
@@ -38,23 +49,20 @@ class Journal:
     Args:
         uri: an MLflow tracking URI.
         experiment: that the run will belong to; created with the run where there is none.
+        patience: seconds to wait for the store, at the start and at the end of the run.
+        when_unreachable: what to do when the store does not answer at the start: `refuse` the run, `wait`, or train
+            `offline`.
     """
 
-    _file: TextIO
+    _writer: Writer
 
-    def __init__(self, uri: str, experiment: str):
-        self.uri, self.experiment = uri, experiment
-        # -P: a file of the user's folder with a module's name is not for the shipper, which runs none of their code.
-        # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
-        self.shipper: Any = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
-            text=True,
-            start_new_session=True,
-        )
-        self._send({"open": uri, "experiment": experiment, "places": artifact_locations.allowed_places()})
+    def __init__(self, uri: str, experiment: str, *, patience: float = 60.0, when_unreachable: str = "refuse"):
+        self.uri, self.experiment, self.patience = uri, experiment, patience
+        self._when_unreachable = when_unreachable
+        self._offline = False
+        self._path = Path()
+        self._looked = time.monotonic()
+        self.shipper = self._open()
 
     def ready(self) -> None:
         """Wait until the store answers.
@@ -62,14 +70,25 @@ class Journal:
         Raises:
             ConfigError: it cannot be reached, read or written; `abandon` what is left.
         """
-        answer = self._answer(self.shipper.stdout.readline())
-        if "error" in answer:
+        while True:
+            answer = self._answer()
+            if "error" not in answer:
+                return
             key = answer.get("key", "tracking.uri")
             rule = answer.get("rule", f"must be a store that answers ({answer['error']})")
-            raise ConfigError(key, rule, self.uri if key == "tracking.uri" else self.experiment)
+            if key != "tracking.uri" or self._when_unreachable == "refuse":
+                raise ConfigError(key, rule, self.uri if key == "tracking.uri" else self.experiment)
+            self.abandon()
+            if self._when_unreachable == "offline":
+                say(f"tracking.uri {rule}: this run is kept in its directory, for pipeline sync")
+                self._offline = True
+                return
+            say(f"tracking.uri {rule}: waiting for it")
+            time.sleep(RETRY)
+            self.shipper = self._open()
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
-        """Create the run and return its `run_id` and `experiment_id`.
+        """Create the run and return its `run_id` and `experiment_id`; nothing where it is kept offline.
 
         Args:
             path: of the journal file.
@@ -79,38 +98,168 @@ class Journal:
             ConfigError: another run has its journal there.
         """
         try:
-            # By the line: what the operating system has it keeps if this process dies.
-            self._file = path.open("x", buffering=1, encoding="utf-8")
-        except FileExistsError:  # of another run, begun in the same moment
+            self._writer = journal_file.create(path)
+        except ConfigError:
             self.abandon()
-            raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent)) from None
-        self.write({"start": run})
-        self._send({"start": str(path)})
-        answer = self._answer(self.shipper.stdout.readline())
-        if "error" in answer:
-            self.abandon()
-            raise RuntimeError(f"MLflow refused the run: {answer['error']}")
-        return answer
+            raise
+        tags = {**run["tags"], "journal": uuid.uuid4().hex}
+        self.write({"start": {"format": FORMAT, "store": mask(journal_file.absolute(self.uri)), **run, "tags": tags}})
+        return self._attached(path, again=False)
+
+    def go_on(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
+        """Go on with the run of `past`; return its IDs, as `start` does."""
+        answer = self._attached(past.path, again=True, writer=past)
+        self.write({"resume": segment})
+        return answer or past.run
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, which is of now unless it has a time. Each (metric, step) may be written once."""
-        self._file.write(_ENCODE({"time": int(time.time() * 1000), **line}) + "\n")
+        """Write one line, which is of now unless it has a time. Each (metric, step) may be written once.
+
+        Raises:
+            OSError: the disk is full, and too much waits in memory already.
+        """
+        self._writer.write(line)
+        if time.monotonic() - self._looked > REVIVE:
+            self._revive()
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk, safe from a loss of power.
+
+        Raises:
+            OSError: it has no room for them.
+        """
+        self._writer.sync()
 
     def close(self, status: str) -> str | None:
         """End the run and wait for the shipper; return why something could not be shipped, None when all of it was."""
-        self.write({"end": status})
-        self._file.close()
-        return self._answer(self.shipper.communicate()[0]).get("error")  # it ships what is left when its input ends
+        with contextlib.suppress(OSError):  # what the disk does not take is handed to the shipper
+            self._writer.write({"end": status})
+        until = time.monotonic() + self.patience
+        why: str | None = "the store was not asked"
+        try:
+            while not self._offline and why is not None and time.monotonic() < until:
+                self._revive()
+                why = self._finish(until)
+                time.sleep(0 if why is None else 1)
+        finally:  # an interruption included
+            self.abandon()
+            self._writer.close()
+        return why
 
     def abandon(self) -> None:
-        """Let the shipper go before a run was started; nothing is left in the store."""
+        """Let the shipper go; where no run was started, nothing is left in the store."""
         self.shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs
-        self.shipper.communicate()
 
-    def _send(self, command: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the answer, which is then missing, says so
-            self.shipper.stdin.write(json.dumps(command) + "\n")
-            self.shipper.stdin.flush()
+    def _open(self) -> _Shipper:
+        places = artifact_locations.allowed_places()
+        return _Shipper(
+            {"open": self.uri, "experiment": self.experiment, "places": places, "patience": self.patience}
+        )
 
-    def _answer(self, line: str) -> dict[str, str]:
-        return json.loads(line) if line else {"error": "the shipper ended without an answer"}
+    def _attached(self, path: Path, *, again: bool, writer: Past | None = None) -> dict[str, str]:
+        """Let the shipper create or find the run; return what the store calls it."""
+        self._path = path
+        answer: dict[str, str] = {}
+        if not self._offline:
+            self.shipper.send({"ship": str(path), "again": again})
+            answer = self._answer()
+            if "error" in answer:
+                self.abandon()
+                if "key" in answer:
+                    raise ConfigError(answer["key"], answer["rule"], str(path.parent))
+                raise RuntimeError(f"MLflow refused the run: {answer['error']}")
+        if writer is not None:
+            self._writer = writer.writer()
+        if answer and (writer is None or writer.run != answer):
+            self.write({"run": answer})
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        """Return the shipper's next answer; say that the store is silent where it is for long."""
+        answer = self.shipper.answer(min(SILENCE, self.patience))
+        if answer is None:
+            say(f"waiting for the store {mask(self.uri)}")
+            answer = self.shipper.answer(max(0.0, self.patience - SILENCE))
+        return answer or {"error": f"no answer within {self.patience:.0f} s"}
+
+    def _revive(self) -> None:
+        """Start another shipper where it died: it compares what the store holds with what the journal says."""
+        self._looked = time.monotonic()
+        if not self._offline and not self.shipper.alive():
+            self.shipper = self._open()
+            self.shipper.send({"ship": str(self._path), "again": True})
+
+    def _finish(self, until: float) -> str | None:
+        """Tell the shipper that the run has ended; return why it did not ship everything."""
+        shipper = self.shipper
+        shipper.send({"unwritten": self._writer.unwritten()})
+        shipper.close()
+        while (answer := shipper.answer(until - time.monotonic())) is not None:
+            if "shipped" in answer:
+                return None
+            if "error" in answer:
+                shipper.wait()
+                return str(answer["error"])
+        return f"no answer within {self.patience:.0f} s"
+
+
+class _Shipper:
+    """The process, and its answers as they come."""
+
+    def __init__(self, opening: dict[str, Any]):
+        # -P: a file of the user's folder with a module's name is not for the shipper, which runs none of their code.
+        # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
+        self._process: Any = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
+            text=True,
+            start_new_session=True,
+        )
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.send(opening)
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def send(self, command: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the answer, which is then an error, says so
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        """Return the next answer; None where there is none within `seconds`."""
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get(timeout=max(0.0, seconds))
+        return None
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Tell the shipper that nothing follows."""
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Wait for the process, which has answered for the last time."""
+        self._process.wait()
+
+    def terminate(self) -> None:
+        """End the process; kill it where it does not end, stopped or hanging."""
+        self.close()
+        self._process.terminate()
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(ValueError):  # half a line of a process that was killed
+            for line in self._process.stdout:
+                self._answers.put(json.loads(line))
+        self._answers.put({"error": "the shipper ended without an answer"})

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import __version__
-from pipeline.config import directory, leaves
+from pipeline.config import directory, leaves, plain
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
 
 if TYPE_CHECKING:
     from pipeline.dataset import Data
+    from pipeline.sizes import Batching
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
 AT_ONCE = 1024  # examples that are read at a time
@@ -32,6 +34,7 @@ AT_ONCE = 1024  # examples that are read at a time
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock")
+INTERRUPTION = ("resume", "checkpoint_every")  # of `training`
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 
@@ -41,6 +44,8 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
     Where a run lies, its `run_dir`, does not count.
     """
     same = {key: value for key, value in resolved.items() if key not in ("tracking", "trust")}
+    if isinstance(same.get("training"), dict):  # how often it may be interrupted is no part of a training
+        same["training"] = {key: value for key, value in same["training"].items() if key not in INTERRUPTION}
     if isinstance(same.get("dataset"), dict):  # the record of the data says which they were, wherever they lay
         same["dataset"] = {key: value for key, value in same["dataset"].items() if key != "data_dir"}
     text = json.dumps(same, sort_keys=True, default=str)
@@ -69,6 +74,19 @@ def environment(run_dir: Path) -> dict[str, Any]:
         "package": {"version": __version__, "sha256": _package_hash()},
         "packages": {of["Name"]: of["Version"] for of in sorted(installed, key=lambda of: of["Name"] or "")},
     }
+
+
+def segment(after: int, cut: Batching, config: DictConfig) -> dict[str, Any]:
+    """Describe what may change where a run is resumed.
+
+    Args:
+        after: completed updates before it.
+        cut: how an effective batch is cut.
+        config: of the run.
+    """
+    hardware = {key: str(value) for key, value in leaves(plain(config)["hardware"]).items()}
+    versions = {name: metadata.version(name) for name in ("tensorflow", "keras", "numpy")}
+    return {"after": after, "cut": asdict(cut), "hardware": hardware, "versions": versions}
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from pipeline.masking import mask, masked
 from pipeline.sizes import Plan
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.journal_file import DESCRIBED, NAME, Past
 
 if TYPE_CHECKING:
     import keras
@@ -29,7 +30,9 @@ class Tracker:
 
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan):
         self.journal, self.run_dir, self.plan = journal, run_dir, plan
-        self.run_id = self.experiment_id = ""
+        self.run_id = self.experiment_id = ""  # where a store has the run
+        self._updates: Container[int] = ()  # whose rows were written before the run was resumed
+        self._evaluations: Container[int] = ()
 
     def start(
         self,
@@ -59,26 +62,37 @@ class Tracker:
             "params": params | derived,
             "tags": {**provenance.origin(), "config.hash": config_hash, **place, **tags},
             "system_metrics": config.tracking.system_metrics,
+            "segment": provenance.segment(0, self.plan.batching, config),
         }
         # The dataset's name and tags may hold a secret as well as the config.
-        answer = self.journal.start(self.run_dir / "journal.jsonl", masked(run))
-        self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
-        for context, split in (("training", data.train), ("validation", data.validation)):
-            if split is not None:
-                self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
-        surroundings = provenance.environment(self.run_dir)
-        texts = {
-            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
-            "links.json": json.dumps(provenance.links(config), indent=1) + "\n",
-            "overrides.yaml": OmegaConf.to_yaml(masked(list(overrides))),
-            "environment.json": json.dumps(surroundings, indent=1) + "\n",
-            "dataset.json": json.dumps(dataset, indent=1) + "\n",
-        }
-        if surroundings["git"].get("clean") is False:
-            texts["git.diff"] = provenance.diff()
-        for name, text in texts.items():
-            (self.run_dir / name).write_text(mask(text), encoding="utf-8")
-            self.journal.write({"artifact": str((self.run_dir / name).absolute())})
+        answer = self.journal.start(self.run_dir / NAME, masked(run))
+        self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
+        self._describe(config, resolved, overrides, data, dataset)
+
+    def resume(
+        self,
+        past: Past,
+        segment: Mapping[str, Any],
+        config: DictConfig,
+        overrides: Sequence[str],
+        data: Data,
+        dataset: dict[str, Any],
+    ) -> None:
+        """Go on with the run of `past`: its rows are not written again.
+
+        Args:
+            past: of the journal.
+            segment: what `provenance.segment` says of what follows.
+            config, overrides, data, dataset: as `start` takes them.
+        """
+        self._updates, self._evaluations = past.updates, past.evaluations
+        answer = self.journal.go_on(past, dict(segment))
+        self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
+        if not past.described:
+            self._describe(config, masked(configuration.plain(config)), overrides, data, dataset)
+        segments = [past.start["segment"], *past.resumed, segment]
+        self._artifact("segments.json", json.dumps(segments, indent=1) + "\n")
+        self.journal.write({"tags": {"segments": str(len(segments))}})
 
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """Write the row of one update.
@@ -89,6 +103,8 @@ class Tracker:
             performance: each under its name without `perf/`.
             at: seconds since the epoch.
         """
+        if update in self._updates:
+            return
         row = {f"train/{name}": value for name, value in results.items()}
         row["train/effective_batch_size"] = self.plan.batch_size(update)
         row["train/micro_steps"] = self.plan.micro_steps(update)
@@ -99,6 +115,8 @@ class Tracker:
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of one evaluation after `update` updates."""
+        if update in self._evaluations:
+            return
         row = {f"val/{name}": value for name, value in results.items()}
         row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
         self.journal.write({"step": update, "metrics": row})
@@ -108,6 +126,36 @@ class Tracker:
         if failure:
             self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
         return self.journal.close(status)
+
+    def _describe(
+        self,
+        config: DictConfig,
+        resolved: Mapping[str, Any],
+        overrides: Sequence[str],
+        data: Data,
+        dataset: dict[str, Any],
+    ) -> None:
+        """Log the inputs and the artifacts that are known before a run trains; `DESCRIBED` is the last."""
+        for context, split in (("training", data.train), ("validation", data.validation)):
+            if split is not None:
+                self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
+        surroundings = provenance.environment(self.run_dir)
+        texts = {
+            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
+            "links.json": json.dumps(provenance.links(config), indent=1) + "\n",
+            "overrides.yaml": OmegaConf.to_yaml(masked(list(overrides))),
+            "environment.json": json.dumps(surroundings, indent=1) + "\n",
+        }
+        if surroundings["git"].get("clean") is False:
+            texts["git.diff"] = provenance.diff()
+        texts[DESCRIBED] = json.dumps(dataset, indent=1) + "\n"
+        for name, text in texts.items():
+            self._artifact(name, text)
+
+    def _artifact(self, name: str, text: str) -> None:
+        """Write a file of the run directory, and log it."""
+        (self.run_dir / name).write_text(mask(text), encoding="utf-8")
+        self.journal.write({"artifact": name})
 
 
 def _dataset(data: Data, context: str, split: tf.data.Dataset) -> dict[str, str]:

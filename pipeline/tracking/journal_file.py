@@ -1,0 +1,259 @@
+"""The file of a journal: lines that prove each other, one writer and one shipper at a time.
+
+Each line begins with a checksum of itself and of all lines before it, so that a byte that was changed and a line that
+was lost are found, wherever they are. What is before them stays valid. A line without its end is one that a process
+was writing when it died: it does not count, and who goes on with the journal writes over it.
+
+Writer and shipper each lock a byte of the file. The operating system frees these locks when their process ends,
+however it ends, and a process that was forked from it does not have them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError, say
+
+NAME = "journal.jsonl"  # in the run directory
+DESCRIBED = "dataset.json"  # the last of the artifacts that a run logs before it trains
+FORMAT = 1  # of the lines; `{"start": {"format": …}}` says it
+WRITER, SHIPPER = 0, 1  # the bytes that are locked
+MOST_WAITING = 2**28  # bytes that wait for room on a full disk, in memory
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one a line
+_HEAD = len('{"crc":"00000000",')
+_AT_ONCE = 2**20  # bytes read at a time
+
+
+class DamagedError(ValueError):
+    """A line of a journal is not as it was written. The message says which one."""
+
+
+def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
+    """Lock a byte of the file; return whether it was free within `seconds`. It stays locked until the file is closed.
+
+    Closing any descriptor of the file frees the locks that this process has of it.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.1)
+
+
+class Reader:
+    """Reads the lines of a journal, also while they are being written.
+
+    Attributes:
+        offset: bytes that were read, which end with a whole line.
+        crc: of these.
+    """
+
+    def __init__(self, descriptor: int):
+        self.offset = self.crc = self._number = 0
+        self._descriptor = descriptor
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the whole lines that follow.
+
+        Raises:
+            DamagedError: the next one is not as it was written.
+        """
+        size = _AT_ONCE
+        while chunk := os.pread(self._descriptor, size, self.offset):
+            whole = chunk[: chunk.rfind(b"\n") + 1]
+            if not whole:
+                if len(chunk) < size:
+                    return
+                size *= 2  # a line that is longer than what was read
+                continue
+            for text in whole.splitlines(keepends=True):
+                yield self.checked(text)
+
+    def checked(self, text: bytes) -> dict[str, Any]:
+        """Return the line whose text is the next one.
+
+        Raises:
+            DamagedError: it is not as it was written.
+        """
+        crc = zlib.crc32(text[_HEAD:], self.crc)
+        if text[:_HEAD] != f'{{"crc":"{crc:08x}",'.encode():
+            older = self._number == 0 and text.startswith(b'{"time":')
+            wrong = f"line {self._number + 1} is not as it was written"
+            raise DamagedError("it is of a version before this one" if older else wrong)
+        self.offset, self.crc, self._number = self.offset + len(text), crc, self._number + 1
+        line: dict[str, Any] = json.loads(text)
+        return line
+
+
+class Writer:
+    """Appends lines. What a full disk does not take waits in memory, and is written when there is room again."""
+
+    def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
+        self._descriptor, self._crc = descriptor, crc
+        self._waiting = bytearray()
+        os.ftruncate(descriptor, offset)
+        os.lseek(descriptor, offset, os.SEEK_SET)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write one line, which is of now unless it has a time.
+
+        Raises:
+            OSError: it could not be written, and too much waits in memory already.
+        """
+        text = (_ENCODE({"time": int(time.time() * 1000), **line})[1:] + "\n").encode()
+        self._crc = zlib.crc32(text, self._crc)
+        self._waiting += f'{{"crc":"{self._crc:08x}",'.encode() + text
+        waited = len(self._waiting) > _HEAD + len(text)
+        try:
+            self._drain()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._waiting) > MOST_WAITING:
+                raise
+            if not waited:
+                say(f"the journal cannot be written ({error.strerror}): its lines wait in memory")
+
+    def sync(self) -> None:
+        """Return when the disk has all lines.
+
+        Raises:
+            OSError: it has no room.
+        """
+        self._drain()
+        os.fsync(self._descriptor)
+
+    def unwritten(self) -> str:
+        """Return what waits in memory; the first line of it may lack its beginning, which was written."""
+        return self._waiting.decode()
+
+    def close(self) -> None:
+        """Close the file, which frees its lock."""
+        os.close(self._descriptor)
+
+    def _drain(self) -> None:
+        while self._waiting:
+            del self._waiting[: os.write(self._descriptor, self._waiting)]
+
+
+def create(path: Path) -> Writer:
+    """Return the writer of a new journal, locked.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent)) from None
+    lock(descriptor, WRITER)
+    return Writer(descriptor)
+
+
+@dataclass
+class Past:
+    """What a journal says of its run so far. It is locked, for the one who goes on with it.
+
+    Attributes:
+        start: what the run was created with.
+        run: its `run_id` and `experiment_id`; empty where no store has had it.
+        updates, evaluations: the steps whose rows are written.
+        last: the latest value of each metric.
+        resumed: what each of the segments but the first began with.
+        described: whether all artifacts are logged that a run logs before it trains.
+        status: FINISHED, FAILED or KILLED; None for one that ended without a word.
+        damage: which line is not as it was written; empty where all are.
+    """
+
+    path: Path
+    descriptor: int
+    start: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, str] = field(default_factory=dict)
+    updates: set[int] = field(default_factory=set)
+    evaluations: set[int] = field(default_factory=set)
+    last: dict[str, float] = field(default_factory=dict)
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    described: bool = False
+    status: str | None = None
+    damage: str = ""
+    offset: int = 0
+    crc: int = 0
+
+    @classmethod
+    def of(cls, run_dir: Path, key: str = "RUN") -> Past:
+        """Return the past of the run in `run_dir`.
+
+        Args:
+            run_dir: a run directory.
+            key: of the argument that names it, for an error.
+
+        Raises:
+            ConfigError: there is none, it is of another version, or it is still running.
+        """
+        path = run_dir / NAME
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(key, f"must have a {NAME} ({error.strerror})", str(run_dir)) from None
+        past = cls(path, descriptor)
+        try:
+            if not lock(descriptor, WRITER):
+                raise ConfigError(key, "is still running", str(run_dir))
+            past._read(key)
+        except BaseException:
+            past.close()
+            raise
+        return past
+
+    def _read(self, key: str) -> None:
+        reader, place = Reader(self.descriptor), str(self.path.parent)
+        try:
+            for line in reader.lines():
+                self._add(line)
+        except DamagedError as error:
+            self.damage = str(error)
+        version = self.start.get("format")
+        if version != FORMAT:
+            found = f"format {version}" if self.start else self.damage or "it is empty"
+            raise ConfigError(key, f"must have a journal of format {FORMAT} ({found})", place)
+        self.offset, self.crc = reader.offset, reader.crc
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if "metrics" in line:
+            steps = self.updates if "train/loss" in line["metrics"] else self.evaluations
+            steps.add(line["step"])
+            self.last |= line["metrics"]
+        elif "resume" in line:
+            self.resumed.append(line["resume"])
+            self.status = None
+        self.described |= line.get("artifact") == DESCRIBED
+        self.start = line.get("start", self.start)
+        self.run = line.get("run", self.run)
+        self.status = line.get("end", self.status)
+
+    def writer(self) -> Writer:
+        """Return what goes on after the last whole line."""
+        return Writer(self.descriptor, self.offset, self.crc)
+
+    def close(self) -> None:
+        """Let the journal be, and free its lock."""
+        os.close(self.descriptor)
+
+
+def absolute(uri: str) -> str:
+    """Return the URI of a store with the whole path of a SQLite file."""
+    prefix = "sqlite:///"
+    return prefix + os.path.abspath(uri.removeprefix(prefix)) if uri.startswith(prefix) else uri
