@@ -44,8 +44,8 @@ def find(start: str, key: str) -> Path:
     by_id = {}
     for folder in _run_dirs([]):
         try:
-            past = Past.of(Path(folder), key)
-        except ConfigError:  # it is running, or no journal of ours
+            past = Past.of(Path(folder), key, running=True)
+        except ConfigError:  # of another version
             continue
         past.close()
         by_id[past.run.get("run_id", "")] = Path(folder)

@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the top of the house to its ground. An import leads downwards, or stays on its own level without a circle.
 LEVELS = (
-    ("__main__", "train", "ui"),
+    ("__main__", "resume", "sync", "train", "ui"),
     ("rerun", "report", "verify", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
+    ("continuation", "interruption"),
     ("assembly",),
     ("training",),
     ("recorder", "objective_checks"),

@@ -8,7 +8,10 @@ store. `tracker` names what is logged, `provenance` describes the surroundings, 
 import logging
 import os
 
-__all__ = ["delivery", "foreign_store", "journal", "journal_file", "logged_model", "provenance", "shipper", "store", "tracker"]
+__all__ = [
+    *("delivery", "foreign_store", "journal", "journal_file", "logged_model", "provenance", "shipper", "store"),
+    "tracker",
+]
 
 # Here, as MLflow reads it when it is imported: quiet migrations, and answers within seconds where a server is gone.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")

@@ -55,14 +55,13 @@ class Delivery:
             raise ConfigError("RUN_DIR", "is being shipped by another process", str(path.parent))
         self._store, self._folder = store, path.parent
         self._reader = Reader(self._descriptor)
-        self._lines = self._reader.lines()
         self._points: list[Metric] = []
         self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
         self._held: dict[str, bytearray] = {}  # 1 at each step that the store has of a metric
         self._status: str | None = None
         self._last_step = self._samples = self._tries = self.sent = 0
         self.damage = ""
-        line = next(self._lines)
+        line = next(self._reader.lines())
         begun = line["start"]
         self.client = store.client()
         self.experiment_id = store.experiment(begun["experiment"])
@@ -96,10 +95,13 @@ class Delivery:
         Where the trainer is not `alive` and died without a word, say so for it.
         """
         before = self._reader.offset
-        for line in self._next_lines():
-            self._take(line)
-            if len(self._points) >= AT_ONCE:
-                break
+        try:
+            for line in self._reader.lines():
+                self._take(line)
+                if len(self._points) >= AT_ONCE:
+                    break
+        except DamagedError as error:
+            self.damage = f"The journal cannot be read further: {error}."
         if self._reader.offset > before:
             return True
         if not alive and self._status is None:
@@ -110,9 +112,12 @@ class Delivery:
 
     def add_unwritten(self, text: str) -> None:
         """Take in what the disk of the journal did not take; its first line may go on with the file's last one."""
-        before = os.pread(self._descriptor, 2**20, self._reader.offset)
-        for line in (before + text.encode()).splitlines(keepends=True):
-            self._take(self._reader.checked(line))
+        if text:
+            for line in self._reader.lines():
+                self._take(line)
+            beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self._reader.offset)
+            for whole in (beginning + text.encode()).splitlines(keepends=True):
+                self._take(self._reader.checked(whole))
 
     def sample(self) -> None:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
@@ -150,15 +155,6 @@ class Delivery:
     def close(self) -> None:
         """Let the journal be, and free its lock."""
         os.close(self._descriptor)
-
-    def _next_lines(self) -> Iterator[dict[str, Any]]:
-        if self.damage:
-            return
-        try:
-            yield from self._lines
-        except DamagedError as error:
-            self.damage = f"The journal cannot be read further: {error}."
-        self._lines = self._reader.lines()  # the next ones are not written yet
 
     def _take(self, line: dict[str, Any]) -> None:
         if "metrics" in line:

@@ -180,7 +180,7 @@ class Journal:
         if answer is None:
             say(f"waiting for the store {mask(self.uri)}")
             answer = self.shipper.answer(max(0.0, self.patience - SILENCE))
-        return answer or {"error": f"no answer within {self.patience:.0f} s"}
+        return {"error": f"no answer within {self.patience:.0f} s"} if answer is None else answer
 
     def _revive(self) -> None:
         """Start another shipper where it died: it compares what the store holds with what the journal says."""

@@ -30,7 +30,7 @@ WRITER, SHIPPER = 0, 1  # the bytes that are locked
 MOST_WAITING = 2**28  # bytes that wait for room on a full disk, in memory
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one a line
 _HEAD = len('{"crc":"00000000",')
-_AT_ONCE = 2**20  # bytes read at a time
+_AT_ONCE = 2**16  # bytes read at a time
 
 
 class DamagedError(ValueError):
@@ -193,12 +193,13 @@ class Past:
     crc: int = 0
 
     @classmethod
-    def of(cls, run_dir: Path, key: str = "RUN") -> Past:
+    def of(cls, run_dir: Path, key: str = "RUN", *, running: bool = False) -> Past:
         """Return the past of the run in `run_dir`.
 
         Args:
             run_dir: a run directory.
             key: of the argument that names it, for an error.
+            running: take that of a run that is still running too; it is not locked.
 
         Raises:
             ConfigError: there is none, it is of another version, or it is still running.
@@ -210,7 +211,7 @@ class Past:
             raise ConfigError(key, f"must have a {NAME} ({error.strerror})", str(run_dir)) from None
         past = cls(path, descriptor)
         try:
-            if not lock(descriptor, WRITER):
+            if not running and not lock(descriptor, WRITER):
                 raise ConfigError(key, "is still running", str(run_dir))
             past._read(key)
         except BaseException:

@@ -141,7 +141,7 @@ class Tracker:
                 self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
         surroundings = provenance.environment(self.run_dir)
         texts = {
-            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(resolved)),
+            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(dict(resolved))),
             "links.json": json.dumps(provenance.links(config), indent=1) + "\n",
             "overrides.yaml": OmegaConf.to_yaml(masked(list(overrides))),
             "environment.json": json.dumps(surroundings, indent=1) + "\n",

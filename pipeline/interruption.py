@@ -1,0 +1,61 @@
+"""Signals that end a run: the first one lets the update that is running finish, the second one ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+GRACE = 30.0  # seconds for the update that is running, then it is interrupted
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGUSR2 arrived. Like KeyboardInterrupt no `except Exception` swallows it."""
+
+
+class Interruption:
+    """Whether somebody asked a run to end."""
+
+    def __init__(self) -> None:
+        self._asked: BaseException | None = None
+        self._patient = False
+
+    def asked(self) -> BaseException | None:
+        """Return what to raise between two updates; None while nobody asked."""
+        return self._asked
+
+    @contextmanager
+    def between_updates(self) -> Iterator[None]:
+        """Let the first signal meanwhile wait for `asked` to be looked at."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+    @contextmanager
+    def listening(self) -> Iterator[Interruption]:
+        """Listen to Ctrl-C, SIGTERM and SIGUSR2, with which Slurm warns of a time limit."""
+        numbers = [signal.SIGTERM, signal.SIGUSR2]
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as nohup wants it
+            numbers.append(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []  # Python gives signals to the main thread alone
+        before = {number: signal.signal(number, self._receive) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        error = KeyboardInterrupt() if number == signal.SIGINT else Terminated(signal.Signals(number).name)
+        if not self._patient or self._asked is not None:
+            raise error
+        self._asked = error
+        timer = threading.Timer(GRACE, lambda: self._patient and os.kill(os.getpid(), number))
+        timer.daemon = True
+        timer.start()
