@@ -1,0 +1,154 @@
+"""The file of a journal: what a process that dies, a disk that fills and a byte that flips leave of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.tracking import journal_file
+from pipeline.tracking.journal_file import NAME, DamagedError, Past, Reader
+
+START = {"start": {"format": 1, "store": "sqlite:///x", "experiment": "e", "params": {}, "tags": {"journal": "1"}}}
+
+
+def lines(number):
+    return [{"time": step, "step": step, "metrics": {"train/loss": 1 / step}} for step in range(1, number + 1)]
+
+
+def written(folder, number=20):
+    folder.mkdir(exist_ok=True)
+    writer = journal_file.create(folder / NAME)
+    for line in [START, *lines(number)]:
+        writer.write(line)
+    writer.close()
+    return folder / NAME
+
+
+def read(path):
+    """The lines that are read, and what is said of the first one that is not."""
+    found, descriptor = [], os.open(path, os.O_RDONLY)
+    try:
+        for line in Reader(descriptor).lines():
+            found.append(line)
+    except DamagedError as error:
+        return found, str(error)
+    finally:
+        os.close(descriptor)
+    return found, ""
+
+
+def test_every_byte_counts_wherever_it_is(tmp_path):
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    intact, said = read(path)
+    assert (len(intact), said) == (21, "")
+    chance = random.Random(0)
+    ends = [number for number, byte in enumerate(whole) if byte == ord("\n")]
+    for place in [0, 5, 12, *ends, *(chance.randrange(len(whole)) for _ in range(300))]:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(flipped)
+        found, said = read(path)
+        before = whole[:place].count(b"\n")
+        assert found == intact[:before], place
+        assert said == f"line {before + 1} is not as it was written" or place == len(whole) - 1
+        cut = place + chance.randrange(1, 200)
+        path.write_bytes(whole[:place] + whole[cut:])
+        found, said = read(path)
+        assert found == intact[: len(found)], (place, cut)
+        assert len(found) <= before + 1
+
+
+def test_half_a_line_is_written_over(tmp_path):
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    past = Past.of(tmp_path)
+    assert (max(past.updates), past.damage) == (19, "")
+    writer = past.writer()
+    writer.write(lines(20)[-1])
+    writer.close()
+    assert path.read_bytes() == whole
+
+
+def test_a_line_longer_than_what_is_read_at_once(tmp_path):
+    writer = journal_file.create(tmp_path / NAME)
+    for line in (START, {"tags": {"long": "x" * 300_000}}, *lines(3)):
+        writer.write(line)
+    assert len(read(tmp_path / NAME)[0]) == 5
+
+
+def test_a_journal_of_before_is_refused(tmp_path):
+    (tmp_path / NAME).write_text('{"time":1,"start":{"experiment":"e"}}\n{"time":2,"step":1,"metrics":{}}\n')
+    with pytest.raises(ConfigError, match=r"must have a journal of format 1 \(it is of a version before this one\)"):
+        Past.of(tmp_path)
+
+
+def test_one_writer_until_it_dies(tmp_path):
+    """Also one that is killed, and though a process that it forked lives on."""
+    fork = multiprocessing.get_context("fork")
+    ready, child = fork.Event(), fork.Value("i", 0)
+
+    def write():
+        journal_file.create(tmp_path / NAME).write(START)
+        if pid := os.fork():
+            child.value = pid
+            ready.set()
+        time.sleep(60)
+
+    process = fork.Process(target=write)
+    process.start()
+    assert ready.wait(30)
+    try:
+        with pytest.raises(ConfigError, match="is still running"):
+            Past.of(tmp_path)
+        assert Past.of(tmp_path, running=True).start == START["start"]
+        process.kill()
+        process.join()
+        past = Past.of(tmp_path)
+        past.close()
+        assert os.path.exists(f"/proc/{child.value}")
+    finally:
+        os.kill(child.value, signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
+def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
+    try:
+        filler = tmp_path / "filler"
+        writer = journal_file.create(tmp_path / NAME)
+        writer.write(START)
+        filler.write_bytes(bytes(48 * 1024))
+        rows = lines(400)
+        for row in rows[:300]:
+            writer.write(row)
+        assert writer.unwritten()
+        assert capsys.readouterr().err.count("its lines wait in memory") == 1
+        on_disk, said = read(tmp_path / NAME)
+        assert on_disk[1:] == [{**row, "crc": line["crc"]} for row, line in zip(rows, on_disk[1:], strict=False)]
+        assert said == ""
+        filler.unlink()
+        for row in rows[300:]:
+            writer.write(row)
+        assert not writer.unwritten()
+        assert len(read(tmp_path / NAME)[0]) == 401
+        writer.close()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
+    writer = journal_file.create(tmp_path / NAME)
+    monkeypatch.setattr(journal_file, "MOST_WAITING", 1000)
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        for line in lines(100):
+            writer.write(line)
