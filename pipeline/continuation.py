@@ -38,7 +38,8 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("it is no mapping")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(key, f"must have a config.yaml that can be read ({first_line(error)})", str(run_dir)) from error
+        rule = f"must have a config.yaml that can be read ({first_line(error)})"
+        raise ConfigError(key, rule, str(run_dir)) from error
     return config
 
 

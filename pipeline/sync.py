@@ -6,11 +6,15 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline import compose
 from pipeline.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.masking import HIDDEN, mask
 from pipeline.tracking.journal_file import NAME, Past, absolute
+
+if TYPE_CHECKING:  # it imports MLflow
+    from pipeline.tracking.store import Store
 
 RETRY = 1.0  # seconds between two tries
 
@@ -70,7 +74,8 @@ def _run_dirs(folders: Sequence[str]) -> list[str]:
 def _sync(folder: str, given: str | None, patience: float, *, named: bool) -> int:
     """Ship one journal; return the exit status. One that was not `named` is left alone while its run goes on."""
     try:
-        past = Past.of(Path(folder), "RUN_DIR")
+        past = Past.of(Path(folder), "RUN_DIR", seconds=1.0)  # another sync looks here too
+        past.close()
     except ConfigError as error:
         if named:
             raise
@@ -86,8 +91,6 @@ def _sync(folder: str, given: str | None, patience: float, *, named: bool) -> in
     except Exception as error:
         say(f"{folder}: not all is in the store yet: {first_line(error)}")
         return NOT_SHIPPED
-    finally:
-        past.close()
     say(f"{folder}: {sent}" + (f"; {past.damage}" if past.damage else ""))
     return NOT_SHIPPED if past.damage else 0
 
@@ -105,20 +108,27 @@ def _store(past: Past, given: str | None) -> str:
 def _is_closed(past: Past, uri: str) -> bool:
     """Return whether the store has the run with the status that ends its journal, which is shipped last."""
     from pipeline.tracking.delivery import run_of
-    from pipeline.tracking.store import Store
 
-    store = Store(uri)
+    store = _opened(uri)
     experiment_id = store.check(past.start["experiment"])
     run = None if experiment_id is None else run_of(store.client(), experiment_id, past.start["tags"]["journal"])
     return run is not None and run.info.status == (past.status or "KILLED")
 
 
+def _opened(uri: str) -> Store:
+    from pipeline.tracking.store import Store
+
+    try:
+        return Store(uri)
+    except ConfigError as error:  # it may answer another time
+        raise OSError(str(error)) from error
+
+
 def _ship(past: Past, uri: str, patience: float) -> str:
     """Ship everything; return what was done."""
     from pipeline.tracking.delivery import Delivery
-    from pipeline.tracking.store import Store
 
-    delivery = Delivery(Store(uri), past.path, again=True, seconds=patience)
+    delivery = Delivery(_opened(uri), past.path, again=True, seconds=patience)
     try:
         until = time.monotonic() + patience
         more = True

@@ -152,9 +152,7 @@ class Journal:
 
     def _open(self) -> _Shipper:
         places = artifact_locations.allowed_places()
-        return _Shipper(
-            {"open": self.uri, "experiment": self.experiment, "places": places, "patience": self.patience}
-        )
+        return _Shipper({"open": self.uri, "experiment": self.experiment, "places": places, "patience": self.patience})
 
     def _attached(self, path: Path, *, again: bool, writer: Past | None = None) -> dict[str, str]:
         """Let the shipper create or find the run; return what the store calls it."""
@@ -186,6 +184,7 @@ class Journal:
         """Start another shipper where it died: it compares what the store holds with what the journal says."""
         self._looked = time.monotonic()
         if not self._offline and not self.shipper.alive():
+            self.shipper.terminate()  # its pipes are left
             self.shipper = self._open()
             self.shipper.send({"ship": str(self._path), "again": True})
 
@@ -259,7 +258,7 @@ class _Shipper:
             self._process.wait()
 
     def _listen(self) -> None:
-        with contextlib.suppress(ValueError):  # half a line of a process that was killed
-            for line in self._process.stdout:
+        with contextlib.suppress(ValueError), self._process.stdout as answers:  # half a line of one that was killed
+            for line in answers:
                 self._answers.put(json.loads(line))
         self._answers.put({"error": "the shipper ended without an answer"})

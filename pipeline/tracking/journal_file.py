@@ -193,13 +193,14 @@ class Past:
     crc: int = 0
 
     @classmethod
-    def of(cls, run_dir: Path, key: str = "RUN", *, running: bool = False) -> Past:
+    def of(cls, run_dir: Path, key: str = "RUN", *, running: bool = False, seconds: float = 0.0) -> Past:
         """Return the past of the run in `run_dir`.
 
         Args:
             run_dir: a run directory.
             key: of the argument that names it, for an error.
             running: take that of a run that is still running too; it is not locked.
+            seconds: to wait for the lock.
 
         Raises:
             ConfigError: there is none, it is of another version, or it is still running.
@@ -211,7 +212,7 @@ class Past:
             raise ConfigError(key, f"must have a {NAME} ({error.strerror})", str(run_dir)) from None
         past = cls(path, descriptor)
         try:
-            if not running and not lock(descriptor, WRITER):
+            if not running and not lock(descriptor, WRITER, seconds):
                 raise ConfigError(key, "is still running", str(run_dir))
             past._read(key)
         except BaseException:

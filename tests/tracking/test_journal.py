@@ -1,25 +1,63 @@
-"""A run that MLflow does not take is closed, and says why."""
+"""A journal brings its run to the store once and whole: whoever is killed, stopped or away meanwhile."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
+import threading
+import time
+import zlib
 
 import pytest
 
+from pipeline.__main__ import main
 from pipeline.errors import ConfigError
 from pipeline.tracking.journal import Journal
-from tests.running import Store, environment
+from pipeline.tracking.journal_file import NAME
+from tests.running import Store, environment, wait
+from tests.shared import place_store
 
-RUN = {"experiment": "pipeline", "name": "one", "params": {}, "tags": {}, "system_metrics": False}
+RUN = {
+    **{"experiment": "pipeline", "name": "one", "params": {"a": "1"}, "tags": {}, "system_metrics": False},
+    "segment": {"after": 0, "cut": {"effective_batch_size": 8}},
+}
+
+
+def begun(folder):
+    """A journal of a run in `folder`, whose store exists; its shipper is this test's to harm."""
+    place_store(folder)
+    journal = Journal(f"sqlite:///{folder}/mlruns/mlflow.db", "pipeline")
+    journal.ready()
+    journal.start(folder / NAME, RUN)
+    return journal
+
+
+def write(journal, *steps):
+    for step in steps:
+        journal.write({"step": step, "metrics": {"train/loss": 1.0 / step, "train/learning_rate": 0.1}})
+
+
+def points(folder):
+    store = Store(folder)
+    (run,) = store.runs()
+    return run.info.status, list(store.history(run, "train/loss"))
+
+
+def synced(folder, *arguments):
+    return main(["sync", str(folder), *arguments])
 
 
 def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
+    place_store(tmp_path)
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     with pytest.raises(RuntimeError, match="MLflow refused the run"):
-        journal.start(tmp_path / "journal.jsonl", RUN | {"params": {"a//b": "1"}})
+        journal.start(tmp_path / NAME, RUN | {"params": {"a//b": "1"}})
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
@@ -27,22 +65,185 @@ def test_a_new_store_is_put_in_place_whole(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
     assert not (tmp_path / "mlruns").exists()  # until a run starts
-    journal.start(tmp_path / "journal.jsonl", RUN)
+    journal.start(tmp_path / NAME, RUN)
     assert journal.close("FINISHED") is None
     assert Store(tmp_path).run().info.status == "FINISHED"
     assert not list((tmp_path / "mlruns").glob("*.new"))
 
 
 def test_a_journal_is_of_one_run(tmp_path):
-    (tmp_path / "journal.jsonl").write_text("{}\n")
+    (tmp_path / NAME).write_text("{}\n")
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
-    try:
-        with pytest.raises(ConfigError, match="must be a folder without a run in it"):
-            journal.start(tmp_path / "journal.jsonl", RUN)
-    finally:
-        journal.abandon()
+    with pytest.raises(ConfigError, match="must be a folder without a run in it"):
+        journal.start(tmp_path / NAME, RUN)
     assert not (tmp_path / "mlruns").exists()
+
+
+def test_a_shipper_that_is_killed_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
+    journal = begun(tmp_path)
+    first = journal.shipper.pid
+    write(journal, *range(1, 1500))
+    wait(lambda: len(points(tmp_path)[1]) > 400, 30)  # in the middle of the rows
+    os.kill(first, signal.SIGKILL)
+    wait(lambda: not journal.shipper.alive(), 10)
+    write(journal, *range(1500, 3000))
+    assert journal.shipper.pid != first
+    assert journal.close("FINISHED") is None
+    assert points(tmp_path) == ("FINISHED", list(range(1, 3000)))
+
+
+def test_a_shipper_that_hangs_costs_no_more_than_the_patience(tmp_path):
+    journal = begun(tmp_path)
+    journal.patience = 3
+    write(journal, *range(1, 50))
+    os.kill(journal.shipper.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert journal.close("FINISHED") == "no answer within 3 s"
+    assert time.monotonic() - began < 3 + 2 + 5  # the deadline, the grace of the shipper, and this machine's moods
+    assert not journal.shipper.alive()
+    assert points(tmp_path)[0] == "RUNNING"
+    assert synced(tmp_path) == 0
+    assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
+
+
+def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path, capsys):
+    journal = begun(tmp_path)
+    (tmp_path / "note.txt").write_text("here")
+    for line in ({"artifact": "note.txt"}, {"artifact": "nowhere.txt"}, {"tags": {"mine": "1"}}):
+        journal.write(line)
+    write(journal, *range(1, 30))
+    assert journal.close("FINISHED") is None  # one artifact that cannot be read is no reason
+    first = Store(tmp_path).run()
+    assert first.data.tags["not_shipped"] == "nowhere.txt: No such file or directory"
+    shutil.rmtree(tmp_path / "mlruns")
+    place_store(tmp_path)
+    statuses = []
+    both = [threading.Thread(target=lambda: statuses.append(_sync_process(tmp_path))) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert statuses == [0, 0]
+    again = Store(tmp_path).run()  # one
+    assert points(tmp_path) == ("FINISHED", list(range(1, 30)))
+    assert (again.data.params, again.data.tags["mine"]) == (first.data.params, "1")
+    assert (again.info.start_time, again.info.end_time) == (first.info.start_time, first.info.end_time)
+    assert [file.path for file in Store(tmp_path).client.list_artifacts(again.info.run_id)] == ["note.txt"]
+    capsys.readouterr()
+    assert synced(tmp_path) == 0
+    assert capsys.readouterr().err.endswith(f"0 points were missing; run {again.info.run_id} is FINISHED\n")
+
+
+def _sync_process(folder):
+    command = [sys.executable, "-m", "pipeline", "sync", str(folder)]
+    return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, timeout=120).returncode
+
+
+def test_points_that_the_store_lost_are_sent_again(tmp_path):
+    journal = begun(tmp_path)
+    write(journal, *range(1, 30))
+    assert journal.close("FAILED") is None
+    with sqlite3.connect(tmp_path / "mlruns" / "mlflow.db") as database:
+        database.execute("DELETE FROM metrics WHERE step IN (7, 8, 21)")
+    assert synced(tmp_path) == 0
+    assert points(tmp_path) == ("FAILED", list(range(1, 30)))
+
+
+def test_a_store_whose_file_is_moved_away_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
+    journal = begun(tmp_path)
+    write(journal, *range(1, 30))
+    (tmp_path / "mlruns").rename(tmp_path / "moved")
+    write(journal, *range(30, 40))
+    assert journal.close("FINISHED") is None
+    assert points(tmp_path) == ("FINISHED", list(range(1, 40)))
+
+
+def test_what_a_trainer_that_was_killed_has_written_is_closed_as_killed(tmp_path):
+    """Also by sync, when the shipper was killed as well."""
+    code = f"""
+import os, signal
+from tests.tracking.test_journal import begun, write
+from pathlib import Path
+journal = begun(Path({str(tmp_path)!r}))
+write(journal, *range(1, 20))
+for pid in (journal.shipper.pid, os.getpid()):
+    os.kill(pid, signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], env=environment(), timeout=120)
+    assert points(tmp_path)[0] == "RUNNING"
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"crc":"12')  # of the next row
+    assert synced(tmp_path) == 0
+    assert points(tmp_path) == ("KILLED", list(range(1, 20)))
+    failure = Store(tmp_path).run().data.tags["failure"]
+    assert failure == "The process ended without a word after update 19."
+
+
+def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path, capsys):
+    journal = begun(tmp_path)
+    os.kill(journal.shipper.pid, signal.SIGKILL)
+    write(journal, *range(1, 20))
+    journal._writer.close()
+    text = (tmp_path / NAME).read_text()
+    damaged = text.replace('"step":11,', '"step":12,')
+    assert damaged != text
+    (tmp_path / NAME).write_text(damaged)
+    assert synced(tmp_path) == 4
+    number = [json.loads(line).get("step") for line in text.splitlines()].index(11) + 1
+    assert f"line {number} is not as it was written" in capsys.readouterr().err
+    assert points(tmp_path) == ("KILLED", list(range(1, 11)))
+
+
+def test_a_run_that_never_reached_its_store(tmp_path, capsys):
+    uri = "http://127.0.0.1:9"
+    refused = Journal(uri, "pipeline")
+    with pytest.raises(ConfigError, match="must be a store that answers"):
+        refused.ready()
+    refused.abandon()
+    journal = Journal(uri, "pipeline", when_unreachable="offline")
+    journal.ready()
+    assert journal.start(tmp_path / NAME, RUN) == {}
+    write(journal, *range(1, 20))
+    assert journal.close("FINISHED") == "the store was not asked"
+    assert "for pipeline sync" in capsys.readouterr().err
+    place_store(tmp_path)
+    assert synced(tmp_path, "tracking.patience=1") == 4  # it still is not there
+    assert synced(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlruns/mlflow.db") == 0
+    assert points(tmp_path) == ("FINISHED", list(range(1, 20)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "RUN_DIR must be a folder with a journal.jsonl in it. Received: 'nowhere'."),
+        (["old"], "RUN_DIR must have a journal of format 1 (it is of a version before this one). Received: 'old'."),
+        (["--nonsense"], "arguments must be as pipeline sync --help says (unrecognized arguments: --nonsense)."),
+        (["here", "tracking.uri=sqlite:////x/y.db"], "tracking.uri must be that of the journal in here, sqlite:"),
+    ],
+)
+def test_a_wrong_sync_changes_nothing(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"old": b'{"time":1,"start":{}}\n', "here": _shipped_journal()}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / NAME).write_bytes(text)
+    assert main(["sync", *arguments]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"pipeline: {said}")
+    assert (tmp_path / "here" / NAME).read_bytes() == _shipped_journal()
+
+
+def _shipped_journal():
+    crc, found = 0, b""
+    for line in (
+        {"start": {"format": 1, "store": "sqlite:////a/b.db", "experiment": "e", "tags": {"journal": "1"}}},
+        {"run": {"run_id": "1", "experiment_id": "1"}},
+    ):
+        body = (json.dumps(line)[1:] + "\n").encode()
+        crc = zlib.crc32(body, crc)
+        found += b'{"crc":"%08x",' % crc + body
+    return found
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")

@@ -149,6 +149,7 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
     writer = journal_file.create(tmp_path / NAME)
     monkeypatch.setattr(journal_file, "MOST_WAITING", 1000)
     monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    for line in lines(8):
+        writer.write(line)
     with pytest.raises(OSError, match="No space left"):
-        for line in lines(100):
-            writer.write(line)
+        writer.write({"tags": {"long": "x" * 1000}})
