@@ -8,6 +8,7 @@ Start and tracing are behind all of them when the first turn begins.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import keras
@@ -79,13 +80,15 @@ def ours(
         optimizer.build(model.trainable_variables)
         update = Update(model, models.loss(), optimizer, MICRO, jit_compile=xla)
 
-        def between(done: int) -> None:
-            if done % updates == 0:
+        done = itertools.count(1)
+
+        def between() -> None:
+            if next(done) % updates == 0:
                 recorder.fetch()
                 pause()
                 recorder.restart_clock()
 
-        return training.train(model, models.batches(name, EFFECTIVE), update, plan(), recorder, checkpoint=between)
+        return training.train(model, models.batches(name, EFFECTIVE), update, plan(), recorder, stop=between)
 
     return body
 

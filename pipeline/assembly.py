@@ -83,13 +83,16 @@ class Parts:
         return tf.nest.map_structure(lambda leaf: leaf.numpy(), inputs)
 
 
-def assemble(config: DictConfig, cut: Batching, check_dataset: Callable[[dict[str, Any]], None]) -> Parts:
+def assemble(
+    config: DictConfig, cut: Batching, check_dataset: Callable[[dict[str, Any]], None], first_update: int = 0
+) -> Parts:
     """Build everything that can still refuse the config.
 
     Args:
         config: checked.
         cut: how its effective batch is cut, as its check returned it.
         check_dataset: takes what `provenance.dataset` says of the data, and may refuse it.
+        first_update: completed updates, whose batches are left out.
 
     Raises:
         ConfigError: the config is wrong.
@@ -110,6 +113,7 @@ def assemble(config: DictConfig, cut: Batching, check_dataset: Callable[[dict[st
             seed=config.seed,
             effective_batch_size=size,
             epochs=plan.epochs,
+            first_update=first_update,
             class_weight=config.training.class_weight,
         )
     # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.

@@ -27,28 +27,34 @@ def effective_batches(
     seed: int,
     effective_batch_size: int,
     epochs: int,
-    first_epoch: int = 0,
+    first_update: int = 0,
     class_weight: Mapping[int, float] | None = None,
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
     `node` is the `dataset` group. The order and the augmentation follow from `seed` and the epoch, which counts from 0.
+    The batches of the first `first_update` updates are left out: epochs before are not read, and of the one in which
+    they end nothing is gathered or augmented; what is streamed is read and shuffled as it was.
     `class_weight` is the sample weight of the examples of each class, as `fit` takes it; 1 for one that is not named.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
     count = data.examples
     buffer = node.get("shuffle_buffer") or count
+    first_epoch, batches_before = divmod(first_update, -(-count // effective_batch_size))
+    before = batches_before * effective_batch_size  # examples of the first epoch that is read
 
     @tf.autograph.experimental.do_not_convert
     def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
+        left_out = tf.where(epoch == first_epoch, tf.constant(before, tf.int64), 0)
         key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
         if whole is None:
             tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
             examples = data.train.enumerate().shuffle(buffer, seed=key[0] ^ key[1], reshuffle_each_iteration=False)
+            examples = examples.skip(left_out)
         else:
             shuffled = tf.random.experimental.stateless_shuffle(tf.range(count, dtype=tf.int64), seed=key)
-            numbers = tf.data.Dataset.from_tensor_slices(shuffled)
+            numbers = tf.data.Dataset.from_tensor_slices(shuffled[left_out:])
             if augment is None:  # gathered a batch at a time: twenty times the speed of one example at a time
                 return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))
             examples = numbers.map(lambda number: (number, _take(whole, number)))
@@ -60,7 +66,7 @@ def effective_batches(
 
         return _batch(examples.map(augmented, tf.data.AUTOTUNE), effective_batch_size)
 
-    epochs_ahead = tf.data.Dataset.range(first_epoch, first_epoch + epochs)
+    epochs_ahead = tf.data.Dataset.range(first_epoch, epochs)
     batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE)
     if class_weight is not None:
         batches = batches.map(_weigher(class_weight, data), tf.data.AUTOTUNE)

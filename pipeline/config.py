@@ -59,6 +59,7 @@ class TrainingConfig:
     updates: int | None = None
     examples: int | None = None
     evaluate_every: Any = "epoch"
+    checkpoint_every: Any = None
     loss: Any = MISSING  # a node, null, or a mapping or list of these for the outputs
     loss_weights: Any = None
     class_weight: Any = None
@@ -188,6 +189,10 @@ _CHECKS: dict[str, Check] = {
     "training.loss_weights": ("null, or a number for each output", objective.are_loss_weights),
     "dataset.in_memory": ("true or false", lambda value: isinstance(value, bool)),
     "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),
+    "training.checkpoint_every": (
+        "a positive number of updates, 'epoch', 'auto' or null",
+        lambda v: v in (None, "auto", "epoch") or _COUNT[1](v),
+    ),
     "tracking.experiment": ("a name of 1 to 250 characters", lambda value: value.strip() and len(value) <= 250),
     "schema": (f"{SCHEMA}, the one of this program", lambda value: value == SCHEMA),
     "seed": ("from 0 to 4294967295", lambda value: 0 <= value < 2**32),

@@ -62,6 +62,7 @@ def run(
     try:
         with imports.without_chatter():
             from pipeline import assembly, hardware, training
+            from pipeline.checkpoint import Checkpoints
             from pipeline.progress import Progress
             from pipeline.recorder import Recorder
             from pipeline.tracking.tracker import Tracker
@@ -81,7 +82,8 @@ def run(
         Progress(parts.plan.updates),
         skips=config.hardware.precision.name == "mixed_float16",
     )
-    with _closing(tracker, recorder):
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.training.checkpoint_every, parts.plan)
+    with _closing(tracker, recorder), checkpoints:
         tracker.start(config, overrides, parts.data, parts.recorded_data, parts.model, {**dependent, **tags})
         say(f"{parts.machine.description}; {parts.plan}")
         say(f"run directory {run_dir}", f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
@@ -95,6 +97,7 @@ def run(
             evaluate=parts.evaluate(),
             evaluate_every=config.training.evaluate_every,
             callbacks=parts.objective.callbacks,
+            checkpoints=checkpoints,
         )
         recorder.progress.close()
         if config.tracking.log_model:

@@ -24,7 +24,7 @@ class Objective:
         loss, loss_weights: used in every update and on the validation split.
         metrics, weighted_metrics: used in the updates.
         validation_metrics: for `metrics` and `weighted_metrics`, the same with state of their own.
-        named_callbacks: Keras callbacks under their names in the config; one batch of theirs is one update.
+        callbacks: Keras callbacks under their names in the config; one batch of theirs is one update.
         layer_metrics: those that the model's layers update.
     """
 
@@ -33,12 +33,8 @@ class Objective:
     metrics: Metrics
     weighted_metrics: Metrics
     validation_metrics: dict[str, Metrics]
-    named_callbacks: dict[str, keras.callbacks.Callback]
+    callbacks: dict[str, keras.callbacks.Callback]
     layer_metrics: list[keras.metrics.Metric] = field(default_factory=list)
-
-    @property
-    def callbacks(self) -> list[keras.callbacks.Callback]:
-        return list(self.named_callbacks.values())
 
 
 class FunctionLoss(keras.losses.Loss):
@@ -77,7 +73,7 @@ def build(config: DictConfig) -> Objective:
         _metrics(config, "metrics"),
         _metrics(config, "weighted_metrics"),
         validation_metrics={group: _metrics(config, group) for group in METRIC_GROUPS},
-        named_callbacks={str(name): _callback(node, name) for name, node in config.callbacks.items()},
+        callbacks={str(name): _callback(node, name) for name, node in config.callbacks.items()},
     )
 
 
@@ -98,7 +94,7 @@ def compile(
         for compiled in model.metrics:
             if not getattr(compiled, "built", True):  # Keras' callbacks look in it for the metric that they monitor
                 compiled.build(y, outputs)
-    for name, callback in objective.named_callbacks.items():
+    for name, callback in objective.callbacks.items():
         with refused(f"training.callbacks.{name}", "must be able to do its work", type(callback).__name__):
             _check_callback(callback, model)
 
@@ -174,4 +170,7 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
     made = instantiate.build(node, key)
     if not isinstance(made, keras.callbacks.Callback):
         raise ConfigError(f"{key}._target_", "must give a keras.callbacks.Callback", type(made).__name__)
+    if isinstance(made, keras.callbacks.BackupAndRestore):  # it repeats an epoch on weights that have seen half of it
+        rule = "must be left out: training.checkpoint_every is for that, and pipeline resume goes on from there"
+        raise ConfigError(f"{key}._target_", rule, type(made).__name__)
     return made

@@ -13,10 +13,10 @@ SECONDS = 5.0  # between two plain lines
 
 
 class Progress:
-    """Shows a run of so many updates on standard error."""
+    """Shows a run of so many updates on standard error; `done` of them were before this process."""
 
     def __init__(self, updates: int):
-        self.updates = updates
+        self.updates, self.done = updates, 0
         self._on_terminal = sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
         self._begun = self._shown = self._validated = time.monotonic()
@@ -25,7 +25,7 @@ class Progress:
         """Show the row of `update`, the latest one that is known."""
         rate = f"{examples_per_second:,.0f} examples/s"
         if self._on_terminal and self._bar is None:
-            self._bar = tqdm(total=self.updates, unit="update", file=sys.stderr)
+            self._bar = tqdm(total=self.updates, initial=self.done, unit="update", file=sys.stderr)
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}", refresh=False)
             self._bar.update(update - self._bar.n)
@@ -34,7 +34,7 @@ class Progress:
         if now - self._shown < SECONDS and update < self.updates:
             return
         self._shown = now
-        left = (now - self._begun) / update * (self.updates - update)
+        left = (now - self._begun) / (update - self.done) * (self.updates - update)
         values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
         print(f"update {update}/{self.updates}  {values}  {left:.0f} s left", file=sys.stderr)
 

@@ -44,6 +44,7 @@ class Recorder:
     skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
+    _traced: bool = False  # an update of this process was
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
     _unlogged: tuple[Any, ...] = ()  # the latest row, where `log_every` left it out
@@ -56,8 +57,9 @@ class Recorder:
         """Keep the results of `update`, a vector in the order of `names`; fetch when enough are waiting."""
         self._pending.append((update, time.time(), results))
         waited = time.perf_counter() - self._since
-        # The first update is traced as it runs: a group of its own, so that it spoils no other's seconds.
-        if update == 1 or waited >= FETCH_SECONDS or len(self._pending) >= FETCH_UPDATES:
+        # The first update here is traced as it runs: a group of its own, so that it spoils no other's seconds.
+        first, self._traced = not self._traced, True
+        if first or waited >= FETCH_SECONDS or len(self._pending) >= FETCH_UPDATES:
             self.fetch()
 
     def fetch(self) -> None:
@@ -100,6 +102,24 @@ class Recorder:
         means = {name: total / self._epoch_examples for name, total in self._epoch_sums.items()}
         self._epoch_sums, self._epoch_examples = {}, 0
         return means
+
+    def get_state(self) -> dict[str, Any]:
+        """Return all that later rows depend on, as JSON takes it; call it with nothing left to fetch."""
+        return {
+            "last": dict(self.last),
+            "skipped": self._skipped,
+            "noise": self._noise.get_state(),
+            "unlogged": list(self._unlogged),
+            "epoch_sums": dict(self._epoch_sums),
+            "epoch_examples": self._epoch_examples,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `get_state` has returned."""
+        self.last, self._skipped = dict(state["last"]), state["skipped"]
+        self._noise.set_state(state["noise"])
+        self._unlogged = tuple(state["unlogged"])
+        self._epoch_sums, self._epoch_examples = dict(state["epoch_sums"]), state["epoch_examples"]
 
     def _performance(self, updates: list[int]) -> dict[str, float]:
         now = time.perf_counter()

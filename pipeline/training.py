@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from pipeline import state
 from pipeline.accumulation import Evaluation, Update
+from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.recorder import Recorder
 from pipeline.sizes import Plan
 
@@ -24,31 +27,37 @@ def train(
     *,
     evaluate: Callable[[], dict[str, float]] | None = None,
     evaluate_every: int | str = "epoch",
-    callbacks: Sequence[keras.callbacks.Callback] = (),
-    checkpoint: Callable[[int], None] | None = None,
+    callbacks: Mapping[str, keras.callbacks.Callback] = MappingProxyType({}),
+    checkpoints: Checkpoints | None = None,
+    start: Checkpoint | None = None,
+    stop: Callable[[], BaseException | None] = lambda: None,
 ) -> float:
     """Train to the end of `plan`, or until a callback sets `model.stop_training`.
 
     Args:
         model: built, and compiled where a callback wants that.
-        batches: effective batches, one an update.
+        batches: effective batches, one an update, from that of the first update here on.
         update: applies one effective batch.
         plan: how many updates, and where epochs end.
         recorder: takes every update's results.
         evaluate: returns the loss and the metrics over the validation split.
         evaluate_every: in updates, or `epoch`; the last update is always followed by an evaluation.
-        callbacks: one batch of theirs is one update.
-        checkpoint: called with the number of completed updates, between two updates.
+        callbacks: by name; one batch of theirs is one update.
+        checkpoints: written where they are due; every row up to a checkpoint is in the log before it.
+        start: a checkpoint to go on from, so that what follows is what would have followed.
+        stop: looked at after each update. Where it gives an exception the rows so far are written, then a checkpoint,
+            and it is raised.
 
     Returns:
         The last loss: of the validation split where there is one, else of the last update.
 
     Raises:
         NonFiniteError: as `Recorder.fetch`.
+        ConfigError: `start` is of another model or optimizer; nothing was changed.
     """
     counts = {"epochs": plan.epochs, "steps": plan.updates_per_epoch}
-    hooks = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, **counts)
-    watched = any(map(_watches_updates, callbacks))
+    hooks = keras.callbacks.CallbackList(list(callbacks.values()), model=model, verbose=0, **counts)
+    watched = any(map(_watches_updates, callbacks.values()))
     names: list[str] = []
 
     @tf.function(autograph=False)
@@ -65,9 +74,22 @@ def train(
             hooks.on_test_end(results)
         return results
 
-    def end_of_update(done: int) -> dict[str, float]:
+    def update_once(iterator: list[Any], done: int) -> None:
+        epoch, index = divmod(done - 1, plan.updates_per_epoch)
+        if index == 0:
+            hooks.on_epoch_begin(epoch)
+        if watched:
+            hooks.on_train_batch_begin(index)
+
+        results = next_update(*iterator)
+
+        recorder.names = tuple(names)
+        recorder.add(done, results)
+        if watched:
+            hooks.on_train_batch_end(index, dict(zip(names, tf.unstack(results), strict=True)))
+
+    def end_of_update(done: int, last: bool) -> dict[str, float]:
         """Evaluate where that is due, call the callbacks where an epoch ends; return the evaluation, if any."""
-        last = done == plan.updates or model.stop_training
         validation: dict[str, float] = {}
         if evaluate is not None and (last or _due(done, evaluate_every, plan)):
             recorder.fetch()
@@ -86,28 +108,34 @@ def train(
                 recorder.restart_clock()
         return validation
 
+    def checkpoint(done: int, *, open: bool = False, last: bool = False) -> None:
+        """Write one where it is due; `open` where the evaluation and the callbacks after the update are to come."""
+        if checkpoints is None or not checkpoints.due(done, last=last or open):
+            return
+        (recorder.finish if last else recorder.fetch)()
+        loop = {"open": open, "validation": validation}
+        checkpoints.save(done, lambda: state.capture(update, recorder, callbacks, loop))
+        recorder.restart_clock()
+
+    done, open, validation = 0, False, dict[str, float]()
     model.stop_training = False
     hooks.on_train_begin()
     with _iterating(batches) as iterator:
-        for done in range(1, plan.updates + 1):
-            epoch, index = divmod(done - 1, plan.updates_per_epoch)
-            if index == 0:
-                hooks.on_epoch_begin(epoch)
-            if watched:
-                hooks.on_train_batch_begin(index)
-
-            results = next_update(*iterator)
-
-            recorder.names = tuple(names)
-            recorder.add(done, results)
-            if watched:
-                hooks.on_train_batch_end(index, dict(zip(names, tf.unstack(results), strict=True)))
-
-            validation = end_of_update(done)
-            if checkpoint is not None:
-                checkpoint(done)
-            if model.stop_training:
-                break
+        if start is not None:
+            next_update.get_concrete_function(*iterator)  # first: a layer may draw a seed when it is traced
+            loop = state.restore(state.read(start.folder, start.meta), update, recorder, callbacks)
+            done, open, validation = start.update, loop["open"], loop["validation"]
+            recorder.progress.done = done
+        while open or (done < plan.updates and not model.stop_training):
+            if not open:
+                done += 1
+                update_once(iterator, done)
+                if (reason := stop()) is not None:
+                    recorder.fetch()
+                    checkpoint(done, open=True)
+                    raise reason
+            validation, open = end_of_update(done, done == plan.updates or model.stop_training), False
+            checkpoint(done, last=done == plan.updates or model.stop_training)
     recorder.finish()
     update.optimizer.finalize_variable_values(model.trainable_variables)  # with `use_ema` the averages stay
     hooks.on_train_end()

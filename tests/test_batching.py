@@ -22,10 +22,10 @@ def numbered() -> Data:
     return Data(tf.data.Dataset.from_tensor_slices((images, np.arange(EXAMPLES))), None)
 
 
-def epochs(size, *, seed=0, epochs=2, first_epoch=0, **node):
+def epochs(size, *, seed=0, epochs=2, **node):
     """Per epoch, the (number, image) of every example in the order they come."""
     node = OmegaConf.create(node)
-    arguments = {"seed": seed, "effective_batch_size": size, "epochs": epochs, "first_epoch": first_epoch}
+    arguments = {"seed": seed, "effective_batch_size": size, "epochs": epochs}
     batches = list(batching.effective_batches(node, numbered(), **arguments).as_numpy_iterator())
     tail = [EXAMPLES % size] * (EXAMPLES % size > 0)
     assert [len(y) for _, y in batches] == ([size] * (EXAMPLES // size) + tail) * epochs
@@ -47,10 +47,47 @@ def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
         other, other_images = epochs(size, **node, **augment)
         assert other == order
         assert (other_images == images).all()
-    again, again_images = epochs(8, epochs=1, first_epoch=1, **node, **augment)  # as a resumed run starts
-    assert again == order[1:]
-    assert (again_images == images[1:]).all()
     assert epochs(8, seed=1, **node, **augment)[0] != order
+
+
+AUGMENTED = []  # by `noting_shift`
+
+
+def noting_shift(image, seed):
+    AUGMENTED.append(1)
+    return tf.roll(image, tf.random.stateless_uniform([2], seed, 0, 3, tf.int32), [0, 1])
+
+
+def augmentation():
+    """Shifts an image, and notes each that it has shifted."""
+    return lambda image, seed: tf.ensure_shape(tf.py_function(noting_shift, [image, seed], image.dtype), image.shape)
+
+
+@pytest.mark.parametrize("augment", [{}, {"augment": {"_target_": f"{__name__}.augmentation"}}], ids=["plain", "shift"])
+@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED, BUFFERED], ids=["in_memory", "streamed", "buffered"])
+def test_what_comes_before_an_update_is_left_out(node, augment):
+    """Of 3 updates an epoch, the last one of 7 examples: the rest is what it was, and nothing before it is made."""
+    read = []
+    data = numbered()
+    note = lambda number: read.append(1) or number  # noqa: E731
+    data = Data(data.train.map(lambda x, y: (x, tf.ensure_shape(tf.py_function(note, [y], y.dtype), []))), None)
+
+    def batches(first_update):
+        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 3, "first_update": first_update}
+        return list(
+            batching.effective_batches(OmegaConf.create({**node, **augment}), data, **settings).as_numpy_iterator()
+        )
+
+    whole = batches(0)
+    assert [len(y) for _, y in whole] == [8, 8, 7] * 3
+    for first_update in range(10):
+        read.clear(), AUGMENTED.clear()
+        rest = batches(first_update)
+        assert len(rest) == 9 - first_update
+        for one, two in zip(rest, whole[first_update:], strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+        assert len(AUGMENTED) == (sum(len(y) for _, y in rest) if augment else 0)
+        assert len(read) == (EXAMPLES if node["in_memory"] else EXAMPLES * (3 - first_update // 3))
 
 
 def test_the_augmentation_is_of_the_example_in_this_epoch():

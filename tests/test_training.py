@@ -81,7 +81,7 @@ class Run:
             recorder,
             evaluate=self.evaluate if validate else None,
             evaluate_every=evaluate_every,
-            callbacks=callbacks,
+            callbacks={str(number): callback for number, callback in enumerate(callbacks)},
         )
 
 

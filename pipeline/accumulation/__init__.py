@@ -6,7 +6,7 @@ any project.
 """
 
 from .evaluation import Evaluation
-from .keras_internals import layers_of, logits_of, mask_of
+from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
 from .noise_scale import NoiseScale
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, spread, terms, update_metrics
 from .slicing import examples_in, parts_of
@@ -15,6 +15,7 @@ from .update import Update, accumulate_gradients
 from .weighting import weighted_sum
 
 __all__ = [
+    "MODEL_CHECKPOINT_KEEPS",
     "Evaluation",
     "GradientSums",
     "Losses",
@@ -24,9 +25,11 @@ __all__ = [
     "accumulate_gradients",
     "by_name",
     "examples_in",
+    "global_seed",
     "labels_by_name",
     "layers_of",
     "logits_of",
+    "make_global_seed",
     "mask_of",
     "measured",
     "parts_of",

@@ -17,7 +17,7 @@ that are applied: what the model adds to the loss (regularisation, `add_loss`) i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -69,3 +69,10 @@ class NoiseScale:
     def value(self) -> float | None:
         """The noise scale in examples; None while nothing was measured, or |G|² is not positive."""
         return self._variance / self._square if self._weight and self._square > 0 else None
+
+    def get_state(self) -> dict[str, float]:
+        """Return the averages, for `set_state`."""
+        return dict(vars(self))
+
+    def set_state(self, state: Mapping[str, float]) -> None:
+        vars(self).update(state)
