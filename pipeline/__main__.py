@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from pipeline.errors import NOT_SHIPPED, ConfigError, NotShippedError, RunError, say
+from pipeline.interruption import Terminated
 from pipeline.masking import mask
 
 VERBS = {  # name → where it is, and what it does
@@ -50,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         say(*mask(traceback.format_exc()).splitlines())
         return 1
-    except BaseException as error:
-        if type(error).__name__ != "Terminated":  # of pipeline.job, which is not imported for its name alone
-            raise
+    except Terminated:
         return 143
 
 

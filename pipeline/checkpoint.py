@@ -122,13 +122,13 @@ class Checkpoints:
             shutil.rmtree(self.folder / str(other), ignore_errors=True)
 
 
-def newest(folder: Path) -> Checkpoint | None:
-    """Return the latest whole checkpoint in `folder`; each damaged one after it is reported in one line.
+def newest(folder: Path, most: int) -> Checkpoint | None:
+    """Return the latest whole checkpoint in `folder` of at most `most` updates; a damaged one is reported in one line.
 
     Raises:
         ConfigError: it is of another format.
     """
-    for update in reversed(_updates(folder)):
+    for update in reversed([update for update in _updates(folder) if update <= most]):
         try:
             return _verified(folder / str(update), update)
         except _DamagedError as damage:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig
 
+from pipeline import checkpoint
 from pipeline import config as configuration
+from pipeline.checkpoint import Checkpoint
 from pipeline.errors import ConfigError, first_line
 from pipeline.masking import mask, masked
-from pipeline.sizes import EFFECTIVE, HORIZONS, Batching
-from pipeline.tracking.journal_file import Past, absolute
+from pipeline.sizes import EFFECTIVE, HORIZONS, Batching, Plan
+from pipeline.tracking import provenance
+from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute
+
+if TYPE_CHECKING:  # importing these takes seconds
+    import keras
+
+    from pipeline.accumulation import Update
 
 _TRAINING = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
 # What makes a run what it is; the effective batch, which several keys give, is checked by its size.
@@ -25,6 +36,102 @@ _FREE = (
     *("hardware.parallel_jobs", "hardware.gpus_per_job"),
 )
 _SIZES = ("accumulation.effective_batch_size", "accumulation.factor", "accumulation.micro_batch_size")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What goes on.
+
+    Attributes:
+        past: of the journal, locked.
+        checkpoint: to go on from; None for one that was interrupted before its first.
+        changes: of the config, a line each.
+        finished: whether there is nothing left to train.
+    """
+
+    run_dir: Path
+    past: Past
+    checkpoint: Checkpoint | None
+    changes: list[str] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def update(self) -> int:
+        """Return the completed updates."""
+        return 0 if self.checkpoint is None else self.checkpoint.update
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's ID in MLflow; empty where no store has had it."""
+        return self.past.run.get("run_id", "")
+
+    def check_dataset(self, now: dict[str, Any]) -> None:
+        """Refuse data that are not those that the run began with."""
+        file = self.run_dir / DESCRIBED
+        if self.past.described and file.exists():
+            provenance.check_dataset(json.loads(file.read_text(encoding="utf-8")), now, self.run_id)
+
+    def check(self, update: Update, plan: Plan) -> None:
+        """Refuse a model that the checkpoint does not fit, and a horizon that it has reached."""
+        from pipeline import state
+
+        if self.checkpoint is None:
+            return
+        reached = self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED")
+        if reached:
+            raise ConfigError("training", f"must have a horizon beyond the {self.update} updates done", plan.updates)
+        state.check(self.checkpoint.meta, update)
+
+    def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
+        """Return the lines that say what goes on, and with which changes."""
+        from pipeline import state
+
+        anew = [f"training.callbacks.{name} starts anew: it offers no state" for name in state.without_state(callbacks)]
+        damage = [f"{NAME}: {self.past.damage}; what follows is trained again"] if self.past.damage else []
+        return [f"goes on after update {self.update}", *self.changes, *damage, *(anew if self.update else [])]
+
+
+def of(run_dir: Path, config: DictConfig, cut: Batching, *, required: bool) -> Continuation | None:
+    """Return what goes on in `run_dir`; None where there is no run, which may begin.
+
+    Args:
+        run_dir: of the run.
+        config: what it is to go on with, checked.
+        cut: how its effective batch is cut.
+        required: whether the run must be there, and must have a checkpoint.
+
+    Raises:
+        ConfigError: the run in the directory is not to go on, or cannot.
+    """
+    if not required and not (run_dir / NAME).exists():
+        return None
+    if not required and config.training.resume is None:  # a second run in one journal would never be shipped
+        key = "hydra.run.dir" if config.tracking.sweep is None else "hydra.sweep.dir"
+        raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
+    past = Past.of(run_dir, "RUN" if required else "hydra.run.dir")
+    try:
+        return _of(run_dir, config, cut, past, required)
+    except BaseException:
+        past.close()
+        raise
+
+
+def _of(run_dir: Path, config: DictConfig, cut: Batching, past: Past, required: bool) -> Continuation:
+    found: list[str] = []
+    if past.described:
+        recorded = recorded_config(run_dir, "RUN")
+        found = changes(recorded, config, cut, past)
+        longer = any(recorded["training"].get(name) != config.training[name] for name in HORIZONS)
+        if past.status == "FINISHED" and not longer:
+            if required:
+                raise ConfigError("RUN", "has finished: give it a longer horizon to go on with it", str(run_dir))
+            return Continuation(run_dir, past, None, finished=True)
+    # A journal that is damaged has lost rows, which are trained again.
+    most = max(past.updates, default=0) + config.tracking.log_every - 1
+    latest = checkpoint.newest(run_dir / "checkpoints", most)
+    if required and latest is None:
+        raise ConfigError("RUN", "must have a checkpoint: see training.checkpoint_every", str(run_dir))
+    return Continuation(run_dir, past, latest, found)
 
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
@@ -70,11 +177,6 @@ def changes(recorded: dict[str, Any], config: DictConfig, cut: Batching, past: P
             raise ConfigError(key, f"must be that of the run, {old!r}", new)
         found.append(f"{key} {new} (was {old})")
     return found
-
-
-def is_longer(recorded: dict[str, Any], config: DictConfig) -> bool:
-    """Return whether the horizon is another one than the run began with."""
-    return any(recorded["training"].get(name) != config.training[name] for name in HORIZONS)
 
 
 def _in(key: str, names: tuple[str, ...]) -> bool:

@@ -51,11 +51,16 @@ class Interruption:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _interrupt(self, number: int) -> None:
+        if self._patient:
+            os.kill(os.getpid(), number)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         error = KeyboardInterrupt() if number == signal.SIGINT else Terminated(signal.Signals(number).name)
         if not self._patient or self._asked is not None:
             raise error
         self._asked = error
-        timer = threading.Timer(GRACE, lambda: self._patient and os.kill(os.getpid(), number))
+        os.write(2, b"finishing this update; once more ends it at once\n")  # print may be what was interrupted
+        timer = threading.Timer(GRACE, self._interrupt, [number])
         timer.daemon = True
         timer.start()

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import math
+import shlex
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from pipeline import config as configuration
-from pipeline import imports
-from pipeline.errors import ConfigError, first_line, say
+from pipeline import continuation, imports
+from pipeline.continuation import Continuation
+from pipeline.errors import NotShippedError, first_line, say
+from pipeline.interruption import Interruption, Terminated
 from pipeline.masking import mask
+from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened
+    from pipeline.accumulation import Update
     from pipeline.assembly import Parts
     from pipeline.recorder import Recorder
-    from pipeline.tracking.tracker import Tracker
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt no `except Exception` swallows it."""
 
 
 def run(
@@ -36,102 +37,166 @@ def run(
     *,
     tags: Mapping[str, str] = MappingProxyType({}),
     check_dataset: Callable[[dict[str, Any]], None] = lambda _: None,
+    resume: bool = False,
 ) -> tuple[str, float]:
     """Train what `config` says and record it.
 
     Args:
         config: composed; not yet checked.
         overrides: of the command line.
-        run_dir: of this run; exists. It stays empty when the config is refused.
+        run_dir: of this run; exists. It stays as it is when the config is refused.
         tags: of the run, beside its own.
         check_dataset: takes what `provenance.dataset` says of the data, and may refuse it.
+        resume: go on with the run in `run_dir`. With `training.resume=auto` that is done where there is one.
 
     Returns:
         The run's ID in MLflow, and its last loss: of the validation split where there is one.
 
     Raises:
         ConfigError: the config is wrong; nothing was created.
+        NotShippedError: it trained, but the store has not got all of it.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
-    cut = configuration.check(config, overrides)
-    if (run_dir / "journal.jsonl").exists():  # a second run in one journal would never be shipped
-        key = "hydra.run.dir" if config.tracking.sweep is None else "hydra.sweep.dir"
-        raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
-    journal = Journal(config.tracking.uri, config.tracking.experiment)  # opens the store while TensorFlow is imported
-    try:
-        with imports.without_chatter():
-            from pipeline import assembly, hardware, training
-            from pipeline.checkpoint import Checkpoints
-            from pipeline.progress import Progress
-            from pipeline.recorder import Recorder
-            from pipeline.tracking.tracker import Tracker
-
-        parts = assembly.assemble(config, cut, check_dataset)
-        dependent = {"model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none"}
-        journal.ready()
-    except BaseException:
-        journal.abandon()
-        raise
-    tracker = Tracker(journal, run_dir, parts.plan)
-    recorder = Recorder(
-        tracker,
-        parts.plan,
-        config.tracking.log_every,
-        lambda: hardware.peak_memory(parts.machine),
-        Progress(parts.plan.updates),
-        skips=config.hardware.precision.name == "mixed_float16",
-    )
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.training.checkpoint_every, parts.plan)
-    with _closing(tracker, recorder), checkpoints:
-        tracker.start(config, overrides, parts.data, parts.recorded_data, parts.model, {**dependent, **tags})
-        say(f"{parts.machine.description}; {parts.plan}")
-        say(f"run directory {run_dir}", f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}")
-        recorder.restart_clock()
-        loss = training.train(
-            parts.model,
-            parts.batches,
-            parts.update(),
-            parts.plan,
-            recorder,
-            evaluate=parts.evaluate(),
-            evaluate_every=config.training.evaluate_every,
-            callbacks=parts.objective.callbacks,
-            checkpoints=checkpoints,
+    with Interruption().listening() as interruption:
+        cut = configuration.check(config, overrides)
+        before = continuation.of(run_dir, config, cut, required=resume)
+        if before is not None and before.finished:
+            before.past.close()
+            say(f"run {before.run_id} has finished in {run_dir}: there is nothing to do")
+            return before.run_id, before.past.last.get("val/loss", before.past.last.get("train/loss", math.inf))
+        # Opens the store while TensorFlow is imported.
+        tracking = config.tracking
+        journal = Journal(
+            tracking.uri,
+            tracking.experiment,
+            patience=tracking.patience,
+            when_unreachable=tracking.when_unreachable.name,
         )
-        recorder.progress.close()
-        if config.tracking.log_model:
-            _log_model(parts, tracker)
+        try:
+            with imports.without_chatter():
+                from pipeline import assembly
+
+            first = 0 if before is None or before.checkpoint is None else before.checkpoint.update
+            parts = assembly.assemble(config, cut, check_dataset if before is None else before.check_dataset, first)
+            update = parts.update()
+            if before is not None:
+                before.check(update, parts.plan)
+            journal.ready()
+        except BaseException:
+            journal.abandon()
+            if before is not None:
+                before.past.close()
+            raise
+        tracker = Tracker(journal, run_dir, parts.plan)
+        loss = _train(parts, update, tracker, _Begin(overrides, tags, before), interruption)
     uri = config.tracking.uri
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
     return tracker.run_id, loss
 
 
+@dataclass(frozen=True)
+class _Begin:
+    """What a run begins with, or goes on with."""
+
+    overrides: Sequence[str]
+    tags: Mapping[str, str]
+    before: Continuation | None
+
+    def __call__(self, tracker: Tracker, parts: Parts) -> None:
+        """Create the run, or go on with it, and say which."""
+        config, data = parts.config, (parts.data, parts.recorded_data)
+        if self.before is None:
+            dependent = {"model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none"}
+            tracker.start(config, self.overrides, *data, parts.model, {**dependent, **self.tags})
+            say(f"{parts.machine.description}; {parts.plan}")
+        else:
+            segment = provenance.segment(self.before.update, parts.plan.batching, config)
+            tracker.resume(self.before.past, segment, config, self.overrides, *data)
+            say(f"{parts.machine.description}; {parts.plan}", *self.before.said(parts.objective.callbacks))
+        run = f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}" if tracker.run_id else "no MLflow run yet"
+        say(f"run directory {tracker.run_dir}", run)
+
+
+def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interruption: Interruption) -> float:
+    """Train, from the first update or a checkpoint on, and close the run; return its last loss."""
+    from pipeline import hardware, training
+    from pipeline.checkpoint import Checkpoints
+    from pipeline.progress import Progress
+    from pipeline.recorder import Recorder
+
+    config, plan, before = parts.config, parts.plan, begin.before
+    recorder = Recorder(
+        tracker,
+        plan,
+        config.tracking.log_every,
+        lambda: hardware.peak_memory(parts.machine),
+        Progress(plan.updates),
+        skips=config.hardware.precision.name == "mixed_float16",
+    )
+    checkpoints = Checkpoints(tracker.run_dir / "checkpoints", config.training.checkpoint_every, plan)
+    with _closing(tracker, recorder) as unshipped, checkpoints:
+        begin(tracker, parts)
+        recorder.restart_clock()
+        with interruption.between_updates():
+            loss = training.train(
+                parts.model,
+                parts.batches,
+                update,
+                plan,
+                recorder,
+                evaluate=parts.evaluate(),
+                evaluate_every=config.training.evaluate_every,
+                callbacks=parts.objective.callbacks,
+                checkpoints=checkpoints,
+                start=None if before is None else before.checkpoint,
+                stop=interruption.asked,
+            )
+        recorder.progress.close()
+        if config.tracking.log_model:
+            _log_model(parts, tracker)
+    if unshipped:
+        raise NotShippedError(unshipped[0], loss)
+    return loss
+
+
 @contextmanager
-def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[None]:
-    """Close the run as FINISHED, FAILED or KILLED, with all that it had logged; one that never began needs none."""
-    status, failure = "FINISHED", None
+def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
+    """Close the run as FINISHED, FAILED or KILLED, with all that it had logged; one that never began needs none.
+
+    Yield a list, which afterwards has a line where a run that finished is not wholly in the store.
+    """
+    unshipped: list[str] = []
     try:
-        yield
+        yield unshipped
     except BaseException as error:
         killed = isinstance(error, KeyboardInterrupt | Terminated)
-        status = "KILLED" if killed else "FAILED"
         failure = "".join(traceback.format_exception_only(error)).strip()
         with suppress(Exception):  # no second failure, such as of a device that is gone, hides the first
             recorder.fetch()
+        say(*_end(tracker, recorder, "KILLED" if killed else "FAILED", failure))
         raise
-    finally:
-        recorder.progress.close()
-        unshipped = tracker.end(status, failure) if tracker.run_id else None
-        if unshipped:
-            say(f"MLflow did not take everything ({unshipped}); the rest is in {tracker.run_dir / 'journal.jsonl'}")
+    unshipped += _end(tracker, recorder, "FINISHED")
+
+
+def _end(tracker: Tracker, recorder: Recorder, status: str, failure: str | None = None) -> list[str]:
+    """Close the run; return a line that says what to do where something could not be shipped."""
+    recorder.progress.close()
+    command = shlex.join(["pipeline", "sync", str(tracker.run_dir)])
+    try:
+        why = tracker.end(status, failure) if tracker.begun else None
+    except BaseException:
+        say(f"not all of the run is in the store: {command}")
+        raise
+    return [f"not all of the run is in the store ({why}): {command}"] if why else []
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
     from pipeline.tracking import logged_model
 
     tracking = parts.config.tracking
+    if not tracker.run_id:
+        say("the model was not logged, as the store was not reached: its weights are in the last checkpoint")
+        return
     try:
         code = tracking.code
         if code is None:
@@ -143,8 +208,3 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
         first = first_line(error)
         tracker.journal.write({"tags": {"model.not_logged": mask(first)}})
         say(f"the model was not logged: {first}")
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second would interrupt the closing of the run
-    raise Terminated("SIGTERM")

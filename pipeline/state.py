@@ -131,6 +131,17 @@ def restore(state: State, update: Update, recorder: Recorder, callbacks: Callbac
     return dict(values["loop"])
 
 
+def check(meta: Mapping[str, Any], update: Update) -> None:
+    """Refuse a checkpoint of another model or optimizer, by what `State.write` returned, before anything is read.
+
+    Raises:
+        ConfigError: a variable is not in it, or has another shape or dtype there.
+    """
+    specs = {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}
+    for name, (copy, *_) in _variables(update).items():
+        _check_variable(name, copy, specs.get(name))
+
+
 def without_state(callbacks: Callbacks) -> list[str]:
     """Return the names of callbacks that may know what no checkpoint has: they start anew where a run goes on."""
     return [name for name, callback in callbacks.items() if type(callback) not in _KEPT and not _offers(callback)]
@@ -139,14 +150,17 @@ def without_state(callbacks: Callbacks) -> list[str]:
 def _check(state: State, variables: Mapping[str, Any]) -> None:
     """Refuse a state that lacks a variable, has one too many, or one of another shape or dtype."""
     for name, (copy, *_) in variables.items():
-        here = f"{tuple(copy.shape)} {copy.dtype.name}"
         array = state.arrays.get(name)
-        there = None if array is None else f"{array.shape} {array.dtype.name}"
-        if there != here and not (array is None and name == _SEED):
-            raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {here}", there)
+        _check_variable(name, copy, None if array is None else f"{array.shape} {array.dtype.name}")
     for name in state.arrays:
         if name.startswith(("model/", "optimizer/")) and name.partition(_REPLICA)[0] not in variables:
             raise ConfigError("the checkpoint", "must fit the model, which has no such variable", name)
+
+
+def _check_variable(name: str, copy: Any, there: str | None) -> None:
+    here = f"{tuple(copy.shape)} {copy.dtype.name}"
+    if there != here and not (there is None and name == _SEED):
+        raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {here}", there)
 
 
 def _variables(update: Update) -> dict[str, Sequence[Any]]:

@@ -27,7 +27,7 @@ import psutil
 from omegaconf import DictConfig
 
 from pipeline.errors import ConfigError, first_line
-from pipeline.job import Terminated
+from pipeline.interruption import Terminated
 from pipeline.launching import gpus as gpus_of_machine
 from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.launching.launcher import GRACE, SweepLauncher
@@ -92,7 +92,7 @@ class LocalJob:
         self._ours, self._theirs = multiprocessing.Pipe()
         self._process: Any = None  # with a `pid` once it has started; an interruption may come before either
         self._ending: Ending | None = None
-        self._overdue = False
+        self._overdue = self._asked = False
 
     def start(self) -> None:
         """Start the process, then give it the job: what is interrupted in between finds nobody there, and ends."""
@@ -144,7 +144,8 @@ class LocalJob:
 
     def end(self, late: bool) -> None:
         """Ask the job to end; kill it when it is late."""
-        if pid := getattr(self._process, "pid", None):
+        if (pid := getattr(self._process, "pid", None)) and (late or not self._asked):  # a second one is no asking
+            self._asked = True
             with contextlib.suppress(OSError):  # it has ended by itself
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
 

@@ -35,6 +35,7 @@ class SlurmLauncher(SweepLauncher):
             key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in params.items()
         }
         self.states: dict[str, str] | None = None
+        self._asked = False
 
     @property
     def name(self) -> str:
@@ -66,6 +67,9 @@ class SlurmLauncher(SweepLauncher):
 
     def _ask_to_end(self, running: Sequence[SlurmJob], late: bool) -> None:
         # Those that wait are gone, those that run get SIGTERM, and SIGKILL after Slurm's KillWait.
+        if self._asked and not late:
+            return
+        self._asked = True
         subprocess.run(["scancel", f"--name={self.name}"], check=False)
 
 

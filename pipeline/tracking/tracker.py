@@ -31,6 +31,7 @@ class Tracker:
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan):
         self.journal, self.run_dir, self.plan = journal, run_dir, plan
         self.run_id = self.experiment_id = ""  # where a store has the run
+        self.begun = False
         self._updates: Container[int] = ()  # whose rows were written before the run was resumed
         self._evaluations: Container[int] = ()
 
@@ -66,6 +67,7 @@ class Tracker:
         }
         # The dataset's name and tags may hold a secret as well as the config.
         answer = self.journal.start(self.run_dir / NAME, masked(run))
+        self.begun = True
         self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
         self._describe(config, resolved, overrides, data, dataset)
 
@@ -87,6 +89,7 @@ class Tracker:
         """
         self._updates, self._evaluations = past.updates, past.evaluations
         answer = self.journal.go_on(past, dict(segment))
+        self.begun = True
         self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
         if not past.described:
             self._describe(config, masked(configuration.plain(config)), overrides, data, dataset)
