@@ -29,3 +29,23 @@ def test_layers_inside_of_layers_are_found():
     model = keras.Sequential([keras.Input((2,)), keras.Sequential([inside, layers.Dense(1)])])
     assert inside in keras_internals.layers_of(model), WHERE
     assert model not in keras_internals.layers_of(model), WHERE
+
+
+def test_the_global_seed_is_what_draws_without_a_seed_move():
+    keras.utils.set_random_seed(0)
+    assert keras_internals.global_seed() is None, WHERE
+    keras_internals.make_global_seed()
+    before = np.array(keras_internals.global_seed())
+    one = np.array(keras.random.normal((2,)))
+    assert (np.array(keras_internals.global_seed()) != before).any(), WHERE
+    keras_internals.global_seed().assign(before)
+    np.testing.assert_array_equal(keras.random.normal((2,)), one)
+
+
+def test_a_model_checkpoint_counts_in_these():
+    callback = keras.callbacks.ModelCheckpoint("{epoch}.weights.h5", save_weights_only=True, save_freq=2)
+    callback.on_epoch_begin(3)
+    kept = [name for name in vars(callback) if name.startswith("_") and name not in ("_model", "_save_on_batch_end")]
+    assert set(keras_internals.MODEL_CHECKPOINT_KEEPS) <= set(kept), WHERE
+    assert not callback._should_save_on_batch(0)
+    assert callback._should_save_on_batch(1)
