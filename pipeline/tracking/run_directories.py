@@ -1,0 +1,53 @@
+"""Where runs lie on this machine: the folders that have a journal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import ConfigError
+from pipeline.tracking.journal_file import NAME, Past
+
+
+def find(start: str, key: str) -> Path:
+    """Return the run directory that `start` names: itself, or the start of the ID of its run in MLflow.
+
+    Raises:
+        ConfigError: there is none below the working directory, or there are several.
+    """
+    if (Path(start) / NAME).exists():
+        return Path(start)
+    matching = [folder for run_id, folder in by_id(key).items() if len(start) >= 4 and run_id.startswith(start)]
+    if len(matching) != 1:
+        rule = "must be one run directory, or the start of the ID of one run whose directory lies below this one"
+        raise ConfigError(key, rule, start, [*map(str, matching)] if matching else None)
+    return matching[0]
+
+
+def by_id(key: str) -> dict[str, Path]:
+    """Return the run directories below the working directory by the ID of their run in MLflow; `key` as `find` has it.
+
+    That a journal is there which says so is proof enough: no store has named the folder.
+    """
+    found = {}
+    for folder in under([]):
+        try:
+            past = Past.of(Path(folder), key, running=True)
+        except ConfigError:  # of another version
+            continue
+        past.close()
+        if past.run:
+            found[past.run["run_id"]] = Path(folder)
+    return found
+
+
+def under(folders: Sequence[str]) -> list[str]:
+    """Return the run directories among `folders` and below them; below the working directory where none is given."""
+    found: dict[str, None] = {}
+    for folder in folders or ["."]:
+        inside = [str(path) for path, _, files in os.walk(folder) if NAME in files]
+        if folders and not inside:
+            raise ConfigError("RUN_DIR", f"must be a folder with a {NAME} in it", folder)
+        found |= dict.fromkeys(sorted(map(os.path.normpath, inside)))
+    return list(found)
