@@ -16,7 +16,7 @@ LEVELS = (
     ("rerun", "report", "verify", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
-    ("continuation", "interruption"),
+    ("continuation",),
     ("assembly",),
     ("training",),
     ("state",),
@@ -25,7 +25,7 @@ LEVELS = (
     ("accumulation", "tracking", "trust"),
     ("compose",),
     ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "sizes"),
-    ("errors", "imports", "masking", "mlflow_internals", "progress"),
+    ("errors", "imports", "interruption", "masking", "mlflow_internals", "progress"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
