@@ -167,7 +167,7 @@ class Journal:
         except queue.Empty:
             return False
         finally:
-            self.patience -= min(self.patience - 1, time.monotonic() - began)
+            self.patience = max(min(self.patience, 1.0), self.patience - (time.monotonic() - began))
 
     def abandon(self) -> None:
         """Let the shipper go; where no run was started, nothing is left in the store."""
