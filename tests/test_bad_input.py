@@ -354,8 +354,8 @@ PREPARED = {
     f"train {MLP} +training.callbacks.stop._target_=keras.losses.Huber": "training.callbacks.stop._target_ must give "
     "a keras.callbacks.Callback. Received: 'Huber'.",
     f"train {MLP} '+training.callbacks.backup={{_target_: keras.callbacks.BackupAndRestore, backup_dir: there}}'": (
-        "training.callbacks.backup._target_ must be left out: training.checkpoint_every is for that, and pipeline resume "
-        "goes on from there. Received: 'BackupAndRestore'."
+        "training.callbacks.backup._target_ must be left out: training.checkpoint_every is for that, and pipeline "
+        "resume goes on from there. Received: 'BackupAndRestore'."
     ),
     "ui --port {open}": "--port must be a port that is free: choose another with --port (…). Received: {open}.",
     # stores, which another process opens
