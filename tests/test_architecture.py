@@ -24,7 +24,7 @@ LEVELS = (
     ("augmentation", "batching", "dataset", "datasets", "hardware", "instantiate", "model", "objective", "optimizer"),
     ("accumulation", "tracking", "trust"),
     ("compose",),
-    ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "sizes"),
+    ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "schema", "sizes"),
     ("errors", "imports", "masking", "mlflow_internals", "progress"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
