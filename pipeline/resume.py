@@ -10,11 +10,10 @@ from omegaconf import DictConfig
 
 from pipeline import compose
 from pipeline import config as configuration
-from pipeline.continuation import recorded_config
 from pipeline.errors import ConfigError, Parser
 from pipeline.launching import gpus
 from pipeline.masking import HIDDEN
-from pipeline.sync import find
+from pipeline.run_dirs import find, recorded_config
 from pipeline.tracking.journal_file import Past
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 from pipeline import compose
 from pipeline.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.masking import HIDDEN, mask
-from pipeline.tracking.journal_file import NAME, Past, absolute
+from pipeline.run_dirs import run_dirs
+from pipeline.tracking.journal_file import Past, absolute
 
 if TYPE_CHECKING:  # it imports MLflow
     from pipeline.tracking.store import Store
@@ -30,45 +30,11 @@ def sync(arguments: Sequence[str]) -> int:
     tracking = compose.composed([*config_dir, *overrides]).tracking
     # The journal names its store; the config's counts where it is given here, as it may hold a password.
     given = tracking.uri if any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides) else None
-    found = _run_dirs(options.folders)
+    found = run_dirs(options.folders)
     if not found:
         say("no run directory with a journal was found")
         return 0
     return max(_sync(folder, given, tracking.patience, named=folder in options.folders) for folder in found)
-
-
-def find(start: str, key: str) -> Path:
-    """Return the run directory that `start` names: itself, or the start of the ID of its run in MLflow.
-
-    Raises:
-        ConfigError: there is none below the working directory, or there are several.
-    """
-    if (Path(start) / NAME).exists():
-        return Path(start)
-    by_id = {}
-    for folder in _run_dirs([]):
-        try:
-            past = Past.of(Path(folder), key, running=True)
-        except ConfigError:  # of another version
-            continue
-        past.close()
-        by_id[past.run.get("run_id", "")] = Path(folder)
-    matching = [folder for run_id, folder in by_id.items() if len(start) >= 4 and run_id.startswith(start)]
-    if len(matching) != 1:
-        rule = "must be one run directory, or the start of the ID of one run whose directory lies below this one"
-        raise ConfigError(key, rule, start, [*map(str, matching)] if matching else None)
-    return matching[0]
-
-
-def _run_dirs(folders: Sequence[str]) -> list[str]:
-    """Return the run directories among `folders` and below them; below the working directory where none is given."""
-    found: dict[str, None] = {}
-    for folder in folders or ["."]:
-        inside = [str(path) for path, _, files in os.walk(folder) if NAME in files]
-        if folders and not inside:
-            raise ConfigError("RUN_DIR", f"must be a folder with a {NAME} in it", folder)
-        found |= dict.fromkeys(sorted(map(os.path.normpath, inside)))
-    return list(found)
 
 
 def _sync(folder: str, given: str | None, patience: float, *, named: bool) -> int:

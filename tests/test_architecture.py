@@ -21,6 +21,7 @@ LEVELS = (
     ("training",),
     ("state",),
     ("recorder", "objective_checks", "checkpoint"),
+    ("run_dirs",),
     ("augmentation", "batching", "dataset", "datasets", "hardware", "instantiate", "model", "objective", "optimizer"),
     ("accumulation", "tracking", "trust"),
     ("compose",),

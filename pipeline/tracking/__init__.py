@@ -9,7 +9,14 @@ import logging
 import os
 
 __all__ = [
-    *("delivery", "foreign_store", "journal", "journal_file", "logged_model", "provenance", "shipper", "store"),
+    "delivery",
+    "foreign_store",
+    "journal",
+    "journal_file",
+    "logged_model",
+    "provenance",
+    "shipper",
+    "store",
     "tracker",
 ]
 
