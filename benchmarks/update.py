@@ -25,7 +25,7 @@ from benchmarks.figures import Figure, ratios
 from benchmarks.models import EFFECTIVE, FACTOR, MICRO
 from benchmarks.turns import alternate, repeats
 from pipeline.accumulation import Update
-from pipeline.config import TrackingConfig
+from pipeline.schema import TrackingConfig
 
 
 def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""The typed schema of a run, and the checks across its fields.
+"""The checks of a config that no type can make, and what is asked of it.
 
 Imports neither TensorFlow nor MLflow: a wrong config is refused in under a second.
 """
@@ -10,8 +10,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,97 +23,12 @@ from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
 from pipeline.masking import remember
 from pipeline.metric_names import NAME_RULE, is_name
-from pipeline.scaling import Rule
+from pipeline.schema import SCHEMA, Config
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folder or a URI
-
-Device = Enum("Device", ["auto", "cpu", "gpu"])
-Resume = Enum("Resume", ["auto"])
-Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
-Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
-SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
-
-
-@dataclass
-class ScalingConfig:
-    rule: Rule = Rule.none
-    reference_batch_size: int = 128
-    warmup: Any = 0
-
-
-@dataclass
-class AccumulationConfig:
-    effective_batch_size: int | None = None
-    factor: int | None = None
-    micro_batch_size: int | None = None
-
-
-@dataclass
-class TrainingConfig:
-    epochs: int | None = None
-    updates: int | None = None
-    examples: int | None = None
-    evaluate_every: Any = "epoch"
-    checkpoint_every: Any = None
-    loss: Any = MISSING  # a node, null, or a mapping or list of these for the outputs
-    loss_weights: Any = None
-    class_weight: Any = None
-    metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}
-    weighted_metrics: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    resume: Resume | None = None
-
-
-@dataclass
-class HardwareConfig:
-    device: Device = Device.auto
-    replicas: int = 1
-    precision: Precision = Precision.float32
-    parallel_jobs: int | None = None
-    gpus_per_job: int = 1
-    xla: bool = False
-    deterministic: bool = False
-
-
-@dataclass
-class TrackingConfig:
-    uri: str = MISSING
-    experiment: str = MISSING
-    run_name: str | None = None
-    log_every: int = 1
-    noise_every: int = 10
-    log_model: bool = True
-    code: list[str] | None = field(default_factory=list)
-    system_metrics: bool = True
-    sweep: str | None = None
-    job: str | None = None
-    confined: bool = False
-    patience: float = 60.0
-    when_unreachable: Unreachable = Unreachable.refuse
-
-
-@dataclass
-class TrustConfig:
-    allow: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Config:
-    dataset: Any = MISSING
-    model: Any = MISSING
-    optimizer: Any = MISSING
-    schedule: Any = MISSING
-    scaling: ScalingConfig = field(default_factory=ScalingConfig)
-    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    trust: TrustConfig = field(default_factory=TrustConfig)
-    seed: int = 0
-    schema: int = SCHEMA
 
 
 def register() -> None:

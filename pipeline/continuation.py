@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from omegaconf import DictConfig
 
 from pipeline import checkpoint
 from pipeline import config as configuration
 from pipeline.checkpoint import Checkpoint
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError
 from pipeline.masking import mask, masked
+from pipeline.run_dirs import recorded_config
 from pipeline.sizes import EFFECTIVE, HORIZONS, Batching, Plan
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute
@@ -132,22 +132,6 @@ def _of(run_dir: Path, config: DictConfig, cut: Batching, past: Past, required: 
     if required and latest is None:
         raise ConfigError("RUN", "must have a checkpoint: see training.checkpoint_every", str(run_dir))
     return Continuation(run_dir, past, latest, found)
-
-
-def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
-    """Return the resolved config that the run in `run_dir` began with.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no mapping")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        rule = f"must have a config.yaml that can be read ({first_line(error)})"
-        raise ConfigError(key, rule, str(run_dir)) from error
-    return config
 
 
 def changes(recorded: dict[str, Any], config: DictConfig, cut: Batching, past: Past) -> list[str]:

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline.config import Device
 from pipeline.errors import ConfigError
+from pipeline.schema import Device
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from omegaconf import DictConfig
 
 from pipeline import compose
 from pipeline import config as configuration
-from pipeline.continuation import recorded_config
 from pipeline.errors import ConfigError, Parser
 from pipeline.launching import gpus
 from pipeline.masking import HIDDEN
-from pipeline.tracking import run_directories
+from pipeline.run_dirs import find, recorded_config
 from pipeline.tracking.journal_file import Past
 
 
@@ -26,7 +25,7 @@ def resume(arguments: Sequence[str]) -> int:
     parser = Parser(prog="pipeline resume", description=resume.__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="a run directory, or the start of the ID of a run below this folder")
     options, overrides = parser.parse_known_args(list(arguments))
-    run_dir = run_directories.find(options.run, "RUN").absolute()
+    run_dir = find(options.run, "RUN").absolute()
     past = Past.of(run_dir)
     past.close()
     config = recorded_config(run_dir, "RUN")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline import compose
 from pipeline.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.masking import HIDDEN, mask
-from pipeline.tracking import run_directories
+from pipeline.run_dirs import run_dirs
 from pipeline.tracking.journal_file import Past, absolute
 
 if TYPE_CHECKING:  # it imports MLflow
@@ -30,7 +30,7 @@ def sync(arguments: Sequence[str]) -> int:
     tracking = compose.composed([*config_dir, *overrides]).tracking
     # The journal names its store; the config's counts where it is given here, as it may hold a password.
     given = tracking.uri if any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides) else None
-    found = run_directories.under(options.folders)
+    found = run_dirs(options.folders)
     if not found:
         say("no run directory with a journal was found")
         return 0

@@ -21,10 +21,11 @@ LEVELS = (
     ("training",),
     ("state",),
     ("recorder", "objective_checks", "checkpoint"),
+    ("run_dirs",),
     ("augmentation", "batching", "dataset", "datasets", "hardware", "instantiate", "model", "objective", "optimizer"),
     ("accumulation", "tracking", "trust"),
     ("compose",),
-    ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "sizes"),
+    ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "schema", "sizes"),
     ("errors", "imports", "interruption", "masking", "mlflow_internals", "progress"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

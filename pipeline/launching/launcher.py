@@ -23,9 +23,9 @@ from pipeline import config as configuration
 from pipeline.errors import ConfigError, first_line, say
 from pipeline.launching.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 from pipeline.masking import mask
+from pipeline.run_dirs import by_id
 from pipeline.sizes import Batching
 from pipeline.sweep import parent_run
-from pipeline.tracking import run_directories
 
 # Seconds for a job that is asked to end to close its run; then it is killed. `tracking.shipper.PATIENCE` is as long,
 # and `sweep.parent_run.PATIENCE` longer.
@@ -126,7 +126,7 @@ class SweepLauncher(Launcher):
     def _interrupted(self) -> dict[str, str]:
         """Return the run directories of the jobs that were interrupted, where these lie here; one that failed is run
         anew."""
-        here = run_directories.by_id("SWEEP")
+        here = by_id("SWEEP")
         runs = {name: run.info for name, run in self.sweep.children().items() if run.info.status == "KILLED"}
         found = {name: here[info.run_id] for name, info in runs.items() if info.run_id in here}
         return {name: str(folder.absolute()).replace("'", "\\'") for name, folder in found.items()}

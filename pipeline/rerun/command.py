@@ -20,6 +20,7 @@ from pipeline.errors import ConfigError, first_line, printable, say
 from pipeline.masking import HIDDEN, mask
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
 from pipeline.rerun.request import Request, in_folder, parsed
+from pipeline.schema import SCHEMA
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict
@@ -131,7 +132,7 @@ class Rerun:
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
         here["code"] = self.own.tracking.code  # files of this machine
-        config |= {"schema": configuration.SCHEMA, "tracking": (config.get("tracking") or {}) | here}
+        config |= {"schema": SCHEMA, "tracking": (config.get("tracking") or {}) | here}
         if "data_dir" in (config.get("dataset") or {}):
             config["dataset"]["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
         return config

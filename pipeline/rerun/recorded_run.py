@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from pipeline import config as configuration
 from pipeline.errors import ConfigError, first_line, say
+from pipeline.schema import SCHEMA
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
@@ -74,16 +74,16 @@ class RecordedRun:
         only the last validation of a run with `use_ema` was of the averaged weights.
         """
         version, run_id = self.config.get("schema", 0), self.run.info.run_id
-        if type(version) is not int or not 0 <= version <= configuration.SCHEMA:
+        if type(version) is not int or not 0 <= version <= SCHEMA:
             # Of hexadecimal digits, since it is to be typed into a shell.
             commit = str((self.environment.get("git") or {}).get("commit"))
             on = f"git checkout {commit} && " if re.fullmatch("[0-9a-f]{7,64}", commit) else "on its own commit: "
-            rule = f"must have a record of schema 0 to {configuration.SCHEMA}; the code that made it runs it: {on}"
+            rule = f"must have a record of schema 0 to {SCHEMA}; the code that made it runs it: {on}"
             # Anything but a short number may be long.
             received = version if type(version) is int and abs(version) < 10**9 else type(version).__name__
             raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
-        if version < configuration.SCHEMA:
-            say(f"the record of {run_id} is of schema {version}: brought to schema {configuration.SCHEMA}")
+        if version < SCHEMA:
+            say(f"the record of {run_id} is of schema {version}: brought to schema {SCHEMA}")
             if (self.config.get("optimizer") or {}).get("use_ema"):
                 say("  differs: val/…: all are of the averaged weights now, then only the last one was")
 

@@ -9,8 +9,15 @@ import logging
 import os
 
 __all__ = [
-    *("delivery", "foreign_store", "journal", "journal_file", "logged_model", "provenance", "run_directories"),
-    *("shipper", "store", "tracker"),
+    "delivery",
+    "foreign_store",
+    "journal",
+    "journal_file",
+    "logged_model",
+    "provenance",
+    "shipper",
+    "store",
+    "tracker",
 ]
 
 # Here, as MLflow reads it when it is imported: quiet migrations, and answers within seconds where a server is gone.

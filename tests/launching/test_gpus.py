@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from pipeline.config import HardwareConfig
 from pipeline.errors import ConfigError
 from pipeline.launching import gpus
+from pipeline.schema import HardwareConfig
 
 
 def slots(monkeypatch, listed, settings):

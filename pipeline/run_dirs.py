@@ -1,12 +1,15 @@
-"""Where runs lie on this machine: the folders that have a journal."""
+"""Run directories: which there are, which one is meant, and what its run began with."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from pipeline.errors import ConfigError
+import yaml
+
+from pipeline.errors import ConfigError, first_line
 from pipeline.tracking.journal_file import NAME, Past
 
 
@@ -31,7 +34,7 @@ def by_id(key: str) -> dict[str, Path]:
     That a journal is there which says so is proof enough: no store has named the folder.
     """
     found = {}
-    for folder in under([]):
+    for folder in run_dirs([]):
         try:
             past = Past.of(Path(folder), key, running=True)
         except ConfigError:  # of another version
@@ -42,7 +45,7 @@ def by_id(key: str) -> dict[str, Path]:
     return found
 
 
-def under(folders: Sequence[str]) -> list[str]:
+def run_dirs(folders: Sequence[str]) -> list[str]:
     """Return the run directories among `folders` and below them; below the working directory where none is given."""
     found: dict[str, None] = {}
     for folder in folders or ["."]:
@@ -51,3 +54,19 @@ def under(folders: Sequence[str]) -> list[str]:
             raise ConfigError("RUN_DIR", f"must be a folder with a {NAME} in it", folder)
         found |= dict.fromkeys(sorted(map(os.path.normpath, inside)))
     return list(found)
+
+
+def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
+    """Return the resolved config that the run in `run_dir` began with.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no mapping")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        rule = f"must have a config.yaml that can be read ({first_line(error)})"
+        raise ConfigError(key, rule, str(run_dir)) from error
+    return config
