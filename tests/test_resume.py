@@ -173,7 +173,7 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
         "this one. Received: 'nowhere'.",
         "resume run seed=1": "seed must be that of the run, 0. Received: 1.",
         "resume run model.hidden=[8]": "model.hidden must be that of the run, [128, 128]. Received: [8].",
-        "resume run optimizer.learning_rate=1": "optimizer.learning_rate must be that of the run, 0.1. Received: 1.0.",
+        "resume run optimizer.learning_rate=1": "optimizer.learning_rate must be that of the run, 0.05. Received: 1.",
         "resume run accumulation.effective_batch_size=64": "accumulation.effective_batch_size must be that of the run, "
         "128. Received: 64.",
         "resume run hardware.precision=float64": "hardware.precision must be that of the run, 'float32'. Received: "
