@@ -78,7 +78,10 @@ def _close(again: Callable[[str], list[str]], broken: str | None = None) -> int:
         status: int = current.close(broken)
     except Exception as error:  # the store is away
         close = shlex.join(["pipeline", "sync", current.folder])
-        say(f"the sweep could not be closed in the store ({first_line(error)}): {close}", missing)
+        say(
+            f"the sweep could not be closed in the store ({first_line(error)}): {close}",
+            *([missing] if current.lost else []),
+        )
         return NOT_SHIPPED
     if status:
         say(missing)

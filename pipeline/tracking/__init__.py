@@ -29,3 +29,4 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 # It prints a server's address, password and all, and on the shipper's line to the trainer.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 logging.getLogger("alembic").setLevel(logging.WARNING)
+logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each try that MLflow makes again

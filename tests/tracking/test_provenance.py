@@ -178,7 +178,8 @@ def test_mask(monkeypatch):
     assert mask("postgresql://me:p@ss@host/db?password=x1&sslmode=on") == (
         "postgresql://***@host/db?password=***&sslmode=on"
     )
-    for text in ("sqlite:////tmp/a@b/mlflow.db", "https://host/a/b@main", f"cwd {os.environ.get('PWD', '/')}"):
+    page = "http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&viewStateShareKey=abc123"
+    for text in (page, "sqlite:////tmp/a@b/mlflow.db", "https://host/a/b@main", f"cwd {os.environ.get('PWD', '/')}"):
         assert mask(text) == text
     assert masked({"a": ["abcdef", 1, None], "b": {"c": "u://x:y@h"}}) == {
         "a": ["***", 1, None],
