@@ -17,6 +17,7 @@ import pytest
 
 from tests.running import Store, one_process, pipeline, start
 
+NAMED = "a mapping of name → _target_, empty for none"
 # Refused from the command line and the config alone: neither TensorFlow nor MLflow is imported.
 CONFIG = {
     # keys and groups
@@ -51,8 +52,16 @@ CONFIG = {
     "train hardware.device=gpu": "hardware.device must be a device of this machine, which has no GPU. "
     "Received: 'gpu'. Choices: auto, cpu.",
     "train training.loss=[]": "training.loss must be a mapping.",
-    "train training.metrics=[]": "training.metrics must be a mapping.",
-    "train training.callbacks=[]": "training.callbacks must be a mapping.",
+    "train 'training.metrics=[{_target_: keras.metrics.AUC}]'": f"training.metrics must be {NAMED}. "
+    "Received: '[{_target_: keras.metrics.AUC}]'.",
+    "train training.weighted_metrics=accuracy": f"training.weighted_metrics must be {NAMED}. Received: 'accuracy'.",
+    "train '+training.metrics.a=[{_target_: keras.metrics.AUC}]'": f"training.metrics.a must be {NAMED}. "
+    "Received: [{_target_: 'keras.metrics.AUC'}].",
+    "train --config-dir mine objective=listed": f"training.metrics must be {NAMED} (in objective/listed). "
+    "Received: ['accuracy'].",
+    "train --config-dir mine training=listed": f"training.weighted_metrics must be {NAMED} (in training/listed). "
+    "Received: ['accuracy'].",
+    "train training.callbacks=[]": f"training.callbacks must be {NAMED}. Received: '[]'.",
     "train model.hidden={}": "model.hidden must be a list.",
     "train training.loss=mse": "training.loss._target_ must be the dotted name of what builds it. Received: 'mse'.",
     "train training.loss_weights=abc": "training.loss_weights must be null, or a number for each output. "
@@ -462,6 +471,8 @@ USER_CONFIGS = {
     "model/two.yaml": b"_target_: mine.two\n",
     "objective/two.yaml": b"# @package training\nloss:\n  a: {_target_: keras.losses.Huber}\n"
     b"  b: {_target_: keras.losses.Huber}\nloss_weights: null\nmetrics: {}\n",
+    "objective/listed.yaml": b"# @package training\nloss: {_target_: keras.losses.Huber}\nmetrics: [accuracy]\n",
+    "training/listed.yaml": b"epochs: 1\nweighted_metrics: [accuracy]\n",
     "training/typo.yaml": b"epoch: 3\n",
     "training/wrong.yaml": b"epochs: many\n",
 }
