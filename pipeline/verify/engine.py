@@ -11,7 +11,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import Update, accumulate_gradients, by_name, examples_in, layers_of, mask_of, parts_of
+from pipeline.accumulation import (
+    Update,
+    accumulate_gradients,
+    by_name,
+    examples_in,
+    labels_by_name,
+    layers_of,
+    mask_of,
+    parts_of,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ def examples(batch: Any) -> int:
 def shortened(batch: Any, size: int) -> Any:
     """Return `size` examples of a batch, one less where that is all: the last micro-batch is shorter, as in a tail."""
     stop = size if size < examples(batch) else max(size - 1, 1)
-    return tf.nest.map_structure(lambda leaf: leaf[:stop], batch)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:stop], batch)
 
 
 def certificate(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -110,10 +120,11 @@ def _whole(update: Update, batch: Any) -> _Outcome:
     def step() -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
-            loss = model.compute_loss(x, y, outputs, sample_weight)
+            labels, weights = _as_outputs(update, outputs, y, sample_weight)
+            loss = model.compute_loss(x, labels, outputs, weights)
             scaled = update.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
-        results = {} if y is None else model.compute_metrics(x, y, outputs, sample_weight)
+        results = {} if y is None else model.compute_metrics(x, labels, outputs, weights)
         if any(mask_of(output) is not None for output in by_name(model, outputs).values()):  # see docs/exact.md
             results = {name: result for name, result in results.items() if name not in _no_means(update)}
         return loss, [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients], results
@@ -130,6 +141,17 @@ def _whole(update: Update, batch: Any) -> _Outcome:
     found["learning_rate"] = float(_array(update.optimizer.learning_rate))
     tf.function(lambda: update.optimizer.apply([None if a is None else tf.constant(a) for a in arrays], variables))()
     return _outcome(update, float(loss), arrays, found)
+
+
+def _as_outputs(update: Update, outputs: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Return labels and sample weights in the form of several outputs, None for an output without, as Keras wants."""
+    names = list(by_name(update.model, outputs))
+    if len(names) < 2 or y is None:
+        return y, sample_weight
+    labels, weights = labels_by_name(update.loss, y, names), spread(sample_weight, names, to_all=True)
+    in_order = ([given.get(name) for name in names] for given in (labels, weights))
+    packed, packed_weights = (keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order)
+    return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
 
 
 def _no_means(update: Update) -> set[str]:
