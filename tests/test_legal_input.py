@@ -54,6 +54,14 @@ def sides():
     x = {side: rng.normal(size=(200, 3)).astype("float32") for side in ("left", "right")}
     return examples(x, rng.integers(0, 3, 200))
 
+def partly():  # the second output has no sample weights
+    parts = rng.normal(size=(200, 4)), (rng.normal(size=(200, 1)), rng.normal(size=(200, 1))), (np.ones(200), None)
+    return tuple(tf.data.Dataset.from_tensor_slices(parts) for split in ("train", "validation"))
+
+def two_headed():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, [layers.Dense(1, name=name)(inputs) for name in "ab"])
+
 def unbuilt():
     return keras.Sequential([layers.Dense(8, "tanh"), layers.Dropout(0.1), layers.Dense(3)])
 
@@ -133,9 +141,9 @@ class Confidence(keras.metrics.Metric):
         return self.total / self.count
 '''
 
-MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent")
+MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent", "two_headed")
 LOGGED = ("doubled", "unreadable")
-DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text")
+DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text", "partly")
 WAVES = """
 _target_: pipeline.dataset.from_tfds
 builder: mine.Waves
@@ -156,10 +164,13 @@ MONITORS = {
 CALLBACKS = " ".join(f"'+training.callbacks.{name}={{_target_: {value}}}'" for name, value in MONITORS.items())
 LOSS = "~training.metrics.accuracy ~training.loss.from_logits training.loss._target_=keras.losses"
 CONFIDENCE = "+training.metrics.sure._target_=mine.Confidence"
+PARTLY = "model=two_headed dataset=partly objective=regression ~training.metrics.mean_absolute_error"
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
     "unbuilt": "model=unbuilt dataset=classes",
+    "partly weighted": f"{PARTLY} hardware.replicas=2",
+    "partly weighted, streamed": f"{PARTLY} dataset.in_memory=false",
     "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS}",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",

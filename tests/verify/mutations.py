@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, sums, update, weighting
+from pipeline.accumulation import Update, evaluation, sums, update, weighting
 from tests import refused
 
 TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
@@ -23,8 +23,9 @@ TAIL = tuple(part[:5] for part in BATCH)
 
 
 def examples(data_dir):
-    """The examples of both batches, as a dataset for the command."""
-    return tf.data.Dataset.from_tensor_slices(tuple(map(np.concatenate, zip(BATCH, TAIL, strict=True)))), None
+    """The examples of both batches, as a dataset for the command, and the second again for its validation."""
+    both = tuple(map(np.concatenate, zip(BATCH, TAIL, strict=True)))
+    return tf.data.Dataset.from_tensor_slices(both), tf.data.Dataset.from_tensor_slices(TAIL)
 
 
 def masked():
@@ -40,14 +41,18 @@ def mean_of_means(patch):
     patch.setattr(sums, "weighted_sum", means)
 
 
-def lost_tail(patch):
-    whole = update.sum_over_micro_batches
+def lost_tail(patch, module=update):
+    whole = module.sum_over_micro_batches
 
     def without_tail(step, batch, size, *more):
-        stop = update.examples_in(batch) // size * size
+        stop = module.examples_in(batch) // size * size
         return whole(step, tf.nest.map_structure(lambda leaf: leaf[:stop], batch), size, *more)
 
-    patch.setattr(update, "sum_over_micro_batches", without_tail)
+    patch.setattr(module, "sum_over_micro_batches", without_tail)
+
+
+def lost_tail_of_validation(patch):
+    lost_tail(patch, evaluation)
 
 
 def schedule_by_micro_step(patch):
@@ -119,6 +124,7 @@ def stale_metric(patch):
 MUTATIONS = {
     mean_of_means: {"loss", "gradient"},
     lost_tail: {"loss", "gradient"},
+    lost_tail_of_validation: {"val/loss"},
     schedule_by_micro_step: {"count"},
     clip_before_the_sum: {"gradient"},
     divide_by_replicas: {"gradient"},
