@@ -23,6 +23,7 @@ from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationResolutionError,
     InterpolationToMissingValueError,
+    KeyValidationError,
     OmegaConfBaseException,
     UnsupportedInterpolationType,
     ValidationError,
@@ -143,6 +144,8 @@ def _of_key(
     otherwise = "must have a value" if isinstance(error, InterpolationResolutionError) else "must be valid"
     rule = rules.get(type(error), f"{otherwise} ({_cause(error)})")
     value = error.value
+    if isinstance(error, KeyValidationError):  # YAML reads `off`, `on`, `yes` and `no` without quotes as no text
+        return ConfigError(key.rpartition(".")[0] or key, f"must have text for its keys{origin}", error.key)
     if isinstance(error.parent_node, DictConfig):  # as it was written, with its interpolation
         written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
         value = reduce(lambda node, name: node[name], str(error.key).split("."), written)

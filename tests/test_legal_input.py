@@ -165,6 +165,7 @@ CALLBACKS = " ".join(f"'+training.callbacks.{name}={{_target_: {value}}}'" for n
 LOSS = "~training.metrics.accuracy ~training.loss.from_logits training.loss._target_=keras.losses"
 CONFIDENCE = "+training.metrics.sure._target_=mine.Confidence"
 PARTLY = "model=two_headed dataset=partly objective=regression ~training.metrics.mean_absolute_error"
+FUNCTION = "'+training.metrics.own={_target_: keras.metrics.sparse_categorical_accuracy, _partial_: true}'"
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
@@ -182,6 +183,7 @@ LEGAL = {
     "own objective": "model=linear dataset=heights objective=mine",
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
     "circle": f"model=embedding dataset=classes {LOSS}.Circle",
+    "function for a metric": f"model=unbuilt dataset=classes {FUNCTION}",
     "bare_metric": f"model=unbuilt dataset=classes {CONFIDENCE}",
     **{name: f"model={name} dataset=classes tracking.log_model=true" for name in LOGGED},
     "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
@@ -225,6 +227,12 @@ def test_a_tilde_is_the_home_directory(ran):
     assert (folder / "home" / "store.db").exists()
     assert (folder / "home" / "run" / "journal.jsonl").exists()
     assert not [path for path in folder.rglob("*") if "~" in path.name]
+
+
+def test_a_function_for_a_metric_is_the_mean_of_its_values(ran):
+    store = ran[1]
+    metrics = store.run("function for a metric").data.metrics
+    assert metrics["val/own"] == metrics["val/accuracy"]
 
 
 def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran):

@@ -100,7 +100,8 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     for metric in evaluation.measured.values():
         metric.reset_state()
     sums = tf.function(evaluation, autograph=False)(batch)
-    found = {"loss": sums.mean_loss(), **{name: metric.result() for name, metric in evaluation.measured.items()}}
+    found = {"loss": sums.mean_loss(), **sums.output_losses()}
+    found |= {name: metric.result() for name, metric in evaluation.measured.items()}
     terms = min(_longest_sum(evaluation, batch) * unit(evaluation), 0.5)
     return [
         Finding(f"val/{name}", "loss" if name == "loss" else "metric", apart / max(abs(value), 1), terms / (1 - terms))
