@@ -50,21 +50,28 @@ class Parts:
             jit_compile=self.config.hardware.xla,
         )
 
-    def evaluate(self) -> Callable[[], dict[str, float]] | None:
-        """Return what evaluates the validation split; None where there is no such split."""
-        if self.data.validation is None:
-            return None
-        cut, goal = self.plan.batching, self.objective
-        evaluation = Evaluation(
+    def evaluation(self) -> Evaluation:
+        """Return what evaluates one batch."""
+        goal = self.objective
+        return Evaluation(
             self.model,
             goal.loss,
-            cut.micro_batch_size,
+            self.plan.batching.micro_batch_size,
             loss_weights=goal.loss_weights,
             **goal.validation_metrics,
             layer_metrics=goal.layer_metrics,
             strategy=self.machine.strategy,
         )
-        return training.evaluator(evaluation, batching.in_order(self.data.validation, cut.effective_batch_size))
+
+    def validation_batches(self) -> tf.data.Dataset | None:
+        """Return the validation split in effective batches; None where there is no such split."""
+        split = self.data.validation
+        return None if split is None else batching.in_order(split, self.plan.batching.effective_batch_size)
+
+    def evaluate(self) -> Callable[[], dict[str, float]] | None:
+        """Return what evaluates the validation split; None where there is no such split."""
+        batches = self.validation_batches()
+        return None if batches is None else training.evaluator(self.evaluation(), batches)
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""

@@ -119,11 +119,11 @@ def _alike(given: Any, made: Any) -> bool:
 
 
 def _take(nest: Any, numbers: tf.Tensor) -> Any:
-    return tf.nest.map_structure(lambda leaf: tf.gather(leaf, numbers), nest)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, numbers), nest)
 
 
 def _batch(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    spec = tf.nest.flatten(examples.element_spec)
+    spec = [leaf for leaf in tf.nest.flatten(examples.element_spec) if not isinstance(leaf, tf.NoneTensorSpec)]
     uneven = any(leaf.shape.rank is None or None in leaf.shape.as_list() for leaf in spec)
     return examples.ragged_batch(size) if uneven else examples.batch(size)
 
@@ -131,4 +131,8 @@ def _batch(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
 @tf.autograph.experimental.do_not_convert
 def _in_precision(*batch: Any) -> tuple:
     floatx = keras.config.floatx()
-    return tf.nest.map_structure(lambda leaf: tf.cast(leaf, floatx) if leaf.dtype.is_floating else leaf, batch)
+
+    def cast(leaf: Any) -> Any:  # None for the sample weights of an output without
+        return tf.cast(leaf, floatx) if leaf is not None and leaf.dtype.is_floating else leaf
+
+    return tf.nest.map_structure(cast, batch)

@@ -134,7 +134,6 @@ def from_tfds(
             made = tfds.builder(name, data_dir=data_dir)
         except Exception as error:
             raise ConfigError("dataset.name", f"must be a TFDS dataset ({first_line(error)})", name) from error
-    _prepare(made, download and gate.downloads())
     if preprocess is None:
         features = dict(made.info.features or {})
         for key, value in (("input_key", input_key), ("label_key", label_key)):
@@ -144,6 +143,7 @@ def from_tfds(
         if resize is None and len(sizes) == 3 and None in sizes:
             raise ConfigError("dataset.resize", f"must be [height, width]: the images of {made.name} differ in size")
         preprocess = _features(input_key, label_key, scale, resize)
+    _prepare(made, download and gate.downloads())
     return _from_builder(made, train_split, validation_split, preprocess, label_key)
 
 
@@ -224,9 +224,23 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
         rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
         raise ConfigError(key, rule, count)
     leaves = tf.nest.flatten(spec)
+    if _is_batched(dataset, leaves):
+        rule = f"must give single examples in its {split} split, not batches: leave `batch` out"
+        raise ConfigError(key, rule, [str(leaf) for leaf in leaves])
     if isinstance(spec, tuple) and not any(isinstance(leaf, tf.NoneTensorSpec) for leaf in leaves):
         return dataset
     return dataset.map(_parts)
+
+
+def _is_batched(dataset: tf.data.Dataset, leaves: list[Any]) -> bool:
+    """Return whether each part has a first axis that is not fixed and yet as long in one element as in the next.
+
+    That of sequences differs from example to example; the last batch may be smaller.
+    """
+    if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
+        return False
+    lengths = [int(tf.shape(tf.nest.flatten(element)[0])[0]) for element in dataset.take(20)]
+    return len(lengths) > 1 and len(set(lengths[:-1])) == 1 and 1 <= lengths[-1] <= lengths[0] > 1
 
 
 @tf.autograph.experimental.do_not_convert

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -23,13 +23,17 @@ from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationResolutionError,
     InterpolationToMissingValueError,
+    KeyValidationError,
     OmegaConfBaseException,
     UnsupportedInterpolationType,
     ValidationError,
 )
 
 from pipeline.errors import ConfigError, first_line
+from pipeline.objective_nodes import NAMED
 
+# What `compile` and `fit` take as lists.
+_NAMED = {f"training.{name}": NAMED for name in ("metrics", "weighted_metrics", "callbacks")}
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
 # Hydra keeps these apart by their text alone: (pattern with the subject as its group, rule).
@@ -91,12 +95,27 @@ def _refusal(error: Exception, overrides: Sequence[str], folders: Sequence[str])
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OmegaConfBaseException) and link.full_key:
-            return _of_key(link, _origin(error), folders)
+            return _of_key(link, _origin(error), overrides, folders)
         link = link.__cause__ or link.__context__
+    if "ConfigTypeError" in str(error) and (listed := _listed(_origin(error), folders)) is not None:
+        return listed
     return _from_text(error, overrides, folders)
 
 
-def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) -> ConfigError:
+def _listed(origin: str, folders: Sequence[str]) -> ConfigError | None:
+    """Return the refusal of a list, where a mapping has to be, in the file that `origin` names; None without one."""
+    for file in (Path(folder) / f"{origin[5:-1]}.yaml" for folder in folders):
+        loaded = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
+        for key, rule in _NAMED.items():
+            for place in (key, key.removeprefix("training.")):
+                if isinstance(node := OmegaConf.select(loaded, place), ListConfig):
+                    return ConfigError(key, f"must be {rule}{origin}", OmegaConf.to_container(node))
+    return None
+
+
+def _of_key(
+    error: OmegaConfBaseException, origin: str, overrides: Sequence[str], folders: Sequence[str]
+) -> ConfigError:
     """Return the refusal of an error in which OmegaConf names the key and its node."""
     key = str(error.full_key)
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
@@ -110,8 +129,12 @@ def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) 
         return ConfigError(key, f"must be a key of {parent or 'the config'}{origin}", name, siblings)
     if isinstance(error, ValidationError):
         rule, choices = _type_of(error)
+        rule = _NAMED.get(key, rule)
         return ConfigError(key, f"must be {rule}{origin}", error.value, choices)
     if isinstance(error, ConfigTypeError) and "Cannot merge" in str(error):  # which value, it does not say
+        for given, _, value in (override.lstrip("+").partition("=") for override in overrides):
+            if given == key in _NAMED:
+                return ConfigError(key, f"must be {_NAMED[key]}", value)
         return ConfigError(key, f"must be {'a list' if error.object_type is list else 'a mapping'}{origin}")
     rules: dict[type[Exception], str] = {
         InterpolationKeyError: "must refer to a key that exists",
@@ -121,6 +144,8 @@ def _of_key(error: OmegaConfBaseException, origin: str, folders: Sequence[str]) 
     otherwise = "must have a value" if isinstance(error, InterpolationResolutionError) else "must be valid"
     rule = rules.get(type(error), f"{otherwise} ({_cause(error)})")
     value = error.value
+    if isinstance(error, KeyValidationError):  # YAML reads `off`, `on`, `yes` and `no` without quotes as no text
+        return ConfigError(key.rpartition(".")[0] or key, f"must have text for its keys{origin}", error.key)
     if isinstance(error.parent_node, DictConfig):  # as it was written, with its interpolation
         written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
         value = reduce(lambda node, name: node[name], str(error.key).split("."), written)

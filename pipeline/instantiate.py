@@ -80,7 +80,7 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
 
 def accepted(target: Callable[..., Any], node: DictConfig, **offers: Any) -> dict[str, Any]:
     """Return those of `offers` that `target` has a parameter for and `node` gives no value."""
-    parameters = _parameters(target)
+    parameters = _parameters(target) or {}
     return {name: offer for name, offer in offers.items() if name in parameters and node.get(name) is None}
 
 
@@ -88,7 +88,9 @@ def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, oth
     """Refuse unknown and missing arguments, and text or a number for a flag: Python takes most of them as true."""
     parameters, given = _parameters(target), _arguments(node)
     open_ended = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
-    if parameters and "_args_" not in node and not open_ended & {each.kind for each in parameters.values()}:
+    known = parameters is not None and not open_ended & {each.kind for each in parameters.values()}
+    parameters = parameters or {}
+    if known and "_args_" not in node:
         for name in given:
             if name not in parameters:
                 rule = f"must be an argument of {node._target_}"
@@ -100,7 +102,10 @@ def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, oth
         for name, parameter in parameters.items():
             missing = name not in given and name not in others and not node.get("_partial_")
             if parameter.default is parameter.empty and missing:
-                raise ConfigError(f"{key}.{name}", f"must be given: {node._target_} has no default for it")
+                rule = f"must be given: {node._target_} has no default for it"
+                if key.startswith("training.") and not inspect.isclass(target):
+                    rule += f"; where the function itself is meant, {key}._partial_ is true"
+                raise ConfigError(f"{key}.{name}", rule)
     for name, value in ((name, value) for name, value in given.items() if name in parameters):
         parameter = parameters[name]
         flag = isinstance(parameter.default, bool) if parameter.annotation is parameter.empty else parameter.annotation
@@ -108,12 +113,12 @@ def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, oth
             raise ConfigError(f"{key}.{name}", "must be true or false", value)
 
 
-def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of the signature; none where it cannot be read."""
+def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    """Return the parameters of the signature; None where it cannot be read."""
     try:
         return dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
-        return {}
+        return None
 
 
 def _arguments(node: DictConfig) -> dict[str, Any]:

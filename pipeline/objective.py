@@ -159,6 +159,8 @@ def _metrics(config: DictConfig, group: str) -> Metrics:
 
 def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:
     made = instantiate.build(node, key, **instantiate.accepted(instantiate.locate(node, key), node, name=name))
+    if node.get("_partial_") and callable(made):  # a function
+        made = keras.metrics.MeanMetricWrapper(made, name=name)  # as `compile` does
     if not isinstance(made, keras.metrics.Metric):
         raise ConfigError(f"{key}._target_", "must give a keras.metrics.Metric", type(made).__name__)
     made.name = name  # also that of a class which takes none

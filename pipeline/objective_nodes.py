@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.errors import ConfigError
 from pipeline.metric_names import NAME_RULE, UPDATE_METRICS, is_name
 
+NAMED = "a mapping of name → _target_, empty for none"
 METRIC_GROUPS = ("metrics", "weighted_metrics")
 
 
@@ -31,10 +32,16 @@ class MetricNode:
 
 
 def metrics_of(training: DictConfig, group: str) -> list[MetricNode]:
-    """Return the metrics of one of `METRIC_GROUPS`."""
+    """Return the metrics of one of `METRIC_GROUPS`.
+
+    Raises:
+        ConfigError: those of an output are a list.
+    """
     found = []
     for name, node in ((str(name), node) for name, node in training[group].items()):
         key = f"training.{group}.{name}"
+        if isinstance(node, ListConfig):
+            raise ConfigError(key, f"must be {NAMED}", OmegaConf.to_container(node))
         if isinstance(node, DictConfig) and node and "_target_" not in node:
             inner = {str(each): of_output for each, of_output in node.items()}
             found += [MetricNode(f"{key}.{each}", name, each, of_output) for each, of_output in inner.items()]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.running import Store, one_process, pipeline, start
 
+NAMED = "a mapping of name → _target_, empty for none"
 # Refused from the command line and the config alone: neither TensorFlow nor MLflow is imported.
 CONFIG = {
     # keys and groups
@@ -51,8 +52,18 @@ CONFIG = {
     "train hardware.device=gpu": "hardware.device must be a device of this machine, which has no GPU. "
     "Received: 'gpu'. Choices: auto, cpu.",
     "train training.loss=[]": "training.loss must be a mapping.",
-    "train training.metrics=[]": "training.metrics must be a mapping.",
-    "train training.callbacks=[]": "training.callbacks must be a mapping.",
+    "train 'training.metrics=[{_target_: keras.metrics.AUC}]'": f"training.metrics must be {NAMED}. "
+    "Received: '[{_target_: keras.metrics.AUC}]'.",
+    "train training.weighted_metrics=accuracy": f"training.weighted_metrics must be {NAMED}. Received: 'accuracy'.",
+    "train '+training.metrics.a=[{_target_: keras.metrics.AUC}]'": f"training.metrics.a must be {NAMED}. "
+    "Received: [{_target_: 'keras.metrics.AUC'}].",
+    "train --config-dir mine objective=listed": f"training.metrics must be {NAMED} (in objective/listed). "
+    "Received: ['accuracy'].",
+    "train --config-dir mine objective=off": "training.metrics must have text for its keys (in objective/off). "
+    "Received: false.",
+    "train --config-dir mine training=listed": f"training.weighted_metrics must be {NAMED} (in training/listed). "
+    "Received: ['accuracy'].",
+    "train training.callbacks=[]": f"training.callbacks must be {NAMED}. Received: '[]'.",
     "train model.hidden={}": "model.hidden must be a list.",
     "train training.loss=mse": "training.loss._target_ must be the dotted name of what builds it. Received: 'mse'.",
     "train training.loss_weights=abc": "training.loss_weights must be null, or a number for each output. "
@@ -313,6 +324,14 @@ PREPARED = {
     "weights of shape (32, 3) do not fit values of shape (32,)). Received: …",
     f"train {MLP} dataset._target_=mine.negative +model.classes=3": "training.loss must fit … (label -1 is "
     "outside of the 3 outputs). Received: …",
+    f"train {MLP} model._target_=mine.bare": "model.hidden must be an argument of mine.bare; a model of your own "
+    "stands whole in a file, conf/model/NAME.yaml, … Received: 'hidden'. Choices: none.",
+    f"train {MLP} dataset._target_=mine.batched +model.classes=3": "dataset._target_ must give single examples in its "
+    "train split, not batches: leave `batch` out. Received: …",
+    f"train {MLP} training.loss._target_=keras.losses.sparse_categorical_crossentropy {NO_LOGITS}": (
+        "training.loss.y_true must be given: keras.losses.sparse_categorical_crossentropy has no default for it; where "
+        "the function itself is meant, training.loss._partial_ is true."
+    ),
     f"train {MLP} dataset._target_=mine.unlabelled +model.classes=3": "training.loss must be null: the dataset has no "
     "labels.",
     f"train {MLP} training.loss=null": "training.loss must be given for a model that adds no loss by itself. Received: "
@@ -414,6 +433,13 @@ def negative(data_dir):
     import numpy as np
     return sliced(np.ones((200, 4)), np.arange(200) % 3 - 1)
 
+def bare():
+    return 3
+
+def batched(data_dir):
+    import numpy as np
+    return sliced(np.ones((200, 4)), np.zeros(200, int))[0].batch(32), None
+
 def unlabelled(data_dir):
     import numpy as np
     return sliced(np.ones((200, 4)))
@@ -471,6 +497,10 @@ USER_CONFIGS = {
     "model/two.yaml": b"_target_: mine.two\n",
     "objective/two.yaml": b"# @package training\nloss:\n  a: {_target_: keras.losses.Huber}\n"
     b"  b: {_target_: keras.losses.Huber}\nloss_weights: null\nmetrics: {}\n",
+    "objective/listed.yaml": b"# @package training\nloss: {_target_: keras.losses.Huber}\nmetrics: [accuracy]\n",
+    "objective/off.yaml": b"# @package training\nloss: {_target_: keras.losses.Huber}\n"
+    b"metrics: {off: {_target_: keras.metrics.AUC}}\n",
+    "training/listed.yaml": b"epochs: 1\nweighted_metrics: [accuracy]\n",
     "training/typo.yaml": b"epoch: 3\n",
     "training/wrong.yaml": b"epochs: many\n",
 }

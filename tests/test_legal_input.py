@@ -54,6 +54,14 @@ def sides():
     x = {side: rng.normal(size=(200, 3)).astype("float32") for side in ("left", "right")}
     return examples(x, rng.integers(0, 3, 200))
 
+def partly():  # the second output has no sample weights
+    parts = rng.normal(size=(200, 4)), (rng.normal(size=(200, 1)), rng.normal(size=(200, 1))), (np.ones(200), None)
+    return tuple(tf.data.Dataset.from_tensor_slices(parts) for split in ("train", "validation"))
+
+def two_headed():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, [layers.Dense(1, name=name)(inputs) for name in "ab"])
+
 def unbuilt():
     return keras.Sequential([layers.Dense(8, "tanh"), layers.Dropout(0.1), layers.Dense(3)])
 
@@ -133,9 +141,9 @@ class Confidence(keras.metrics.Metric):
         return self.total / self.count
 '''
 
-MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent")
+MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent", "two_headed")
 LOGGED = ("doubled", "unreadable")
-DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text")
+DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text", "partly")
 WAVES = """
 _target_: pipeline.dataset.from_tfds
 builder: mine.Waves
@@ -156,10 +164,14 @@ MONITORS = {
 CALLBACKS = " ".join(f"'+training.callbacks.{name}={{_target_: {value}}}'" for name, value in MONITORS.items())
 LOSS = "~training.metrics.accuracy ~training.loss.from_logits training.loss._target_=keras.losses"
 CONFIDENCE = "+training.metrics.sure._target_=mine.Confidence"
+PARTLY = "model=two_headed dataset=partly objective=regression ~training.metrics.mean_absolute_error"
+FUNCTION = "'+training.metrics.own={_target_: keras.metrics.sparse_categorical_accuracy, _partial_: true}'"
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
     "unbuilt": "model=unbuilt dataset=classes",
+    "partly weighted": f"{PARTLY} hardware.replicas=2",
+    "partly weighted and streamed": f"{PARTLY} dataset.in_memory=false",
     "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS}",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
@@ -171,6 +183,7 @@ LEGAL = {
     "own objective": "model=linear dataset=heights objective=mine",
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
     "circle": f"model=embedding dataset=classes {LOSS}.Circle",
+    "function for a metric": f"model=unbuilt dataset=classes {FUNCTION}",
     "bare_metric": f"model=unbuilt dataset=classes {CONFIDENCE}",
     **{name: f"model={name} dataset=classes tracking.log_model=true" for name in LOGGED},
     "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
@@ -214,6 +227,12 @@ def test_a_tilde_is_the_home_directory(ran):
     assert (folder / "home" / "store.db").exists()
     assert (folder / "home" / "run" / "journal.jsonl").exists()
     assert not [path for path in folder.rglob("*") if "~" in path.name]
+
+
+def test_a_function_for_a_metric_is_the_mean_of_its_values(ran):
+    store = ran[1]
+    metrics = store.run("function for a metric").data.metrics
+    assert metrics["val/own"] == metrics["val/accuracy"]
 
 
 def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran):

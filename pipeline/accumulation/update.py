@@ -148,6 +148,7 @@ class Update:
             before clipping; where the noise is measured `gradient_variance` and `gradient_square`, as
             `noise_scale.estimate` gives them.
         """
+        known = [len(metric.variables) for metric in self.measured.values()]
         for metric in self.measured.values():
             metric.reset_state()
         sums = self.sums(batch, self._measures())
@@ -163,6 +164,9 @@ class Update:
             self.optimizer.apply(gradients, variables)
         results = {"loss": sums.mean_loss(), **sums.output_losses()}
         results |= {name: metric.result() for name, metric in self.measured.items()}
+        for metric, count in zip(self.measured.values(), known, strict=True):
+            if len(metric.variables) > count:  # built in this trace: the reset above left out what was not there yet
+                metric.reset_state()
         if self.noise_every:
             results |= _estimates(sums, tf.square(norm), tf.square(scale))
         return {**results, "learning_rate": learning_rate, "gradient_norm": norm}

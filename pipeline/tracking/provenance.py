@@ -238,7 +238,7 @@ def _content_hash(split: Any) -> str:
         examples = (example for batch in batches for example in zip(*tf.nest.flatten(batch), strict=True))
     else:  # flat values and row splits of a ragged tensor; indices, values and shape of a sparse one
         flat = (tf.nest.flatten(example, expand_composites=True) for example in split)
-        examples = (tuple(leaf.numpy() for leaf in example) for example in flat)
+        examples = (tuple(leaf.numpy() for leaf in example if leaf is not None) for example in flat)
     found = hashlib.sha256()
     for leaf in itertools.chain.from_iterable(examples):
         found.update(str(getattr(leaf, "shape", "")).encode())

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, open_dict
 
 from pipeline import config as configuration
 from pipeline import imports
-from pipeline.errors import Parser, refused, say
+from pipeline.errors import ConfigError, Parser, described, refused, say
 from pipeline.masking import mask
+from pipeline.objective_nodes import METRIC_GROUPS, metrics_of
+from pipeline.sizes import Batching
+
+if TYPE_CHECKING:
+    from pipeline.assembly import Parts
 
 DIFFERENT = 3  # exit status
 
@@ -25,24 +32,30 @@ def verify(arguments: Sequence[str]) -> int:
     config = compose.composed([*given, "hardware.precision=float64"])
     cut = configuration.check(config, given)
     with imports.without_chatter():
-        from pipeline import assembly
         from pipeline.verify import engine, layers
 
-    parts = assembly.assemble(config, cut, lambda _: None)
+    parts, left_out = _assembled(config, cut, given)
     update = parts.update()
     whole = next(iter(parts.batches))
     tail = engine.shortened(whole, parts.plan.batch_size(parts.plan.updates_per_epoch))
     show = [*{engine.examples(batch): batch for batch in (whole, tail)}.values()]
+    batches = parts.validation_batches()
+    validation = [] if batches is None else list(batches.take(1))
     say(f"{parts.machine.description}; {cut}", to=sys.stdout)
+    for key in left_out:
+        say(f"not compared, as it does not run in float64: {key}", to=sys.stdout)
     with layers.without_noise(parts.model) as quiet:
         if quiet:
             say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
         with refused("model", "must compute an update in float64, in which it is verified", parts.model.name):
             compared = engine.compare(update, show)
-        holds = all(finding.holds for findings in compared for finding in findings)
+            evaluated = [engine.compare_evaluation(parts.evaluation(), batch) for batch in validation]
+        equal_updates = all(finding.holds for findings in compared for finding in findings)
+        holds = equal_updates and all(finding.holds for findings in evaluated for finding in findings)
         looked_at = parts.model, update.loss, whole, cut.micro_batch_size, engine.unit(update)
-        why = "" if holds else layers.culprit(*looked_at)
-    for batch, findings in zip(show, compared, strict=True):
+        why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
+    compared += evaluated
+    for batch, findings in zip([*show, *validation], compared, strict=True):
         say(*_table(findings, engine.examples(batch)), to=sys.stdout)
     one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
     verdict = "equal within rounding" if holds else f"different; at fault is {why}"
@@ -50,6 +63,50 @@ def verify(arguments: Sequence[str]) -> int:
     if options.log:
         _log(config, [engine.certificate(findings) for findings in compared], holds, verdict)
     return 0 if holds else DIFFERENT
+
+
+def _assembled(config: DictConfig, cut: Batching, given: Sequence[str]) -> tuple[Parts, list[str]]:
+    """Return the parts without the metrics that do not run in float64, and the keys of these.
+
+    Args:
+        config: with float64 for its precision; such metrics are removed from it.
+        given: the command line, with the user's precision.
+
+    Raises:
+        ConfigError: the config is wrong, or something else of it does not run in float64.
+    """
+    from pipeline import assembly, compose
+
+    left_out: list[str] = []
+    while True:
+        try:
+            return assembly.assemble(config, cut, lambda _: None), left_out
+        except ConfigError as error:
+            own = compose.composed(given)
+            own_cut = configuration.check(own, given)
+            for key in left_out:
+                _without_metric(own, key)
+            assembly.assemble(own, own_cut, lambda _: None)  # raises what is wrong in any precision
+            if _without_metric(config, error.key):
+                left_out.append(error.key)
+                continue
+            cause = described(error.__cause__) if error.__cause__ else error.rule
+            raise ConfigError(error.key, f"must run in float64, in which it is verified ({cause})") from error
+
+
+def _without_metric(config: DictConfig, key: str) -> bool:
+    """Remove the metric that stands at `key`; return whether there was one."""
+    for group in METRIC_GROUPS:
+        for metric in metrics_of(config.training, group):
+            if metric.key == key:
+                nodes = config.training[group]
+                with open_dict(nodes):
+                    of_output = nodes if metric.output is None else nodes[metric.output]
+                    del of_output[metric.name]
+                    if not of_output and metric.output is not None:
+                        del nodes[metric.output]
+                return True
+    return False
 
 
 def _table(findings: Sequence[Any], examples: int) -> list[str]:

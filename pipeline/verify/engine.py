@@ -11,7 +11,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import Update, accumulate_gradients, by_name, examples_in, layers_of, mask_of, parts_of
+from pipeline.accumulation import (
+    Evaluation,
+    Update,
+    accumulate_gradients,
+    by_name,
+    examples_in,
+    labels_by_name,
+    layers_of,
+    mask_of,
+    parts_of,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,34 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     return [_findings(variables, old, *each, unit(update)) for each in zip(wholes, cuts, terms, strict=True)]
 
 
-def unit(update: Update) -> float:
+def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
+    """Evaluate `batch` once as a whole, by Keras alone, and once by micro-batches; return its loss and its metrics."""
+    x, y, sample_weight = parts_of(batch)
+    model = evaluation.model
+    model.reset_metrics()
+
+    @tf.function(autograph=False)
+    def whole() -> tuple[Any, dict[str, Any]]:
+        outputs = model(x, training=False)
+        labels, weights = _as_outputs(evaluation, outputs, y, sample_weight)
+        loss = model.compute_loss(x, labels, outputs, weights, training=False)
+        return loss, _metrics(evaluation, x, labels, outputs, weights)
+
+    loss, results = whole()
+    for metric in evaluation.measured.values():
+        metric.reset_state()
+    sums = tf.function(evaluation, autograph=False)(batch)
+    found = {"loss": sums.mean_loss(), **sums.output_losses()}
+    found |= {name: metric.result() for name, metric in evaluation.measured.items()}
+    terms = min(_longest_sum(evaluation, batch) * unit(evaluation), 0.5)
+    return [
+        Finding(f"val/{name}", "loss" if name == "loss" else "metric", apart / max(abs(value), 1), terms / (1 - terms))
+        for name, value in {**{name: float(each) for name, each in results.items()}, "loss": float(loss)}.items()
+        for apart in [abs(float(found.get(name, math.inf)) - value)]
+    ]
+
+
+def unit(update: Update | Evaluation) -> float:
     """Return the unit of rounding of the coarsest precision that a layer or a loss computes in."""
     losses = [loss for loss in tf.nest.flatten(update.loss) if loss is not None]
     names = {"float64", *(layer.compute_dtype for layer in layers_of(update.model)), *(loss.dtype for loss in losses)}
@@ -88,7 +126,7 @@ def examples(batch: Any) -> int:
 def shortened(batch: Any, size: int) -> Any:
     """Return `size` examples of a batch, one less where that is all: the last micro-batch is shorter, as in a tail."""
     stop = size if size < examples(batch) else max(size - 1, 1)
-    return tf.nest.map_structure(lambda leaf: leaf[:stop], batch)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:stop], batch)
 
 
 def certificate(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -110,12 +148,11 @@ def _whole(update: Update, batch: Any) -> _Outcome:
     def step() -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
-            loss = model.compute_loss(x, y, outputs, sample_weight)
+            labels, weights = _as_outputs(update, outputs, y, sample_weight)
+            loss = model.compute_loss(x, labels, outputs, weights)
             scaled = update.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
-        results = {} if y is None else model.compute_metrics(x, y, outputs, sample_weight)
-        if any(mask_of(output) is not None for output in by_name(model, outputs).values()):  # see docs/exact.md
-            results = {name: result for name, result in results.items() if name not in _no_means(update)}
+        results = _metrics(update, x, labels, outputs, weights)
         return loss, [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients], results
 
     try:
@@ -123,7 +160,7 @@ def _whole(update: Update, batch: Any) -> _Outcome:
     except (tf.errors.ResourceExhaustedError, MemoryError):
         sums = tf.function(lambda: _sums_by_example(update, batch), autograph=False)()
         loss, gradients, results = sums.mean_loss(), [() if g is None else g for g in sums.gradients()], {}
-    found = {name: float(result) for name, result in results.items() if name != "loss"}
+    found = {name: float(result) for name, result in results.items()}
     arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
     square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
     found["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
@@ -132,7 +169,28 @@ def _whole(update: Update, batch: Any) -> _Outcome:
     return _outcome(update, float(loss), arrays, found)
 
 
-def _no_means(update: Update) -> set[str]:
+def _metrics(update: Update | Evaluation, x: Any, y: Any, outputs: Any, sample_weight: Any) -> dict[str, Any]:
+    """Return Keras' own metrics of a batch, without the loss and without what a mask weighs in other ways here."""
+    if y is None:
+        return {}
+    results = update.model.compute_metrics(x, y, outputs, sample_weight)
+    masked = any(mask_of(output) is not None for output in by_name(update.model, outputs).values())
+    others = _no_means(update) if masked else set()  # see docs/exact.md
+    return {name: result for name, result in results.items() if name != "loss" and name not in others}
+
+
+def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Return labels and sample weights in the form of several outputs, None for an output without, as Keras wants."""
+    names = list(by_name(update.model, outputs))
+    if len(names) < 2 or y is None:
+        return y, sample_weight
+    labels, weights = labels_by_name(update.loss, y, names), spread(sample_weight, names, to_all=True)
+    in_order = ([given.get(name) for name in names] for given in (labels, weights))
+    packed, packed_weights = (keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order)
+    return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
+
+
+def _no_means(update: Update | Evaluation) -> set[str]:
     """Return the names of the metrics that `fit` does not weigh by a mask."""
     means = keras.metrics.MeanMetricWrapper
     return {name for name, metric in update.measured.items() if not isinstance(metric, means)}
@@ -166,7 +224,7 @@ def _outcome(update: Update, loss: float, gradients: list[Any], results: dict[st
     return _Outcome(loss, gradients, weights, int(_array(update.optimizer.iterations)), results)
 
 
-def _longest_sum(update: Update, batch: Any) -> int:
+def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
     """Return how many numbers are added, one after the other, on the way from the batch to a gradient, at most."""
     layers = 1 + len({variable.path.rpartition("/")[0] for variable in update.model.trainable_variables})
     widest = max(int(np.prod(variable.shape)) for variable in update.model.trainable_variables)

@@ -124,6 +124,13 @@ def test_losses_as_compile_takes_them(loss, batch):
     assert_equal(two_heads(), batch, loss=loss)
 
 
+@pytest.mark.parametrize("weights", [(WEIGHTS[0], None), [None, WEIGHTS[0]], (None, None)])
+def test_an_output_without_sample_weights(weights):
+    loss = lambda: [cross_entropy(reduction="mean_with_sample_weight"), losses.MeanSquaredError()]  # noqa: E731
+    weighted = {"weighted_metrics": metrics}
+    assert_equal(two_heads(), (X, Y, weights), loss=loss, **weighted)
+
+
 @pytest.mark.parametrize("some", [False, True])
 def test_one_loss_for_all_outputs_and_labels_for_some(some):
     loss = {"kind": None, "size": losses.MeanSquaredError()}
@@ -228,6 +235,18 @@ def test_metrics_have_the_labels_of_their_own_output():
     results, _ = by_update(model, (X, (random(N, 1), 100 + random(N, 1))), loss=loss, metrics=metrics)
     assert results["a_mse"] == pytest.approx(results["a_loss"], rel=EXACT)
     assert results["c_mse"] == pytest.approx(results["c_loss"], rel=EXACT)
+
+
+def test_a_metric_that_builds_its_state_in_its_first_update_is_reset_before_the_second():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    update = tf.function(Update(model, losses.MeanSquaredError(), optimizer, 4, metrics=[keras.metrics.R2Score()]))
+    for seed in range(3):
+        x, y = random(N, 6, seed=seed), random(N, 1, seed=seed)
+        alone = keras.metrics.R2Score()
+        alone.update_state(y, model(x))
+        assert float(update((x, y))["r2_score"]) == pytest.approx(float(alone.result()), rel=EXACT)
 
 
 def test_an_evaluation_is_that_of_keras():

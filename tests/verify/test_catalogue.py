@@ -53,7 +53,22 @@ class Case:
     verified: bool = True  # whether also by the engine of `pipeline verify`
 
 
+class EachUpdate(keras.callbacks.Callback):
+    """Appends to `found` the loss and the metrics of each update alone, which `fit` gives over the epoch so far."""
+
+    def __init__(self, found: list[dict[str, float]]):
+        super().__init__()
+        self.found = found
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.reset_metrics()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found.append(dict(logs))
+
+
 def check(case: Case, micro_batch_size: int) -> None:
+    """One update beside `train_on_batch`, then an epoch of two, the second shorter, beside `fit`."""
     theirs, ours = case.model(), case.model()
     parts = [part for part in (case.x, case.y, case.weights) if part is not None]
     cut = lambda start, stop: tuple(tf.nest.map_structure(lambda a: a[start:stop], part) for part in parts)  # noqa: E731
@@ -73,12 +88,14 @@ def check(case: Case, micro_batch_size: int) -> None:
         (findings,) = engine.compare(update, batches[:1])
         assert [finding for finding in findings if not finding.holds] == []
     step = tf.function(update, autograph=False)
-    for batch in batches:
-        theirs.reset_metrics()
-        expected = theirs.train_on_batch(*batch, return_dict=True)
+    expected = [theirs.train_on_batch(*batches[0], return_dict=True)]
+    epoch = dict(zip(("x", "y", "sample_weight"), cut(0, E + TAIL), strict=False))
+    theirs.fit(**epoch, batch_size=E, shuffle=False, verbose=0, callbacks=[EachUpdate(expected)])
+    for batch, of_keras in zip([batches[0], *batches], expected, strict=True):
         results = step(tf.nest.map_structure(tf.convert_to_tensor, batch))
-        found = {name: float(results[name]) for name in expected}
-        assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=EXACT, abs=EXACT)
+        found = {name: float(results[name]) for name in of_keras}
+        assert found == pytest.approx({name: float(value) for name, value in of_keras.items()}, rel=EXACT, abs=EXACT)
+    ours.optimizer.finalize_variable_values(ours.trainable_variables)  # as `fit` ends
     moved = [
         np.abs(a - b).max() for a, b in zip(start, theirs.get_weights(), strict=True) if a.size and a.dtype.kind == "f"
     ]

@@ -24,6 +24,16 @@ def centred(input_shape, classes):
     layers = [keras.layers.Flatten(), keras.layers.Dense(8), Centred(name="in_the_middle"), keras.layers.Dense(classes)]
     return keras.Sequential([keras.Input(input_shape), *layers])
 """
+POOLED = """
+import keras, numpy as np, tensorflow as tf
+
+def volumes(data_dir):
+    return tf.data.Dataset.from_tensor_slices((np.ones((200, 4, 4, 4, 1)), np.zeros(200, int))), None
+
+def pooled(input_shape):
+    layers = [keras.layers.MaxPooling3D(2), keras.layers.Flatten(), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input(input_shape), *layers])
+"""
 
 
 def test_a_layer_that_looks_at_its_batch_is_named(tmp_path):
@@ -48,8 +58,9 @@ def test_a_certificate_is_logged(tmp_path):
     assert run.data.params["accumulation.factor"] == "3"
     assert run.data.metrics["verify/apart"] < 1e-9
     file = Path(unquote(urlsplit(run.info.artifact_uri).path)) / "certificate.json"
-    first, last = json.loads(file.read_text())
-    assert all(entry["holds"] for entry in (*first, *last))
+    first, last, evaluated = json.loads(file.read_text())
+    assert all(entry["holds"] for entry in (*first, *last, *evaluated))
+    assert [entry["what"] for entry in evaluated] == ["metric val/accuracy", "loss val/loss"]
     assert {"loss loss", "gradient dense/kernel", "weights dense/kernel"} < {e["what"] for e in first}
 
 
@@ -70,6 +81,33 @@ def test_a_certificate_is_logged(tmp_path):
 def test_every_experiment_and_example_is_exact(folder, overrides):
     said = pipeline("verify", *overrides, cwd=folder)
     assert said.stdout.endswith("are equal within rounding\n")
+
+
+TOP = "keras.metrics.SparseTopKCategoricalAccuracy"
+
+
+def test_a_metric_that_does_not_run_in_float64_is_left_out_and_named(tmp_path):
+    said = pipeline("verify", "model=mlp", f"+training.metrics.top._target_={TOP}", cwd=tmp_path)
+    assert "not compared, as it does not run in float64: training.metrics.top\n" in said.stdout
+    assert "metric accuracy" in said.stdout
+    assert "metric val/accuracy" in said.stdout
+    assert said.stdout.endswith("are equal within rounding\n")
+
+
+def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
+    (tmp_path / "mine.py").write_text(POOLED)
+    own = (
+        "dataset._target_=mine.volumes",
+        "~model.hidden",
+        "~model.dropout",
+        "~model.l2",
+        "model._target_=mine.pooled",
+    )
+    said = pipeline("verify", "model=mlp", *own, "training.epochs=1", cwd=tmp_path, status=2)
+    assert said.stderr == (
+        "pipeline: model must run in float64, in which it is verified (InvalidArgumentError: Exception encountered "
+        "when calling MaxPooling3D.call()).\n"
+    )
 
 
 def test_a_wrong_config_is_refused(tmp_path):

@@ -1,153 +1,39 @@
-"""What everyone who accumulates gets wrong, put into the kernel on purpose: `verify`'s engine finds each."""
+"""What everyone who accumulates gets wrong, put into the kernel: `verify` finds each, and names what is at fault."""
 
 from __future__ import annotations
+
+import json
+import re
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, sums, update, weighting
+from pipeline.accumulation import Update
 from pipeline.verify import engine
 from pipeline.verify.layers import culprit, without_noise
+from tests.running import python
+from tests.verify.mutations import MUTATIONS
 
 pytestmark = pytest.mark.usefixtures("float64")
-TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
-TOKENS[:5, 2:] = 0
-BATCH = (TOKENS, TOKENS % 3, np.linspace(0.2, 2, 12)[:, None] * np.ones((12, 5)))
-TAIL = tuple(part[:5] for part in BATCH)
 
 
-def updating(devices=1):
-    """A model with a mask, sample weights, a regulariser, a metric and clipping, in fours."""
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(devices)]) if devices > 1 else None
-    with (strategy or tf.distribute.get_strategy()).scope():
-        hidden = layers.Embedding(7, 4, mask_zero=True)
-        stack = [keras.Input((5,), dtype="int64"), hidden, layers.Dense(3, kernel_regularizer="l2")]
-        model = keras.Sequential(stack)
-        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-        optimizer = keras.optimizers.SGD(schedule, global_clipnorm=0.1)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
-        metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
-        model.compile(optimizer, loss, metrics=metrics)
-        optimizer.build(model.trainable_variables)
-    return Update(model, loss, optimizer, 4, metrics=metrics, strategy=strategy)
-
-
-def differing(made):
-    return {found.kind for findings in engine.compare(made, [BATCH, TAIL]) for found in findings if not found.holds}
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_the_kernel_itself_is_exact(devices):
-    assert differing(updating(devices)) == set()
-
-
-def mean_of_means(patch):
-    def means(*arguments):
-        total, weight, _ = weighting.weighted_sum(*arguments)
-        return weighting.WeightedSum(total / weight, tf.ones_like(weight), None)
-
-    patch.setattr(sums, "weighted_sum", means)
-
-
-def lost_tail(patch):
-    whole = update.sum_over_micro_batches
-
-    def without_tail(step, batch, size, *more):
-        stop = update.examples_in(batch) // size * size
-        return whole(step, tf.nest.map_structure(lambda leaf: leaf[:stop], batch), size, *more)
-
-    patch.setattr(update, "sum_over_micro_batches", without_tail)
-
-
-def schedule_by_micro_step(patch):
-    call = Update.__call__
-
-    def counting(self, batch):
-        results = call(self, batch)
-        self.optimizer.iterations.assign_add(2)
-        return results
-
-    patch.setattr(Update, "__call__", counting)
-
-
-def clip_before_the_sum(patch):
-    gradients = update._gradients
-
-    def clipped(*arguments):
-        return tuple(tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g for g in gradients(*arguments))
-
-    patch.setattr(update, "_gradients", clipped)
-
-
-def divide_by_replicas(patch):
-    means = sums.means
-    patch.setattr(sums, "means", lambda *given: [gradient / 2 for gradient in means(*given)])
-
-
-def dropped_mask(patch):
-    patch.setattr(weighting, "mask_of", lambda nest: None)
-
-
-def dropped_weights(patch):
-    whole = sums.weighted_sum
-    patch.setattr(sums, "weighted_sum", lambda loss, y, outputs, weight, known: whole(loss, y, outputs))
-
-
-def doubled_regulariser(patch):
-    whole = update.micro_batch_losses
-
-    class Twice:
-        def __init__(self, model):
-            self.losses = 2 * model.losses
-
-    patch.setattr(update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given))
-
-
-def wrong_labels(patch):
-    whole = update.update_metrics
-    zeros = lambda y: {name: 0 * labels for name, labels in y.items()}  # noqa: E731
-    patch.setattr(update, "update_metrics", lambda metrics, y, *more: whole(metrics, zeros(y), *more))
-
-
-def stale_metric(patch):
-    call = Update.__call__
-
-    def not_reset(self, batch):
-        for metric in self.measured.values():
-            metric.reset_state = lambda: None
-        try:
-            return call(self, batch)
-        finally:
-            for metric in self.measured.values():
-                del metric.reset_state
-
-    patch.setattr(Update, "__call__", not_reset)
-
-
-@pytest.mark.parametrize(
-    ("mutation", "kinds"),
-    [
-        (mean_of_means, {"loss", "gradient"}),
-        (lost_tail, {"loss", "gradient"}),
-        (schedule_by_micro_step, {"count"}),
-        (clip_before_the_sum, {"gradient"}),
-        (divide_by_replicas, {"gradient"}),
-        (dropped_mask, {"loss", "gradient"}),
-        (dropped_weights, {"loss", "gradient"}),
-        (doubled_regulariser, {"loss", "gradient"}),
-        (stale_metric, {"metric"}),
-        (wrong_labels, {"metric"}),
-    ],
-)
-def test_a_mutation_is_found(monkeypatch, mutation, kinds):
-    made = updating(2 if mutation is divide_by_replicas else 1)
-    mutation(monkeypatch)
-    assert kinds <= differing(made)
-    x, y, weights = BATCH
-    assert culprit(made.model, made.loss, (x, y, weights), 4) == "no layer and no loss, but the update itself"
+def test_the_command_ends_with_3_for_each_mutation_and_with_0_without_one(tmp_path):
+    process = python("-m", "tests.verify.mutations", cwd=tmp_path)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    said = json.loads(out)
+    statuses = {"two replicas": 0, "one replica": 0, **{mutation.__name__: 3 for mutation in MUTATIONS}}
+    assert {name: answer["status"] for name, answer in said.items()} == statuses
+    for mutation, kinds in MUTATIONS.items():
+        found = re.findall(r"^  (\S+) .* DIFFERENT$", said[mutation.__name__]["out"], re.MULTILINE)
+        assert kinds <= set(found)
+    for name, answer in said.items():
+        fault = "the evaluation" if "validation" in name else "no layer and no loss, but the update itself"
+        verdict = f"different; at fault is {fault}" if answer["status"] else "equal within rounding"
+        assert answer["out"].endswith(f"micro-batches of 4 and one of the whole batch are {verdict}\n")
+        assert answer["changed"] == []
 
 
 class Centred(layers.Layer):

@@ -1,0 +1,154 @@
+"""What everyone who accumulates gets wrong, put into the kernel: each function takes a monkeypatch and changes it.
+
+`python -m tests.verify.mutations` runs `pipeline verify` under each and prints, as JSON, what tests/refused.py says.
+"""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from pipeline.accumulation import Update, evaluation, sums, update, weighting
+from tests import refused
+
+TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
+TOKENS[:5, 2:] = 0
+BATCH = (TOKENS, TOKENS % 3, np.linspace(0.2, 2, 12)[:, None] * np.ones((12, 5)))
+TAIL = tuple(part[:5] for part in BATCH)
+
+
+def examples(data_dir):
+    """The examples of both batches, as a dataset for the command, and the second again for its validation."""
+    both = tuple(map(np.concatenate, zip(BATCH, TAIL, strict=True)))
+    return tf.data.Dataset.from_tensor_slices(both), tf.data.Dataset.from_tensor_slices(TAIL)
+
+
+def masked():
+    hidden = layers.Embedding(7, 4, mask_zero=True)
+    return keras.Sequential([keras.Input((5,), dtype="int64"), hidden, layers.Dense(3, kernel_regularizer="l2")])
+
+
+def mean_of_means(patch):
+    def means(*arguments):
+        total, weight, _ = weighting.weighted_sum(*arguments)
+        return weighting.WeightedSum(total / weight, tf.ones_like(weight), None)
+
+    patch.setattr(sums, "weighted_sum", means)
+
+
+def lost_tail(patch, module=update):
+    whole = module.sum_over_micro_batches
+
+    def without_tail(step, batch, size, *more):
+        stop = module.examples_in(batch) // size * size
+        return whole(step, tf.nest.map_structure(lambda leaf: leaf[:stop], batch), size, *more)
+
+    patch.setattr(module, "sum_over_micro_batches", without_tail)
+
+
+def lost_tail_of_validation(patch):
+    lost_tail(patch, evaluation)
+
+
+def schedule_by_micro_step(patch):
+    call = Update.__call__
+
+    def counting(self, batch):
+        results = call(self, batch)
+        self.optimizer.iterations.assign_add(2)
+        return results
+
+    patch.setattr(Update, "__call__", counting)
+
+
+def clip_before_the_sum(patch):
+    gradients = update._gradients
+
+    def clipped(*arguments):
+        return tuple(tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g for g in gradients(*arguments))
+
+    patch.setattr(update, "_gradients", clipped)
+
+
+def divide_by_replicas(patch):
+    means = sums.means
+    patch.setattr(sums, "means", lambda *given: [gradient / 2 for gradient in means(*given)])
+
+
+def dropped_mask(patch):
+    patch.setattr(weighting, "mask_of", lambda nest: None)
+
+
+def dropped_weights(patch):
+    whole = sums.weighted_sum
+    patch.setattr(sums, "weighted_sum", lambda loss, y, outputs, weight, known: whole(loss, y, outputs))
+
+
+def doubled_regulariser(patch):
+    whole = update.micro_batch_losses
+
+    class Twice:
+        def __init__(self, model):
+            self.losses = 2 * model.losses
+
+    patch.setattr(update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given))
+
+
+def wrong_labels(patch):
+    whole = update.update_metrics
+    zeros = lambda y: {name: 0 * labels for name, labels in y.items()}  # noqa: E731
+    patch.setattr(update, "update_metrics", lambda metrics, y, *more: whole(metrics, zeros(y), *more))
+
+
+def stale_metric(patch):
+    call = Update.__call__
+
+    def not_reset(self, batch):
+        for metric in self.measured.values():
+            metric.reset_state = lambda: None
+        try:
+            return call(self, batch)
+        finally:
+            for metric in self.measured.values():
+                del metric.reset_state
+
+    patch.setattr(Update, "__call__", not_reset)
+
+
+# Each mutation, and the kinds of findings that show it.
+MUTATIONS = {
+    mean_of_means: {"loss", "gradient"},
+    lost_tail: {"loss", "gradient"},
+    lost_tail_of_validation: {"val/loss"},
+    schedule_by_micro_step: {"count"},
+    clip_before_the_sum: {"gradient"},
+    divide_by_replicas: {"gradient"},
+    dropped_mask: {"loss", "gradient"},
+    dropped_weights: {"loss", "gradient"},
+    doubled_regulariser: {"loss", "gradient"},
+    stale_metric: {"metric"},
+    wrong_labels: {"metric"},
+}
+
+VERIFY = (
+    "verify dataset._target_=tests.verify.mutations.examples "
+    "objective=language_model optimizer=sgd "
+    "~model.filters ~model.kernel_size ~model.hidden ~model.dropout ~model.l2 "
+    "model._target_=tests.verify.mutations.masked optimizer.global_clipnorm=0.1 "
+    "accumulation.effective_batch_size=12 accumulation.micro_batch_size=4"
+)
+
+if __name__ == "__main__":
+    # Two first: TensorFlow takes devices before its first operation alone.
+    said = {"two replicas": refused.run(f"{VERIFY} hardware.replicas=2"), "one replica": refused.run(VERIFY)}
+    for mutation in MUTATIONS:
+        with pytest.MonkeyPatch.context() as patch:
+            mutation(patch)
+            line = f"{VERIFY} hardware.replicas=2" if mutation is divide_by_replicas else VERIFY
+            said[mutation.__name__] = refused.run(line)
+    print(json.dumps(said))
