@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
 import threading
 import time
 
@@ -14,21 +12,12 @@ from pipeline.__main__ import main
 from pipeline.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
-from tests import shared, warm
-from tests.browser import server
 from tests.running import wait
-from tests.tracking.proxy import Proxy
 from tests.tracking.shipped import UPDATES, begin, fields, opened, times, train
 
 HALF = UPDATES // 2
+pytestmark = pytest.mark.usefixtures("impatient_requests", "forked_shippers")
 BUSY = 20  # seconds that this machine may take for what it does at once, such as ending a shipper
-
-
-@pytest.fixture(scope="module")
-def mlflow_server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    with contextlib.chdir(folder), server(f"sqlite:///{folder}/mlflow.db") as address:
-        yield address
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +26,6 @@ def undisturbed(mlflow_server, tmp_path_factory):
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") is None
     return fields(mlflow_server, "undisturbed")
-
-
-@pytest.fixture
-def proxy(mlflow_server):
-    proxy = Proxy(mlflow_server)
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Shippers that are forked, and requests that MLflow gives up after seconds instead of minutes."""
-    for name, value in {"MAX_RETRIES": "1", "BACKOFF_FACTOR": "0", "TIMEOUT": "4"}.items():
-        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)
-    monkeypatch.setattr(subprocess, "Popen", subprocess.Popen)  # is put back
-    warm._fork_shippers(shared.warm_address())
 
 
 @pytest.fixture
