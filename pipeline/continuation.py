@@ -18,7 +18,7 @@ from pipeline.masking import mask, masked
 from pipeline.run_dirs import recorded_config
 from pipeline.sizes import EFFECTIVE, HORIZONS, Batching, Plan
 from pipeline.tracking import provenance
-from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute
+from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
 
 if TYPE_CHECKING:  # importing these takes seconds
     import keras
@@ -103,7 +103,7 @@ def of(run_dir: Path, config: DictConfig, cut: Batching, *, required: bool) -> C
     Raises:
         ConfigError: the run in the directory is not to go on, or cannot.
     """
-    if not required and not (run_dir / NAME).exists():
+    if not required and not has_begun(run_dir / NAME):
         return None
     if not required and config.training.resume is None:  # a second run in one journal would never be shipped
         key = "hydra.run.dir" if config.tracking.sweep is None else "hydra.sweep.dir"

@@ -15,7 +15,10 @@ _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s:@]*:\S*|[^/\s\"']+)@")
 # Of a text that is a URI, or an override with one, to the last @ of the line: there a blank belongs to the password.
 _WHOLE = re.compile(r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@")
 # `viewStateShareKey` of MLflow's pages names a saved view.
-_NAME = r"((?:[?&;]|%3B)(?!viewStateShareKey=)[\w\-]*(?:token|secret|passw|pwd|key|signature|sig|odbc_connect)[\w\-]*(?:=|%3D))"
+_NAME = (
+    r"((?:[?&;]|%3B)(?!viewStateShareKey=)"
+    r"[\w\-]*(?:token|secret|passw|pwd|key|signature|sig|odbc_connect)[\w\-]*(?:=|%3D))"
+)
 # A quote or a full stop that ends the sentence around it stays.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)

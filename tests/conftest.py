@@ -40,6 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table of what was killed where; each of these was recovered from, or its test has failed."""
+    kills = shared.noted()
+    if kills:
+        terminalreporter.section(f"{sum(kills.values())} kills, each recovered from")
+        for line, count in sorted(kills.items()):
+            terminalreporter.line(f"{count:5}  {line}")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shared.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +38,18 @@ def warm_address() -> str:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         warm_server()
     return warm.address_in(_folder())
+
+
+def note(*lines: str) -> None:
+    """Keep lines for `noted`, of whichever worker."""
+    with (_folder() / "notes").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def noted() -> Counter[str]:
+    """Return how often each line was kept in this session."""
+    file = _folder() / "notes"
+    return Counter(file.read_text().splitlines() if file.exists() else [])
 
 
 def place_store(folder: Path) -> None:

@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests import killing
+
 # The first sets what MLflow reads when it is imported.
 IMPORTS = (
     *("pipeline.tracking.store", "mlflow.store.tracking.sqlalchemy_store", "mlflow.models", "mlflow.keras"),
@@ -258,6 +260,7 @@ def _become(address: str, request: dict[str, Any], descriptors: list[int]) -> No
     _fork_shippers(address)
     _fork_forkserver()
     arguments = request["arguments"]
+    killing.arm(arguments)
     sys.path[0] = request["folder"]
     if arguments[0] == "-P":
         del arguments[0], sys.path[0]

@@ -213,16 +213,20 @@ class Journal:
 
     def _finish(self, until: float) -> str | None:
         """Tell the shipper that the run has ended; return why it did not ship everything."""
-        shipper = self.shipper
+        shipper, why = self.shipper, ""
         shipper.send({"unwritten": self._writer.unwritten()})
         shipper.close()
-        while (answer := shipper.answer(until - time.monotonic())) is not None:
+        while (left := until - time.monotonic()) > 0:
+            answer = shipper.answer(min(left, SILENCE)) or {}
             if "shipped" in answer:
                 return None
             if "error" in answer:
                 shipper.wait()
                 return str(answer["error"])
-        return f"no answer within {self.patience:.0f} s"
+            if not why:
+                say(f"waiting for the store {mask(self.uri)}, {left:.0f} s at most")
+            why = answer.get("failing") or why or f"no answer within {self.patience:.0f} s"
+        return why or f"no answer within {self.patience:.0f} s"
 
 
 class _Shipper:

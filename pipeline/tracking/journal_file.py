@@ -155,12 +155,27 @@ def create(path: Path) -> Writer:
     Raises:
         ConfigError: there is one.
     """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except FileExistsError:
-        raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent)) from None
-    lock(descriptor, WRITER)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    if not lock(descriptor, WRITER) or _begun(descriptor):
+        os.close(descriptor)
+        raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent))
     return Writer(descriptor)
+
+
+def has_begun(path: Path) -> bool:
+    """Return whether there is a journal with a first line: who was killed before it was written has no run."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return _begun(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _begun(descriptor: int) -> bool:
+    return b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 @dataclass

@@ -4,8 +4,8 @@ Reads commands from standard input and answers each with one line of JSON:
     {"open": URI, "experiment": …, "places": …, "patience": s}  →  {}
     {"ship": path of the journal, "again": whether another process may have begun}  →  {"run_id", "experiment_id"}
     {"unwritten": lines that are in no file}  →  nothing
-then follows the journal until standard input ends, ships what is left and answers with {"shipped": points}. What
-fails is answered with {"error": in one line}.
+then follows the journal until standard input ends, ships what is left and answers with {"shipped": points}; meanwhile
+with {"failing": in one line} to each try that fails. What fails for good is answered with {"error": in one line}.
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ def _follow(delivery: Delivery, patience: float) -> None:
             return
         except Exception as error:
             failing_since = failing_since or time.monotonic()
-            if not alive and time.monotonic() - failing_since > patience:
-                _answer({"error": first_line(error)})
-                return
+            if not alive:
+                late = time.monotonic() - failing_since > patience
+                _answer({"error" if late else "failing": first_line(error)})
+                if late:
+                    return
             continue
         failing_since = None
         if not alive and not more:

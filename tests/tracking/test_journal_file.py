@@ -153,3 +153,14 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
         writer.write(line)
     with pytest.raises(OSError, match="No space left"):
         writer.write({"tags": {"long": "x" * 1000}})
+
+
+def test_a_journal_without_its_first_line_is_begun_anew(tmp_path):
+    """Its trainer was killed before it had a run."""
+    (tmp_path / NAME).write_bytes(b'{"crc":"12')
+    assert not journal_file.has_begun(tmp_path / NAME)
+    writer = journal_file.create(tmp_path / NAME)
+    writer.write(START)
+    assert journal_file.has_begun(tmp_path / NAME)
+    writer.close()
+    assert Past.of(tmp_path).damage == ""

@@ -1,0 +1,203 @@
+"""A store in a database that is locked, moved, deleted, full or restarted: nothing of the run is missing in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import socket
+import sqlite3
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.tracking.journal import Journal
+from tests import shared
+from tests.disks import disk, fill, free
+from tests.running import wait
+from tests.tracking.shipped import UPDATES, begin, fields, opened, train
+
+HALF = UPDATES // 2
+pytestmark = pytest.mark.usefixtures("forked_shippers")
+BUSY = 20  # seconds that this machine may take for what it does at once, such as ending a shipper
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch):
+    """A shipper that ended is replaced at the next row."""
+    monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    shared.place_store(folder)
+    journal = opened(uri_in(folder), folder / "run", "e")
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") is None
+    return fields(uri_in(folder), "e")
+
+
+def uri_in(folder: Path) -> str:
+    return f"sqlite:///{folder}/mlruns/mlflow.db"
+
+
+def synced(folder, *arguments):
+    return main(["sync", str(folder), *arguments])
+
+
+def half_shipped(folder):
+    """A journal in `folder`/run whose store has the first half of the run."""
+    shared.place_store(folder)
+    journal = opened(uri_in(folder), folder / "run", "e", patience=30.0)
+    train(journal, 1, HALF)
+    wait(lambda: rows_in(folder) == HALF, BUSY)
+    return journal
+
+
+def rows_in(folder):
+    """Count without MLflow, which would keep the file open in this process wherever it goes."""
+    with contextlib.closing(sqlite3.connect(folder / "mlruns" / "mlflow.db")) as database:
+        return database.execute("SELECT COUNT(*) FROM metrics WHERE key = 'train/loss'").fetchone()[0]
+
+
+@pytest.mark.slow
+def test_locked_in_the_middle(tmp_path, undisturbed):
+    """For longer than the 5 s that SQLite waits by itself."""
+    journal = half_shipped(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        train(journal, HALF + 1, UPDATES)
+        time.sleep(15)
+    assert journal.close("FINISHED") is None
+    assert fields(uri_in(tmp_path), "e") == undisturbed
+
+
+def test_locked_at_the_end(tmp_path, undisturbed):
+    journal = half_shipped(tmp_path)
+    journal.patience = 3.0
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        train(journal, HALF + 1, UPDATES)
+        began = time.monotonic()
+        assert journal.close("FINISHED")
+        assert time.monotonic() - began < 3 + 2 + BUSY  # the patience, and the grace of the shipper
+        assert synced(tmp_path, "tracking.patience=1") == 4
+    assert synced(tmp_path) == 0
+    assert fields(uri_in(tmp_path), "e") == undisturbed
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+def test_gone_in_the_middle(tmp_path, undisturbed, how):
+    journal = half_shipped(tmp_path)
+    store = tmp_path / "mlruns"
+    store.rename(tmp_path / "elsewhere") if how == "moved" else shutil.rmtree(store)
+    train(journal, HALF + 1, UPDATES)
+    assert journal.close("FINISHED") is None
+    assert fields(uri_in(tmp_path), "e") == undisturbed
+
+
+@pytest.mark.parametrize("until", ["the end", "after it"])
+def test_full(tmp_path, undisturbed, until):
+    with disk(tmp_path / "mlruns"):
+        journal = half_shipped(tmp_path)
+        fill(tmp_path / "mlruns")
+        train(journal, HALF + 1, UPDATES)
+        time.sleep(8)  # longer than the shipper's interval, so that it has tried
+        if until == "the end":
+            free(tmp_path / "mlruns")
+            assert journal.close("FINISHED") is None
+        else:
+            journal.patience = 2.0
+            assert "full" in journal.close("FINISHED")
+            assert synced(tmp_path, "tracking.patience=1") == 4
+            free(tmp_path / "mlruns")
+            assert synced(tmp_path) == 0
+        assert fields(uri_in(tmp_path), "e") == undisturbed
+
+
+class Postgres:
+    """A PostgreSQL server in `folder`, of Debian's package: on a free port, with a database `mlflow` for everybody."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self._port = listener.getsockname()[1]
+        self.uri = f"postgresql://postgres@127.0.0.1:{self._port}/postgres"
+        self._call("initdb", "--auth=trust", "--username=postgres", "--no-sync", "--pgdata", str(folder / "data"))
+
+    def start(self) -> None:
+        options = f"-p {self._port} -h 127.0.0.1 -k {self.folder}"
+        data, log = str(self.folder / "data"), str(self.folder / "log")
+        self._call("pg_ctl", "-D", data, "-l", log, "-w", "-o", options, "start")
+
+    def stop(self) -> None:
+        self._call("pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", "immediate", "stop")
+
+    def _call(self, program: str, *arguments: str) -> None:
+        account = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}  # it refuses to run as root
+        command = [str(_programs() / program), *arguments]
+        subprocess.run(command, check=True, cwd="/", stdout=subprocess.DEVNULL, timeout=120, **account)
+
+
+def _programs() -> Path | None:
+    found = [Path("/usr/bin"), *Path("/usr/lib/postgresql").glob("*/bin")]
+    return next((folder for folder in found if (folder / "initdb").exists()), None)
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory):
+    if _programs() is None:
+        pytest.skip("PostgreSQL (Debian's package) is needed")
+    pytest.importorskip("psycopg")
+    with tempfile.TemporaryDirectory(prefix="pipeline-postgres-") as name:  # pytest's are root's alone
+        if os.geteuid() == 0:
+            os.chown(name, *pwd.getpwnam("postgres")[2:4])
+        server = Postgres(Path(name))
+        server.start()
+        yield server
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1, 12], ids=["at once", "for longer than a try"])
+def test_postgresql_restarted_in_the_middle(tmp_path, undisturbed, postgres, monkeypatch, seconds):
+    monkeypatch.chdir(tmp_path)  # MLflow puts artifacts of such a store here
+    experiment = f"restarted {seconds}"
+    journal = opened(postgres.uri, tmp_path / "run", experiment, patience=90.0)
+    train(journal, 1, HALF)
+    wait(lambda: len(fields(postgres.uri, experiment)["metrics"].get("train/loss", ())) == HALF, 2 * BUSY)
+    postgres.stop()
+    train(journal, HALF + 1, UPDATES - 1)
+    time.sleep(seconds)
+    postgres.start()
+    train(journal, UPDATES, UPDATES)
+    assert journal.close("FINISHED") is None
+    assert fields(postgres.uri, experiment) == undisturbed
+    assert synced(tmp_path) == 0
+    assert fields(postgres.uri, experiment) == undisturbed
+
+
+@pytest.mark.slow
+def test_postgresql_away_from_before_the_end(tmp_path, undisturbed, postgres, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    journal = Journal(postgres.uri, "away", patience=90.0)
+    journal.ready()
+    begin(journal, tmp_path / "run")
+    train(journal, 1, UPDATES)
+    postgres.stop()
+    try:
+        journal.patience = 4.0
+        assert journal.close("FINISHED")
+        assert synced(tmp_path, "tracking.patience=1") == 4
+        assert "Traceback" not in capsys.readouterr().err
+    finally:
+        postgres.start()
+    assert synced(tmp_path) == 0
+    assert fields(postgres.uri, "away") == undisturbed

@@ -1,0 +1,167 @@
+"""A store that is away, slow, broken or silent: after `pipeline sync` it has what an undisturbed run leaves in it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.errors import ConfigError
+from pipeline.tracking.journal import Journal
+from pipeline.tracking.journal_file import NAME
+from tests.running import wait
+from tests.tracking.shipped import UPDATES, begin, fields, opened, times, train
+
+HALF = UPDATES // 2
+pytestmark = pytest.mark.usefixtures("impatient_requests", "forked_shippers")
+BUSY = 20  # seconds that this machine may take for what it does at once, such as ending a shipper
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mlflow_server, tmp_path_factory):
+    journal = opened(mlflow_server, tmp_path_factory.mktemp("undisturbed"), "undisturbed")
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") is None
+    return fields(mlflow_server, "undisturbed")
+
+
+@pytest.fixture
+def whole(mlflow_server, undisturbed, tmp_path, request):
+    """Return a function that checks the store's one run of this test, by all its fields and times."""
+
+    def check():
+        assert fields(mlflow_server, request.node.name) == undisturbed
+        lines = [json.loads(line)["time"] for line in (tmp_path / NAME).read_text().splitlines()]
+        assert times(mlflow_server, request.node.name) == (lines[0], lines[-1])
+
+    return check
+
+
+def synced(folder, *arguments):
+    return main(["sync", str(folder), *arguments])
+
+
+def shipped(mlflow_server, experiment, steps):
+    """Return whether the store has so many updates."""
+    return len(fields(mlflow_server, experiment)["metrics"].get("train/loss", ())) >= steps
+
+
+def test_down_at_the_start_is_refused_in_a_line(tmp_path, proxy, capsys):
+    proxy.down()
+    with pytest.raises(ConfigError, match=r"tracking.uri must be a store that answers \(127.0.0.1:\d+: .*refused\)"):
+        opened(proxy.address, tmp_path, "refused")
+    assert not (tmp_path / NAME).exists()
+
+
+def test_down_at_the_start_and_waited_for(tmp_path, proxy, whole, capsys, request):
+    proxy.down()
+    threading.Timer(3, proxy.up).start()
+    journal = opened(proxy.address, tmp_path, request.node.name, when_unreachable="wait")
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") is None
+    assert "refused): waiting for it" in capsys.readouterr().err
+    whole()
+
+
+def test_down_from_the_start_to_the_end(tmp_path, proxy, whole, capsys, request):
+    proxy.down()
+    journal = opened(proxy.address, tmp_path, request.node.name, when_unreachable="offline")
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") == "the store was not asked"
+    assert synced(tmp_path, "tracking.patience=1") == 4
+    proxy.up()
+    assert synced(tmp_path) == 0
+    whole()
+    assert synced(tmp_path) == 0
+    assert "0 points were missing" in capsys.readouterr().err
+    whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["down", "hanging"])
+def test_away_in_the_middle(tmp_path, proxy, whole, mlflow_server, request, mode):
+    """For two of the shipper's tries, each longer than MLflow's own: 5 s and twice 4 s."""
+    journal = opened(proxy.address, tmp_path, request.node.name)
+    train(journal, 1, HALF)
+    wait(lambda: shipped(mlflow_server, request.node.name, HALF), BUSY)
+    proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
+    train(journal, HALF + 1, UPDATES)
+    time.sleep(26)
+    proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
+    assert journal.close("FINISHED") is None
+    whole()
+
+
+@pytest.mark.parametrize("mode", ["down", "hanging"])
+def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request, mode):
+    journal = opened(proxy.address, tmp_path, request.node.name)
+    train(journal, 1, UPDATES)
+    proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
+    journal.patience = 3
+    began = time.monotonic()
+    assert journal.close("FINISHED")
+    assert time.monotonic() - began < 3 + 2 + BUSY  # the patience, and the grace of the shipper
+    assert synced(tmp_path, "tracking.patience=1") == 4
+    proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
+    assert synced(tmp_path) == 0
+    whole()
+
+
+def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
+    monkeypatch.setattr("pipeline.tracking.journal.SILENCE", 1.0)
+    proxy.mode = "hanging"
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="no answer within 3 s"):
+        opened(proxy.address, tmp_path, "hanging", patience=3.0)
+    assert time.monotonic() - began < 3 + 2 + BUSY
+    assert f"waiting for the store {proxy.address}" in capsys.readouterr().err
+    assert not (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize("mode", ["failing", "cutting", pytest.param("slow", marks=pytest.mark.slow)])
+def test_a_bad_server(tmp_path, proxy, whole, request, mode):
+    """Also while the run is created: a request that was done and not answered leaves no second run."""
+    proxy.mode = mode
+    journal = opened(proxy.address, tmp_path, request.node.name, patience=90.0)
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") is None
+    assert proxy.harmed or mode == "slow"
+    whole()
+
+
+@pytest.mark.parametrize("mode", ["hanging", "down"])
+def test_away_while_the_run_is_created(tmp_path, proxy, whole, request, mode, capsys):
+    """The store answered, and is gone when the run is to begin."""
+    journal = Journal(proxy.address, request.node.name, patience=4.0)
+    journal.ready()
+    proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
+    with pytest.raises(RuntimeError, match="MLflow refused the run"):
+        begin(journal, tmp_path)
+    assert not journal.shipper.alive()
+
+
+def test_a_wrong_password_at_the_start(tmp_path, proxy, monkeypatch):
+    proxy.password = "right"
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong")
+    with pytest.raises(ConfigError, match=r"tracking.uri must be a store that answers \(.*401.*\)"):
+        opened(proxy.address, tmp_path, "wrong")
+
+
+def test_a_password_that_changes_in_the_middle(tmp_path, proxy, whole, request, monkeypatch, mlflow_server):
+    proxy.password = "right"
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "right")
+    journal = opened(proxy.address, tmp_path, request.node.name, patience=3.0)
+    train(journal, 1, HALF)
+    wait(lambda: shipped(mlflow_server, request.node.name, HALF), BUSY)
+    proxy.password = "changed"
+    train(journal, HALF + 1, UPDATES)
+    assert "401" in journal.close("FINISHED")
+    assert synced(tmp_path, "tracking.patience=1") == 4
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "changed")
+    assert synced(tmp_path) == 0
+    whole()
