@@ -182,7 +182,7 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
         "resume run hydra.run.dir=x": "arguments must set nothing of Hydra: a run goes on in its own directory.",
         "resume run training.updates=10": "training must have a horizon beyond the 14 updates done. Received: 10.",
         "resume": "arguments must be as pipeline resume --help says (the following arguments are required: RUN).",
-        "resume none": "RUN must have a checkpoint: see training.checkpoint_every.",
+        "resume none training.updates=50": "RUN must have a checkpoint: see training.checkpoint_every.",
         "resume done": "RUN has finished: give it a longer horizon to go on with it.",
         "resume old": "RUN must have a journal of format 1 (it is of a version before this one).",
         "train model=mlp hydra.run.dir=run": "hydra.run.dir must be a folder without a run in it.",

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import imports
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError, RunError, say
 from pipeline.masking import mask
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
@@ -41,6 +41,7 @@ from pipeline.trust import artifact_locations
 REVIVE = 5.0  # seconds between two looks at whether the shipper lives
 SILENCE = 10.0  # seconds for which the store may stay silent before it is said that the run waits for it
 RETRY = 5.0  # seconds between two tries to reach a store that is waited for
+LIVES = 3  # shippers that may die before the run has begun
 
 
 class Journal:
@@ -59,7 +60,7 @@ class Journal:
     def __init__(self, uri: str, experiment: str, *, patience: float = 60.0, when_unreachable: str = "refuse"):
         self.uri, self.experiment, self.patience = uri, experiment, patience
         self._when_unreachable = when_unreachable
-        self._offline = False
+        self._offline, self._lives = False, LIVES
         self._path = Path()
         self._looked = time.monotonic()
         self.shipper = self._open()
@@ -74,6 +75,8 @@ class Journal:
             answer = self._answer()
             if "error" not in answer:
                 return
+            if self._replaced(answer):
+                continue
             key = answer.get("key", "tracking.uri")
             rule = answer.get("rule", f"must be a store that answers ({answer['error']})")
             if key != "tracking.uri" or self._when_unreachable == "refuse":
@@ -182,18 +185,37 @@ class Journal:
         self._path = path
         answer: dict[str, str] = {}
         if not self._offline:
-            self.shipper.send({"ship": str(path), "again": again})
-            answer = self._answer()
+            answer = self._created(again)
             if "error" in answer:
                 self.abandon()
                 if "key" in answer:
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                raise RuntimeError(f"MLflow refused the run: {answer['error']}")
+                raise RunError(f"MLflow refused the run: {answer['error']}")
         if writer is not None:
             self._writer = writer.writer()
         if answer and (writer is None or writer.run != answer):
             self.write({"run": answer})
         return answer
+
+    def _created(self, again: bool) -> dict[str, Any]:
+        """Let the shipper create or find the run; return its answer, empty where it is kept offline."""
+        while not self._offline:
+            self.shipper.send({"ship": str(self._path), "again": again})
+            answer = self._answer()
+            if not self._replaced(answer):
+                return answer
+            self.ready()
+            again = True
+        return {}
+
+    def _replaced(self, answer: dict[str, Any]) -> bool:
+        """Start another shipper where `answer` is that it died, but not again and again; return whether it was."""
+        if "died" not in answer or not self._lives:
+            return False
+        self._lives -= 1
+        self.shipper.terminate()  # its pipes are left
+        self.shipper = self._open()
+        return True
 
     def _answer(self) -> dict[str, Any]:
         """Return the shipper's next answer; say that the store is silent where it is for long."""
@@ -288,4 +310,4 @@ class _Shipper:
         with contextlib.suppress(ValueError), self._process.stdout as answers:  # half a line of one that was killed
             for line in answers:
                 self._answers.put(json.loads(line))
-        self._answers.put({"error": "the shipper ended without an answer"})
+        self._answers.put({"error": "the shipper ended without an answer", "died": True})

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DIFFERENT = 3  # exit status
 
+COARSE = 1e-2  # relative: a bound above it shows little
+
 
 def verify(arguments: Sequence[str]) -> int:
     """Prove, for a config, that accumulating equals the large batch; all else is as for `pipeline train`."""
@@ -57,6 +59,11 @@ def verify(arguments: Sequence[str]) -> int:
     compared += evaluated
     for batch, findings in zip([*show, *validation], compared, strict=True):
         say(*_table(findings, engine.examples(batch)), to=sys.stdout)
+    coarsest = max(finding.bound for findings in compared for finding in findings)
+    if coarsest > COARSE:
+        say(
+            f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision", to=sys.stdout
+        )
     one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
     verdict = "equal within rounding" if holds else f"different; at fault is {why}"
     say(f"an update by {one_piece} and one of the whole batch are {verdict}", to=sys.stdout)

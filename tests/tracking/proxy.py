@@ -73,7 +73,7 @@ class Proxy:
         self.down()
 
     def _pass_on(self, request: BaseHTTPRequestHandler) -> None:
-        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        body = _body(request)
         number, mode = next(self._count), self.mode
         if mode == "hanging":
             self.harmed += 1
@@ -101,14 +101,24 @@ class Proxy:
     def _ask(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(self._server, timeout=60)
         try:
-            headers = {
-                key: value for key, value in request.headers.items() if key.lower() not in ("host", "connection")
-            }
+            dropped = ("host", "connection", "content-length", "transfer-encoding")
+            headers = {key: value for key, value in request.headers.items() if key.lower() not in dropped}
             connection.request(request.command, request.path, body, {**headers, "Connection": "close"})
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
         finally:
             connection.close()
+
+
+def _body(request: BaseHTTPRequestHandler) -> bytes:
+    if "chunked" not in request.headers.get("Transfer-Encoding", ""):
+        return request.rfile.read(int(request.headers.get("Content-Length") or 0))
+    body = b""
+    while size := int(request.rfile.readline(), 16):
+        body += request.rfile.read(size)
+        request.rfile.readline()
+    request.rfile.readline()
+    return body
 
 
 def _basic(password: str) -> str:

@@ -15,7 +15,7 @@ import zlib
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.running import Store, environment, one_process, pipeline, wait
@@ -56,7 +56,7 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     place_store(tmp_path)
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
-    with pytest.raises(RuntimeError, match="MLflow refused the run"):
+    with pytest.raises(RunError, match="MLflow refused the run"):
         journal.start(tmp_path / NAME, RUN | {"params": {"a//b": "1"}})
     assert Store(tmp_path).run().info.status == "FAILED"
 
@@ -92,6 +92,18 @@ def test_a_shipper_that_is_killed_is_replaced(tmp_path, monkeypatch):
     assert journal.shipper.pid != first
     assert journal.close("FINISHED") is None
     assert points(tmp_path) == ("FINISHED", list(range(1, 3000)))
+
+
+def test_a_shipper_that_is_killed_before_it_answers_is_replaced(tmp_path):
+    place_store(tmp_path)
+    journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
+    os.kill(journal.shipper.pid, signal.SIGKILL)
+    journal.ready()
+    os.kill(journal.shipper.pid, signal.SIGKILL)
+    journal.start(tmp_path / NAME, RUN)
+    write(journal, *range(1, 50))
+    assert journal.close("FINISHED") is None
+    assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
 
 
 def test_a_shipper_that_hangs_costs_no_more_than_the_patience(tmp_path):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.running import wait
@@ -133,14 +133,18 @@ def test_a_bad_server(tmp_path, proxy, whole, request, mode):
 
 
 @pytest.mark.parametrize("mode", ["hanging", "down"])
-def test_away_while_the_run_is_created(tmp_path, proxy, whole, request, mode, capsys):
+def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, mode):
     """The store answered, and is gone when the run is to begin."""
     journal = Journal(proxy.address, request.node.name, patience=4.0)
     journal.ready()
     proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
-    with pytest.raises(RuntimeError, match="MLflow refused the run"):
+    with pytest.raises(RunError, match="MLflow refused the run"):
         begin(journal, tmp_path)
     assert not journal.shipper.alive()
+    proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
+    assert synced(tmp_path) == 0
+    found = fields(mlflow_server, request.node.name)  # one run
+    assert (found["status"], found["metrics"]) == ("KILLED", {})
 
 
 def test_a_wrong_password_at_the_start(tmp_path, proxy, monkeypatch):
@@ -160,7 +164,7 @@ def test_a_password_that_changes_in_the_middle(tmp_path, proxy, whole, request, 
     wait(lambda: shipped(mlflow_server, request.node.name, HALF), BUSY)
     proxy.password = "changed"
     train(journal, HALF + 1, UPDATES)
-    assert "401" in journal.close("FINISHED")
+    assert "401" in journal.close("FINISHED")  # what the server says, not that time is up
     assert synced(tmp_path, "tracking.patience=1") == 4
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "changed")
     assert synced(tmp_path) == 0
