@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.errors import ConfigError
+from pipeline.interruption import Terminated
 from pipeline.launching import gpus as gpus_of_machine
 from pipeline.launching.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.launching.launcher import SweepLauncher
@@ -93,7 +96,7 @@ class SlurmJob:
         executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
         variable = os.environ.get("PYTHONPATH", "")
         with importing_only_this_package():  # sbatch passes the environment on
-            self._job = executor.submit(_there, self._call, sys.path, variable)
+            self._job = executor.submit(_There(self._call, list(sys.path), variable))
 
     def ending(self) -> Ending | None:
         """Return how the job ended; None while it waits or runs."""
@@ -114,9 +117,29 @@ class SlurmJob:
         return returned
 
 
-def _there(call: JobCall, path: list[str], variable: str) -> Ending:
-    """Be a job on another machine, which searches for code where the sweep does: its path, and its PYTHONPATH."""
-    sys.path[:] = path
-    os.environ["PYTHONPATH"] = variable
-    os.environ.pop("PYTHONSAFEPATH", None)
-    return call()
+@dataclass(frozen=True)
+class _There:
+    """A job on another machine, which searches for code where the sweep does: its path, and its PYTHONPATH."""
+
+    call: JobCall
+    path: list[str]
+    variable: str
+
+    def __call__(self) -> Ending:
+        sys.path[:] = self.path
+        os.environ["PYTHONPATH"] = self.variable
+        os.environ.pop("PYTHONSAFEPATH", None)
+        requeue: Any = signal.getsignal(signal.SIGUSR2)
+        try:
+            return self.call()
+        except Terminated as error:  # by now the run has its checkpoint, and is closed
+            if str(error) == "SIGUSR2" and callable(requeue):
+                requeue(signal.SIGUSR2, None)
+            raise
+
+    def checkpoint(self) -> Any:
+        """Return what Slurm starts in place of a job that it has warned with SIGUSR2 and requeues; for submitit."""
+        from submitit.helpers import DelayedSubmission
+
+        going_on = replace(self.call, overrides=[*self.call.overrides, "training.resume=auto"])
+        return DelayedSubmission(replace(self, call=going_on))

@@ -136,6 +136,25 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(tmp_path, slurm):
     wait(lambda: processes_in(tmp_path) == [], 30)
 
 
+def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
+    """With the signal by which submitit is warned of a time limit or of a more important job."""
+    sweep = ("train", "-m", *TINY[1:], "training.epochs=60", "seed=0", "hydra/launcher=submitit_slurm")
+    process = start(*sweep, "hydra.sweep.dir=jobs", cwd=tmp_path, **slurm)
+    journal = tmp_path / "jobs" / "0" / "journal.jsonl"
+    wait(lambda: journal.exists() and journal.read_text().count("train/loss") > 50)
+    (job,) = _ask(slurm, "squeue", "--noheader", "--format=%i").split()
+    _ask(slurm, "scancel", "--signal=USR2", job)
+    wait(lambda: '"end":"KILLED"' in journal.read_text())
+    time.sleep(1)
+    _ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm holds a requeued job for minutes
+    printed = process.communicate(timeout=500)[1]
+    assert process.returncode == 0, printed
+    store = Store(tmp_path)
+    (run,) = store.trained()
+    assert (run.info.status, run.data.tags["segments"]) == ("FINISHED", "2")
+    assert list(store.history(run, "train/loss")) == list(range(1, 60 * 12 + 1))
+
+
 def test_the_batch_script_of_the_examples(tmp_path, slurm):
     """One run to its end; another one gets SIGTERM, as Slurm sends it before the time limit, and is closed in order."""
     script = str(ROOT / "examples" / "slurm" / "train.sbatch")
