@@ -34,7 +34,7 @@ def sync(arguments: Sequence[str]) -> int:
     if not found:
         say("no run directory with a journal was found")
         return 0
-    return max(_sync(folder, given, tracking.patience, named=folder in options.folders) for folder in found)
+    return max(sync_run(folder, given, tracking.patience, named=folder in options.folders) for folder in found)
 
 
 def find(start: str, key: str) -> Path:
@@ -71,8 +71,18 @@ def _run_dirs(folders: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _sync(folder: str, given: str | None, patience: float, *, named: bool) -> int:
-    """Ship one journal; return the exit status. One that was not `named` is left alone while its run goes on."""
+def sync_run(folder: str, given: str | None, patience: float, *, named: bool) -> int:
+    """Ship one journal; return the exit status.
+
+    Args:
+        folder: its run directory.
+        given: the URI of its store, where that is not to be taken from the journal.
+        patience: seconds to wait for the store.
+        named: somebody asked for this one; else it is left alone while its run goes on, and where it is all there.
+
+    Raises:
+        ConfigError: it cannot be shipped, or not to this store.
+    """
     try:
         past = Past.of(Path(folder), "RUN_DIR", seconds=1.0)  # another sync looks here too
         past.close()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import imports
-from pipeline.errors import ConfigError, RunError, say
+from pipeline.errors import ConfigError, say
 from pipeline.masking import mask
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
@@ -167,7 +167,7 @@ class Journal:
                 self.abandon()
                 if "key" in answer:
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                raise RunError(f"MLflow refused the run: {answer['error']}")
+                raise RuntimeError(f"MLflow refused the run: {answer['error']}")
         if writer is not None:
             self._writer = writer.writer()
         if answer and (writer is None or writer.run != answer):
