@@ -146,7 +146,8 @@ class Journal:
                 time.sleep(0 if why is None else 1)
         finally:  # an interruption included
             self.abandon()
-            self._writer.close()
+            if not self._writer.close():
+                say(f"the disk has no room for the last lines of {self._path}, which are lost")
         return why
 
     def abandon(self) -> None:
