@@ -20,9 +20,9 @@ from pipeline.continuation import Continuation
 from pipeline.errors import NotShippedError, first_line, say
 from pipeline.interruption import Interruption, Terminated
 from pipeline.masking import mask
-from pipeline.sync import sync_run
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.shipping import sync_run
 from pipeline.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened

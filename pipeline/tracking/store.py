@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import sqlite3
@@ -19,9 +18,6 @@ from pipeline.errors import ConfigError, first_line
 from pipeline.masking import mask, remember
 
 SQLITE = "sqlite:///"
-# They log what is raised as well: at each try to reach a store that is away, with a traceback.
-for _name in ("mlflow.store.db.utils", "urllib3.connectionpool"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)
 TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment, whose UI else opens for GenAI
 
 
