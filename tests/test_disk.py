@@ -26,6 +26,7 @@ class Disk(keras.callbacks.Callback):
         if str(self.done) == os.environ.get("FREE"):
             disks.free(pathlib.Path("run"))
 """
+pytestmark = pytest.mark.slow
 TRAIN = ("train", *RUN, "+training.callbacks.disk={_target_: mine.Disk}")
 
 
