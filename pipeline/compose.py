@@ -167,14 +167,18 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
 
 
 def _with_traceback_kept(error: Exception) -> Exception:
-    """Write the traceback of a failed run into its run directory; return what to say of it in one line."""
+    """Write the traceback of a failed run into its run directory, if there is room; return what to say in one line."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():
         return error
     file = run_dir / "traceback.log"
     lines = mask("".join(traceback.format_exception(error))).splitlines()
-    file.write_text("\n".join([*map(printable, lines), ""]), encoding="utf-8")
-    failure = RunError(f"{described(error)} (traceback in {file})")
+    try:
+        file.write_text("\n".join([*map(printable, lines), ""]), encoding="utf-8")
+        kept = f"traceback in {file}"
+    except OSError as full:
+        kept = f"its traceback was not written: {full.strerror}"
+    failure = RunError(f"{described(error)} ({kept})")
     failure.__cause__ = error
     return failure
 

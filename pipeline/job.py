@@ -22,6 +22,7 @@ from pipeline.interruption import Interruption, Terminated
 from pipeline.masking import mask
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.shipping import sync_run
 from pipeline.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened
@@ -60,9 +61,7 @@ def run(
         cut = configuration.check(config, overrides)
         before = continuation.of(run_dir, config, cut, required=resume)
         if before is not None and before.finished:
-            before.past.close()
-            say(f"run {before.run_id} has finished in {run_dir}: there is nothing to do")
-            return before.run_id, before.past.last.get("val/loss", before.past.last.get("train/loss", math.inf))
+            return before.run_id, _finished(before, config)
         # Opens the store while TensorFlow is imported.
         tracking = config.tracking
         journal = Journal(
@@ -92,6 +91,17 @@ def run(
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
     return tracker.run_id, loss
+
+
+def _finished(before: Continuation, config: DictConfig) -> float:
+    """Say that nothing is left to train, and ship what the store has not got of it; return the last loss."""
+    before.past.close()
+    say(f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train")
+    last = before.past.last
+    loss = last.get("val/loss", last.get("train/loss", math.inf))
+    if sync_run(str(before.run_dir), config.tracking.uri, config.tracking.patience, named=False):
+        raise NotShippedError(_unshipped(before.run_dir), loss)
+    return loss
 
 
 @dataclass(frozen=True)
@@ -181,13 +191,16 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
 def _end(tracker: Tracker, recorder: Recorder, status: str, failure: str | None = None) -> list[str]:
     """Close the run; return a line that says what to do where something could not be shipped."""
     recorder.progress.close()
-    command = shlex.join(["pipeline", "sync", str(tracker.run_dir)])
     try:
         why = tracker.end(status, failure) if tracker.begun else None
     except BaseException:
-        say(f"not all of the run is in the store: {command}")
+        say(_unshipped(tracker.run_dir))
         raise
-    return [f"not all of the run is in the store ({why}): {command}"] if why else []
+    return [_unshipped(tracker.run_dir, f" ({why})")] if why else []
+
+
+def _unshipped(run_dir: Path, why: str = "") -> str:
+    return f"not all of the run is in the store{why}: {shlex.join(['pipeline', 'sync', str(run_dir)])}"
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:

@@ -15,12 +15,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Files of tests that take long, the longest first.
 LONGEST = (
     *(
+        "test_kills",
         "test_catalogue",
         "test_rerun",
         "test_sweep",
         "test_run",
         "test_local",
         "test_provenance",
+        "test_outages",
         "test_update",
         "test_mlflow_view",
     ),

@@ -67,7 +67,9 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, 
         status = process.wait(240)  # not for what it leaves behind, which the next command has to get on with
         print(said[-1][0], status)
         killed = plan.killed and (who != "shipper" or plan.both)
-        assert status == (-signal.SIGKILL if killed else 0), process.communicate(timeout=60)
+        # A shipper that is killed may outlive its trainer by a moment.
+        expected = ([-signal.SIGKILL] if killed else [0]) + [0] * (who == "shipper")
+        assert status in expected, process.communicate(timeout=60)
     pipeline(*AUTO, replicas, cwd=tmp_path)
     assert pipeline("sync", "run", cwd=tmp_path).stderr.startswith("run: 0 points were missing; run ")
     for what, process in said:
@@ -89,7 +91,8 @@ def planned(chance: random.Random, folder: Path, who: str, *, both: bool) -> Pla
 
 
 def finished(folder: Path) -> bool:
-    return any(run.info.status == "FINISHED" for run in Store(folder).runs())
+    journal = folder / "run" / NAME
+    return journal.exists() and '"end":"FINISHED"' in journal.read_text()
 
 
 def going_on(chance: random.Random, folder: Path, replicas: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ __all__ = [
     "logged_model",
     "provenance",
     "shipper",
+    "shipping",
     "store",
     "tracker",
 ]
@@ -29,4 +30,5 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 # It prints a server's address, password and all, and on the shipper's line to the trainer.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 logging.getLogger("alembic").setLevel(logging.WARNING)
-logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each try that MLflow makes again
+for _name in ("mlflow.store.db.utils", "urllib3.connectionpool"):  # they log what they raise, at each try
+    logging.getLogger(_name).setLevel(logging.CRITICAL)

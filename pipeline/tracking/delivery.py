@@ -30,6 +30,7 @@ PARAM_LENGTH = 6000  # characters of a param's value
 TRIES = 5  # of a request that the store refuses for what it says
 RETRY = 1.0  # seconds between two tries to create a run
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE")
+UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store, and perhaps never the full disk
 NOT_SHIPPED = "not_shipped"  # tag: what the store did not take, or could not be read
 
 
@@ -61,7 +62,7 @@ class Delivery:
         self._held: dict[str, bytearray] = {}  # 1 at each step that the store has of a metric
         self._status: str | None = None
         self._at_once = AT_ONCE
-        self._last_step = self._samples = self._tries = self.sent = 0
+        self._last_step = self._samples = self._segment = self._tries = self.sent = 0
         self.damage = ""
         line = next(self._reader.lines())
         begun = line["start"]
@@ -69,7 +70,7 @@ class Delivery:
         self.experiment_id = store.experiment(begun["experiment"])
         self._file = None if store.database is None else _identity(store.database)
         run = (self._found(begun["tags"]["journal"]) if again else None) or self._created(line)
-        self.run_id = run.info.run_id
+        self.run_id, self._before = run.info.run_id, run
         try:
             if (places := artifact_locations.allowed_places()) is not None:
                 artifact_locations.check(run.info.artifact_uri, store.uri, places)
@@ -107,6 +108,11 @@ class Delivery:
         if self._reader.offset > before:
             return True
         if not alive and self._status is None:
+            before = self._before
+            if before.data.tags.get(UNWRITTEN) == str(self._segment) and before.info.end_time is not None:
+                self._status = before.info.status
+                self._waiting.append({"end": self._status, "time": before.info.end_time})
+                return False
             failure = self.damage or f"The process ended without a word after update {self._last_step}."
             self._waiting += [{"tags": {"failure": failure}}, {"end": "KILLED", "time": int(time.time() * 1000)}]
             self._status = "KILLED"
@@ -119,7 +125,10 @@ class Delivery:
                 self._take(line)
             beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self._reader.offset)
             for whole in (beginning + text.encode()).splitlines(keepends=True):
-                self._take(self._reader.checked(whole))
+                line = self._reader.checked(whole)
+                if "end" in line:
+                    self._take({"tags": {UNWRITTEN: str(self._segment)}})
+                self._take(line)
 
     def sample(self) -> None:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
@@ -170,6 +179,7 @@ class Delivery:
                     self._points.append(Metric(key, value, milliseconds, step))
         else:
             self._waiting.append(line)
+            self._segment += "resume" in line
             self._status = line.get("end", None if "resume" in line else self._status)
 
     def _deliver(self, line: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import imports
-from pipeline.errors import ConfigError, RunError, say
+from pipeline.errors import ConfigError, say
 from pipeline.masking import mask
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
@@ -146,7 +146,8 @@ class Journal:
                 time.sleep(0 if why is None else 1)
         finally:  # an interruption included
             self.abandon()
-            self._writer.close()
+            if not self._writer.close():
+                say(f"the disk has no room for the last lines of {self._path}, which are lost")
         return why
 
     def reaches_store(self, run_id: str) -> bool:
@@ -190,7 +191,7 @@ class Journal:
                 self.abandon()
                 if "key" in answer:
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                raise RunError(f"MLflow refused the run: {answer['error']}")
+                raise RuntimeError(f"MLflow refused the run: {answer['error']}")
         if writer is not None:
             self._writer = writer.writer()
         if answer and (writer is None or writer.run != answer):

@@ -10,6 +10,7 @@ however it ends, and a process that was forked from it does not have them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -140,9 +141,12 @@ class Writer:
         """Return what waits in memory; the first line of it may lack its beginning, which was written."""
         return self._waiting.decode()
 
-    def close(self) -> None:
-        """Close the file, which frees its lock."""
+    def close(self) -> bool:
+        """Close the file, which frees its lock; return whether all lines are in it."""
+        with contextlib.suppress(OSError):
+            self._drain()
         os.close(self._descriptor)
+        return not self._waiting
 
     def _drain(self) -> None:
         while self._waiting:

@@ -102,6 +102,7 @@ def test_gone_in_the_middle(tmp_path, undisturbed, how):
     assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("until", ["the end", "after it"])
 def test_full(tmp_path, undisturbed, until):
     with disk(tmp_path / "mlruns"):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.errors import ConfigError, RunError
+from pipeline.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.running import wait
@@ -138,7 +138,7 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
     journal = Journal(proxy.address, request.node.name, patience=4.0)
     journal.ready()
     proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
-    with pytest.raises(RunError, match="MLflow refused the run"):
+    with pytest.raises(RuntimeError, match="MLflow refused the run"):
         begin(journal, tmp_path)
     assert not journal.shipper.alive()
     proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
