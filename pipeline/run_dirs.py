@@ -13,16 +13,19 @@ from pipeline.errors import ConfigError, first_line
 from pipeline.tracking.journal_file import NAME, Past
 
 
-def find(start: str, key: str) -> Path:
+def find(start: str, key: str, but: Path | None = None) -> Path:
     """Return the run directory that `start` names: itself, or the start of the ID of its run in MLflow.
+
+    The one in `but` is passed over, and its journal is not opened: closing it would free its lock.
 
     Raises:
         ConfigError: there is none below the working directory, or there are several.
     """
-    if (Path(start) / NAME).exists():
+    other = None if but is None else but.resolve()
+    if (Path(start) / NAME).exists() and Path(start).resolve() != other:
         return Path(start)
     by_id = {}
-    for folder in run_dirs([]):
+    for folder in (folder for folder in run_dirs([]) if Path(folder).resolve() != other):
         try:
             past = Past.of(Path(folder), key, running=True)
         except ConfigError:  # of another version
