@@ -12,11 +12,11 @@ from pipeline import checkpoint
 from pipeline import config as configuration
 from pipeline.checkpoint import BEST, Checkpoint
 from pipeline.errors import ConfigError
-from pipeline.masking import mask, masked
+from pipeline.masking import masked
 from pipeline.run_dirs import find, recorded_config
 from pipeline.scaling import Rule
 from pipeline.sizes import Batching, Plan
-from pipeline.tracking.journal_file import Past, absolute
+from pipeline.tracking.journal_file import Past
 
 if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.accumulation import Update
@@ -32,16 +32,16 @@ class Fork:
     """Where a run begins.
 
     Attributes:
-        source: the other run: its ID in MLflow, or its directory where no store has had it.
+        run_id: of the other run in MLflow; empty where no store has had it.
+        run_dir: of the other run.
         checkpoint: of the other run.
-        linked: whether the other run is in the store of this one.
         weights_only: take the model's weights alone.
         own_rate: the config gives another learning rate than the other run's.
     """
 
-    source: str
+    run_id: str
+    run_dir: Path
     checkpoint: Checkpoint
-    linked: bool
     weights_only: bool
     own_rate: bool
     _state: State | None = None
@@ -54,13 +54,13 @@ class Fork:
     @property
     def tags(self) -> dict[str, str]:
         """Return the tags that say where the run began."""
-        return {RUN: self.source, UPDATE: str(self.checkpoint.update)}
+        return {RUN: self.run_id or str(self.run_dir), UPDATE: str(self.checkpoint.update)}
 
     def said(self, callbacks: Callbacks) -> list[str]:
         """Return the lines that say where the run begins."""
         from pipeline import state
 
-        line = f"of run {self.source} after update {self.checkpoint.update}"
+        line = f"of run {self.run_id or self.run_dir} after update {self.checkpoint.update}"
         if self.weights_only:
             return [f"begins with the weights {line}"]
         rate = ", with a learning rate of its own" if self.own_rate else ""
@@ -126,9 +126,9 @@ def of(config: DictConfig, cut: Batching, run_dir: Path, update: str | None = No
     past.close()
     found = _checkpoint(source / "checkpoints", text, update or last)
     return Fork(
-        past.run.get("run_id", "") or str(source.absolute()),
+        past.run.get("run_id", ""),
+        source.absolute(),
         found,
-        bool(past.run) and past.start["store"] == mask(absolute(config.tracking.uri)),
         weights_only,
         _has_own_rate(config, cut, recorded_config(source, RUN), past),
     )

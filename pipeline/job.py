@@ -123,9 +123,9 @@ class _Begin:
     start: Checkpoint | Fork | None
 
     def link(self, tracker: Tracker) -> None:
-        """Name the run in the one that it begins with, where both are in one store."""
-        if isinstance(self.start, Fork) and self.start.linked:
-            tracker.journal.write({"fork_of": self.start.source})
+        """Name the run in the one that it begins with."""
+        if isinstance(self.start, Fork) and self.start.run_id:
+            tracker.journal.write({"fork_of": self.start.run_id})
 
     def __call__(self, tracker: Tracker, parts: Parts) -> None:
         """Create the run, or go on with it, and say which."""
