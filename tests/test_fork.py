@@ -109,9 +109,10 @@ def test_a_fork_with_another_learning_rate(tmp_path):
     assert found["train/loss"][7] != histories(folder, "run")["train/loss"][7]
 
 
-@pytest.mark.parametrize(
-    "run", ["12345678", "1e10", "12e4@40", "00123456", "1_0", "a,b", "null", "runs/lr=0.1@3", "nan"]
-)
+TEXTS = ("12345678", "1e10", "12e4@40", "00123456", "1_0", "a,b", "null", "runs/lr=0.1@3", "nan")
+
+
+@pytest.mark.parametrize("run", TEXTS)
 def test_a_run_is_text_as_it_is_written(run):
     values = run.split(",")
     if len(values) > 1:
@@ -148,8 +149,8 @@ def test_what_no_run_can_begin_with_is_refused(folder):
         f"{train}run@21 optimizer=sgd": "the checkpoint must fit the model, which has no such variable.",
         f"{train}run@21 hardware.precision=float64": "the checkpoint must fit the model, whose model/",
         "train start.weights_only=true": "start.weights_only must come with start.run, whose weights are meant.",
-        "train model=mlp training.keep_best.metric=val/f1 training.keep_best.mode=max": "training.keep_best.metric must "
-        "be a metric of the validation split. Received: 'val/f1'. Choices: val/loss, val/accuracy.",
+        "train model=mlp training.keep_best.metric=val/f1 training.keep_best.mode=max": "training.keep_best.metric "
+        "must be a metric of the validation split. Received: 'val/f1'. Choices: val/loss, val/accuracy.",
     }
     answers = one_process({line: line for line in expected}, folder)
     for line, rule in expected.items():
