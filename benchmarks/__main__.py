@@ -1,14 +1,15 @@
 """The benchmarks, as ratios of contenders that took turns in one sitting.
 
 Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]     (`make bench`)
-Run time:  about 6 minutes on two CPU cores.
+Run time:  about 8 minutes on two CPU cores.
 Expect:    a table with every target met, and the same as JSON in benchmarks/results/.
 
 Parts:
-    update     the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone
-    fit        the training loop ÷ Keras' fit with gradient_accumulation_steps
-    tracking   the training loop that logs every update ÷ the same one that logs nothing; CPU time of a logged update
-    startup    seconds to an answer of `pipeline --help`, to a refusal, and to the first update
+    update       the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone
+    fit          the training loop ÷ Keras' fit with gradient_accumulation_steps
+    tracking     the training loop that logs every update ÷ the same one that logs nothing; CPU time of a logged update
+    checkpoints  how long one checkpoint stalls the training loop, and what it costs
+    startup      seconds to an answer of `pipeline --help`, to a refusal, and to the first update
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from benchmarks.figures import Figure, table
 from pipeline import imports
 
-PARTS = ("startup", "update", "fit", "tracking")
+PARTS = ("startup", "update", "fit", "tracking", "checkpoints")
 MODELS = ("mlp", "wide", "cnn")
 RESULTS = Path(__file__).parent / "results"
 
@@ -42,7 +43,7 @@ def main() -> None:
     if set(options.parts) - {"startup"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
-            from benchmarks import fit, models, tracking, update
+            from benchmarks import checkpoints, fit, models, tracking, update
 
         device = models.device()
         for name in options.models:
@@ -52,6 +53,8 @@ def main() -> None:
                 figures += fit.measure(name, options.rounds, options.seconds, options.xla)
             if "tracking" in options.parts:
                 figures += tracking.measure(name, options.tracked_rounds, options.tracked_seconds)
+            if "checkpoints" in options.parts:
+                figures += checkpoints.measure(name, options.tracked_rounds, options.tracked_seconds)
     said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
     print(f"\n{said}\n{table(figures)}")
     result = {

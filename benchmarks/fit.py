@@ -19,6 +19,7 @@ from benchmarks.models import EFFECTIVE, FACTOR, MICRO
 from benchmarks.turns import Coroutine, alternate, repeats
 from pipeline import training
 from pipeline.accumulation import Update
+from pipeline.checkpoint import Checkpoints
 from pipeline.progress import Progress
 from pipeline.recorder import Recorder
 from pipeline.sizes import Batching, Plan
@@ -72,9 +73,13 @@ def plan() -> Plan:
 
 
 def ours(
-    name: str, updates: int, recorder: Recorder | None = None, xla: bool = False
+    name: str,
+    updates: int,
+    recorder: Recorder | None = None,
+    xla: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> Callable[[Callable[[], None]], object]:
-    """`training.train`, which pauses after every `updates` updates with their results fetched."""
+    """`training.train`, which pauses after every `updates` updates with results fetched and checkpoints written."""
     recorder = recorder or Recorder(Nowhere(), plan(), 1, lambda: 0, Silent(FOREVER))
 
     def body(pause: Callable[[], None]) -> object:
@@ -87,10 +92,13 @@ def ours(
         def between() -> None:
             if next(done) % updates == 0:
                 recorder.fetch()
+                if checkpoints is not None:
+                    checkpoints.wait()
                 pause()
                 recorder.restart_clock()
 
-        return training.train(model, models.batches(name, EFFECTIVE), update, plan(), recorder, stop=between)
+        batches = models.batches(name, EFFECTIVE)
+        return training.train(model, batches, update, plan(), recorder, checkpoints=checkpoints, stop=between)
 
     return body
 

@@ -226,8 +226,9 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
     from pipeline.tracking import logged_model
 
     tracking = parts.config.tracking
-    if not tracker.run_id:
-        say("the model was not logged, as the store was not reached: its weights are in the last checkpoint")
+    if not tracker.reaches_store():
+        tracker.journal.write({"tags": {"model.not_logged": "the store was away"}})
+        say("the model was not logged, as the store is away: its weights are in the last checkpoint")
         return
     try:
         code = tracking.code

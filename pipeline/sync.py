@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,9 @@ def sync(arguments: Sequence[str]) -> int:
     if not found:
         say("no run directory with a journal was found")
         return 0
-    return max(_sync(folder, given, tracking.patience, named=folder in options.folders) for folder in found)
+    named = {os.path.normpath(folder) for folder in options.folders}
+    statuses = [_sync(folder, given, tracking.patience, named=folder in named) for folder in found]
+    return max(statuses + [_close_sweep(folder, given) for folder in {Path(folder).parent for folder in found}])
 
 
 def _sync(folder: str, given: str | None, patience: float, *, named: bool) -> int:
@@ -52,13 +55,27 @@ def _sync(folder: str, given: str | None, patience: float, *, named: bool) -> in
         if not named and _is_closed(past, uri):
             return 0
         sent = _ship(past, uri, patience)
-    except ConfigError:
-        raise
     except Exception as error:
+        if named and isinstance(error, ConfigError):
+            raise
         say(f"{folder}: not all is in the store yet: {first_line(error)}")
         return NOT_SHIPPED
     say(f"{folder}: {sent}" + (f"; {past.damage}" if past.damage else ""))
     return NOT_SHIPPED if past.damage else 0
+
+
+def _close_sweep(folder: Path, given: str | None) -> int:
+    """Close the sweep in `folder`, if there is one that could not be closed when its jobs had ended."""
+    from pipeline.sweep import parent_run
+
+    try:
+        parent = parent_run.left_open(folder, given)
+        if parent is not None:
+            parent.close()
+    except Exception as error:
+        say(f"{folder}: the sweep is not closed in the store yet: {first_line(error)}")
+        return NOT_SHIPPED
+    return 0
 
 
 def _store(past: Past, given: str | None) -> str:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from pipeline import compose
 from pipeline import config as configuration
-from pipeline.errors import ConfigError, Parser, say
+from pipeline.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.launching import gpus
 from pipeline.masking import mask
 from pipeline.sweep import resume
@@ -73,9 +73,15 @@ def _close(again: Callable[[str], list[str]], broken: str | None = None) -> int:
     current = None if module is None else module.take()
     if current is None:
         return 0
-    status: int = current.close(broken)
+    missing = f"run what is missing with: {shlex.join(['pipeline', *map(mask, again(current.run_id))])}"
+    try:
+        status: int = current.close(broken)
+    except Exception as error:  # the store is away
+        close = shlex.join(["pipeline", "sync", current.folder])
+        say(f"the sweep could not be closed in the store ({first_line(error)}): {close}", missing)
+        return NOT_SHIPPED
     if status:
-        say(f"run what is missing with: {shlex.join(['pipeline', *map(mask, again(current.run_id))])}")
+        say(missing)
     if broken is None:
         from pipeline.report import command
         from pipeline.sweep import description

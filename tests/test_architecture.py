@@ -16,7 +16,7 @@ LEVELS = (
     ("rerun", "report", "verify", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
-    ("continuation", "fork", "interruption"),
+    ("continuation", "fork"),
     ("assembly",),
     ("training",),
     ("state",),
@@ -28,7 +28,7 @@ LEVELS = (
     ("accumulation", "tracking", "trust"),
     ("compose",),
     ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "schema", "sizes"),
-    ("best", "errors", "imports", "masking", "mlflow_internals", "progress"),
+    ("best", "errors", "imports", "interruption", "masking", "mlflow_internals", "progress"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -86,6 +86,11 @@ CONFIG = {
     "'epoch'. Received: 'often'.",
     "train training.evaluate_every=0": "training.evaluate_every must be a positive number of updates, or 'epoch'. "
     "Received: 0.",
+    "train training.checkpoint_every=0": "training.checkpoint_every must be a positive number of updates, 'epoch', "
+    "'auto' or null. Received: 0.",
+    "train training.checkpoint_every=5m": "training.checkpoint_every must be a positive number of updates, 'epoch', "
+    "'auto' or null. Received: '5m'.",
+    "train training.checkpoint_every=true": "training.checkpoint_every must be … Received: true.",
     "train training.updates=99999999999999999999": "training.updates must be at most 2147483647. "
     "Received: 99999999999999999999.",
     "train accumulation.factor=4294967296": "accumulation.factor must be at most 2147483647. Received: 4294967296.",
@@ -348,6 +353,10 @@ PREPARED = {
     "only schedule=constant allows). Received: 'LearningRateScheduler'.",
     f"train {MLP} +training.callbacks.stop._target_=keras.losses.Huber": "training.callbacks.stop._target_ must give "
     "a keras.callbacks.Callback. Received: 'Huber'.",
+    f"train {MLP} '+training.callbacks.backup={{_target_: keras.callbacks.BackupAndRestore, backup_dir: there}}'": (
+        "training.callbacks.backup._target_ must be left out: training.checkpoint_every is for that, and pipeline "
+        "resume goes on from there. Received: 'BackupAndRestore'."
+    ),
     "ui --port {open}": "--port must be a port that is free: choose another with --port (…). Received: {open}.",
     # stores, which another process opens
     f"train {MLP} tracking.uri=sqlite:///file/mlflow.db": "tracking.uri must be a store that answers (…/file is not "

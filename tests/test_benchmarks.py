@@ -23,7 +23,7 @@ def bench(*arguments):
 @pytest.mark.slow
 def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
     path = tmp_path / "result.json"
-    done = bench("update", "fit", "tracking", *TINY, *TRACKED, "--output", str(path))
+    done = bench("update", "fit", "tracking", "checkpoints", *TINY, *TRACKED, "--output", str(path))
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     assert {"device", "processors", "platform", "versions", "begun", "seconds", "options"} < set(result)
@@ -36,13 +36,17 @@ def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
         ("fit", "mlp", "train ÷ fit, steps_per_execution=8"),
         ("tracking", "mlp", "tracked ÷ bare"),
         ("tracking", "mlp", "CPU of a logged update"),
+        ("checkpoints", "mlp", "stall"),
+        ("checkpoints", "mlp", "cost of one"),
+        ("checkpoints", "mlp", "every five minutes ÷ bare"),
     }
     for figure in result["figures"]:
-        assert all(math.isfinite(value) and value > 0 for value in figure["values"])
+        assert all(math.isfinite(value) for value in figure["values"])
+        assert figure["what"] == "cost of one" or all(value > 0 for value in figure["values"])
         first, third = figure["quartiles"]
         assert first <= figure["median"] <= third
         assert figure["what"] in done.stdout
-    ratios = [figure for figure in result["figures"] if not figure["unit"]]
+    ratios = [figure for figure in result["figures"] if not figure["unit"] and figure["part"] != "checkpoints"]
     assert all(len(figure["values"]) == 2 and len(figure["best"]) == 2 for figure in ratios)
 
 
@@ -59,7 +63,7 @@ def test_the_start_is_measured_on_a_new_and_on_an_existing_store(tmp_path):
 def test_an_unknown_part_is_refused(tmp_path):
     done = bench("updates", "--output", str(tmp_path / "result.json"))
     assert done.returncode == 2
-    assert "PART must be one of startup, update, fit, tracking. Received: updates" in done.stderr
+    assert "PART must be one of startup, update, fit, tracking, checkpoints. Received: updates" in done.stderr
 
 
 def test_quartiles_and_targets():

@@ -143,6 +143,23 @@ def test_a_longer_horizon(tmp_path):
     assert Store(folder).run().info.status == "FINISHED"
 
 
+def test_a_sweep_goes_on_inside_its_interrupted_jobs(tmp_path, undisturbed):
+    folder = folder_of(tmp_path)
+    sweep = ("train", "-m", *RUN[:-1], "seed=0,1", "hydra.sweep.dir=jobs")
+    pipeline(*sweep, cwd=folder, status=1, AT="17", BY="9")
+    store = Store(folder)
+    (parent,) = (run for run in store.runs() if "sweep.name" in run.data.tags)
+    assert [run.info.status for run in store.trained()] == ["KILLED", "KILLED"]
+    pipeline(*sweep[:-1], "hydra.sweep.dir=more", f"tracking.sweep={parent.info.run_id}", cwd=folder)
+    first, second = store.trained()
+    for run in (first, second):
+        assert (run.info.status, run.data.tags["segments"]) == ("FINISHED", "2")
+        assert list(store.history(run, "train/loss")) == list(range(1, UPDATES + 1))
+    loss = Store(undisturbed).history(Store(undisturbed).run(), "train/loss")
+    assert store.history(min(first, second, key=lambda run: int(run.data.params["seed"])), "train/loss") == loss
+    assert store.client.get_run(parent.info.run_id).info.status == "FINISHED"
+
+
 def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, 9, *RUN)
@@ -156,7 +173,7 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
         "this one. Received: 'nowhere'.",
         "resume run seed=1": "seed must be that of the run, 0. Received: 1.",
         "resume run model.hidden=[8]": "model.hidden must be that of the run, [128, 128]. Received: [8].",
-        "resume run optimizer.learning_rate=1": "optimizer.learning_rate must be that of the run, 0.1. Received: 1.0.",
+        "resume run optimizer.learning_rate=1": "optimizer.learning_rate must be that of the run, 0.05. Received: 1.",
         "resume run accumulation.effective_batch_size=64": "accumulation.effective_batch_size must be that of the run, "
         "128. Received: 64.",
         "resume run hardware.precision=float64": "hardware.precision must be that of the run, 'float32'. Received: "

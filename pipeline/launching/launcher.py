@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +23,7 @@ from pipeline import config as configuration
 from pipeline.errors import ConfigError, first_line, say
 from pipeline.launching.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 from pipeline.masking import mask
+from pipeline.run_dirs import by_id
 from pipeline.sizes import Batching
 from pipeline.sweep import parent_run
 
@@ -47,6 +49,7 @@ class SweepLauncher(Launcher):
     hydra_context: HydraContext
     task_function: TaskFunction
     sweep: parent_run.ParentRun  # from the first job on
+    _begun: Mapping[str, str] = MappingProxyType({})
     interval = 0.1  # seconds between two looks at the jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -61,6 +64,8 @@ class SweepLauncher(Launcher):
         with open_dict(self.config):
             self.sweep = parent_run.begin(self.config, jobs, varied)
         losses = self.sweep.finished()
+        if self.config.tracking.sweep is not None:  # it was taken up again
+            self._begun = self._interrupted()
         numbered = enumerate(jobs, initial_job_idx)
         calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
         losses |= self._run(calls, slots)
@@ -114,7 +119,17 @@ class SweepLauncher(Launcher):
         quoted = "'" + job.name.replace("'", "\\'") + "'"
         place = [f"tracking.sweep={self.sweep.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
         overrides = [*job.overrides, *place]
+        if (folder := self._begun.get(job.name)) is not None:  # it goes on from its checkpoint
+            overrides += ["training.resume=auto", f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
         return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
+
+    def _interrupted(self) -> dict[str, str]:
+        """Return the run directories of the jobs that were interrupted, where these lie here; one that failed is run
+        anew."""
+        here = by_id("SWEEP")
+        runs = {name: run.info for name, run in self.sweep.children().items() if run.info.status == "KILLED"}
+        found = {name: here[info.run_id] for name, info in runs.items() if info.run_id in here}
+        return {name: str(folder.absolute()).replace("'", "\\'") for name, folder in found.items()}
 
     def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
         """Run all jobs; return their losses, by the job's name as `calls`."""

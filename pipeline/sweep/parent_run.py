@@ -11,16 +11,20 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
 from pipeline.errors import ConfigError, say
+from pipeline.masking import HIDDEN, mask
 from pipeline.sweep import description, heartbeat, resume
 from pipeline.sweep.mlflow_view import LONGEST_TAG
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
+from pipeline.tracking.journal_file import WRITER, absolute, lock
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
 # Seconds for a job's shipper to close its run after the job ended: longer than `tracking.shipper.PATIENCE`, and than
@@ -50,6 +54,7 @@ class ParentRun:
     metrics: list[str] = field(default_factory=list)  # what they measure beside the loss
     lost: dict[str, str] = field(default_factory=dict)  # why a job gave no result, by its name
     ended: dict[str, float] = field(default_factory=dict)  # when a job's process ended, by its name
+    folder: str = ""  # of the sweep
     closed: threading.Event = field(default_factory=threading.Event)  # set when the parent run is about to end
 
     def client(self) -> Any:
@@ -97,7 +102,8 @@ class ParentRun:
             rows = self._rows(self._settled(), interrupted=status == "KILLED")
             self.note("sweep.lost", json.dumps(self.lost))
         except BaseException:
-            client.set_terminated(self.run_id, "KILLED")
+            with suppress(Exception):  # the store may be away
+                client.set_terminated(self.run_id, "KILLED")
             raise
         width = max((len(name) for name, *_ in rows), default=0)
         say(*(f"  {name:{width}}  {ended:8}  {why}".rstrip() for name, ended, why in rows))
@@ -137,6 +143,8 @@ class ParentRun:
             time.sleep(0.5)
 
 
+NOTE = "sweep.json"  # in the sweep's folder
+_notes: list[TextIO] = []  # those of this process, which are locked while they are open
 current: ParentRun | None = None  # the sweep that `begin` began in this process
 
 
@@ -156,7 +164,41 @@ def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str])
     current.plan(jobs, varied)
     heartbeat.beat(current.client(), current.run_id, current.closed)
     description.announce(current)
+    current.folder = str(config.hydra.sweep.dir)
+    _note_here(current)
     return current
+
+
+def left_open(folder: Path, uri: str | None) -> ParentRun | None:
+    """Return the parent run of the sweep in `folder` that nobody closed; None where there is none, or it goes on.
+
+    Args:
+        folder: a sweep's, or any other.
+        uri: of the store, where its note has it without its secret.
+    """
+    try:
+        with (folder / NOTE).open("r+", encoding="utf-8") as file:
+            if not lock(file.fileno(), WRITER):
+                return None
+            note = json.load(file)
+    except (OSError, ValueError):
+        return None
+    if uri is None and HIDDEN in note["store"]:
+        return None
+    found = ParentRun(uri or note["store"], note["run_id"], note["experiment_id"], folder=str(folder))
+    parent = found.client().get_run(found.run_id)
+    found.names = listed(parent.data.tags, "sweep.jobs")
+    return found if parent.info.status == "RUNNING" else None
+
+
+def _note_here(parent: ParentRun) -> None:
+    """Note in the sweep's folder which run it is, for `left_open`; the note is locked as long as this process lives."""
+    note = {"store": mask(absolute(parent.uri)), "run_id": parent.run_id, "experiment_id": parent.experiment_id}
+    file = (Path(parent.folder) / NOTE).open("w", encoding="utf-8")
+    _notes.append(file)
+    lock(file.fileno(), WRITER)
+    file.write(json.dumps(note) + "\n")
+    file.flush()
 
 
 def take() -> ParentRun | None:

@@ -25,6 +25,7 @@ from pipeline.tracking.store import Store
 from pipeline.trust import artifact_locations
 
 AT_ONCE = 1000  # metrics in one request, at most; MLflow's limit
+AFTER_FAILURE = 50  # and in a request that is tried again: servers before 3.17 look each of its points up
 PARAM_LENGTH = 6000  # characters of a param's value
 TRIES = 5  # of a request that the store refuses for what it says
 RETRY = 1.0  # seconds between two tries to create a run
@@ -61,6 +62,7 @@ class Delivery:
         self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
         self._held: dict[str, bytearray] = {}  # 1 at each step that the store has of a metric
         self._status: str | None = None
+        self._at_once = AT_ONCE
         self._last_step = self._samples = self._tries = self.sent = 0
         self.damage = ""
         line = next(self._reader.lines())
@@ -134,8 +136,10 @@ class Delivery:
         if self._file is not None and _identity(self._store.database) != self._file:  # what is written there is lost
             raise StoreGoneError(f"{self._store.database} was moved or deleted")
         while self._points:
-            batch = self._points[:AT_ONCE]
+            batch = self._points[: self._at_once]
+            self._at_once = AFTER_FAILURE
             self.client.log_batch(self.run_id, metrics=batch)
+            self._at_once = AT_ONCE
             del self._points[: len(batch)]
             self.sent += len(batch)
         while self._waiting:

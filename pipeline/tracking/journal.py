@@ -147,6 +147,29 @@ class Journal:
             self._writer.close()
         return why
 
+    def reaches_store(self, run_id: str) -> bool:
+        """Return whether the store answers within the patience, of which less is left for `close`."""
+        from mlflow.tracking import MlflowClient
+
+        asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                MlflowClient(self.uri).get_run(run_id)
+            except Exception:
+                asked.put(False)
+            else:
+                asked.put(True)
+
+        began = time.monotonic()
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            return asked.get(timeout=self.patience)
+        except queue.Empty:
+            return False
+        finally:
+            self.patience = max(min(self.patience, 1.0), self.patience - (time.monotonic() - began))
+
     def abandon(self) -> None:
         """Let the shipper go; where no run was started, nothing is left in the store."""
         self.shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs

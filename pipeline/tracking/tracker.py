@@ -142,6 +142,10 @@ class Tracker:
         if best is not None and best.update not in self._best and (row := best.row()):
             self.journal.write({"step": best.update, "metrics": row})
 
+    def reaches_store(self) -> bool:
+        """Return whether the store answers; what is waited for it counts as waited at the end of the run."""
+        return bool(self.run_id) and self.journal.reaches_store(self.run_id)
+
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, if so."""
         if failure:

@@ -35,9 +35,9 @@ def test_the_global_seed_is_what_draws_without_a_seed_move():
     keras.utils.set_random_seed(0)
     assert keras_internals.global_seed() is None, WHERE
     keras_internals.make_global_seed()
-    before = np.array(keras_internals.global_seed())
-    one = np.array(keras.random.normal((2,)))
-    assert (np.array(keras_internals.global_seed()) != before).any(), WHERE
+    before = keras_internals.global_seed().numpy()
+    one = keras.random.normal((2,))
+    assert (keras_internals.global_seed().numpy() != before).any(), WHERE
     keras_internals.global_seed().assign(before)
     np.testing.assert_array_equal(keras.random.normal((2,)), one)
 

@@ -15,11 +15,10 @@ import zlib
 
 import pytest
 
-from pipeline.__main__ import main
 from pipeline.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
-from tests.running import Store, environment, wait
+from tests.running import Store, environment, one_process, pipeline, wait
 from tests.shared import place_store
 
 RUN = {
@@ -48,8 +47,9 @@ def points(folder):
     return run.info.status, list(store.history(run, "train/loss"))
 
 
-def synced(folder, *arguments):
-    return main(["sync", str(folder), *arguments])
+def synced(folder, *arguments, status=0):
+    """`pipeline sync`, in a process of its own, as Hydra closes what absl logs to; what it said."""
+    return pipeline("sync", str(folder), *arguments, cwd=folder, status=status).stderr
 
 
 def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
@@ -104,11 +104,11 @@ def test_a_shipper_that_hangs_costs_no_more_than_the_patience(tmp_path):
     assert time.monotonic() - began < 3 + 2 + 5  # the deadline, the grace of the shipper, and this machine's moods
     assert not journal.shipper.alive()
     assert points(tmp_path)[0] == "RUNNING"
-    assert synced(tmp_path) == 0
+    synced(tmp_path)
     assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
 
 
-def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path, capsys):
+def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     journal = begun(tmp_path)
     (tmp_path / "note.txt").write_text("here")
     for line in ({"artifact": "note.txt"}, {"artifact": "nowhere.txt"}, {"tags": {"mine": "1"}}):
@@ -131,9 +131,7 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path, capsys):
     times = [json.loads(line)["time"] for line in (tmp_path / NAME).read_text().splitlines()]
     assert (again.info.start_time, again.info.end_time) == (times[0], times[-1])
     assert [file.path for file in Store(tmp_path).client.list_artifacts(again.info.run_id)] == ["note.txt"]
-    capsys.readouterr()
-    assert synced(tmp_path) == 0
-    assert capsys.readouterr().err.endswith(f"0 points were missing; run {again.info.run_id} is FINISHED\n")
+    assert synced(tmp_path).endswith(f"0 points were missing; run {again.info.run_id} is FINISHED\n")
 
 
 def _sync_process(folder):
@@ -147,7 +145,7 @@ def test_points_that_the_store_lost_are_sent_again(tmp_path):
     assert journal.close("FAILED") is None
     with sqlite3.connect(tmp_path / "mlruns" / "mlflow.db") as database:
         database.execute("DELETE FROM metrics WHERE step IN (7, 8, 21)")
-    assert synced(tmp_path) == 0
+    synced(tmp_path)
     assert points(tmp_path) == ("FAILED", list(range(1, 30)))
 
 
@@ -176,13 +174,13 @@ for pid in (journal.shipper.pid, os.getpid()):
     assert points(tmp_path)[0] == "RUNNING"
     with (tmp_path / NAME).open("a") as file:
         file.write('{"crc":"12')  # of the next row
-    assert synced(tmp_path) == 0
+    synced(tmp_path)
     assert points(tmp_path) == ("KILLED", list(range(1, 20)))
     failure = Store(tmp_path).run().data.tags["failure"]
     assert failure == "The process ended without a word after update 19."
 
 
-def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path, capsys):
+def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path):
     journal = begun(tmp_path)
     os.kill(journal.shipper.pid, signal.SIGKILL)
     write(journal, *range(1, 20))
@@ -191,9 +189,9 @@ def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path, capsys):
     damaged = text.replace('"step":11,', '"step":12,')
     assert damaged != text
     (tmp_path / NAME).write_text(damaged)
-    assert synced(tmp_path) == 4
+    said = synced(tmp_path, status=4)
     number = [json.loads(line).get("step") for line in text.splitlines()].index(11) + 1
-    assert f"line {number} is not as it was written" in capsys.readouterr().err
+    assert f"line {number} is not as it was written" in said
     assert points(tmp_path) == ("KILLED", list(range(1, 11)))
 
 
@@ -210,28 +208,25 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     assert journal.close("FINISHED") == "the store was not asked"
     assert "for pipeline sync" in capsys.readouterr().err
     place_store(tmp_path)
-    assert synced(tmp_path, "tracking.patience=1") == 4  # it still is not there
-    assert synced(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlruns/mlflow.db") == 0
+    synced(tmp_path, "tracking.patience=1", status=4)  # it still is not there
+    synced(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlruns/mlflow.db")
     assert points(tmp_path) == ("FINISHED", list(range(1, 20)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "RUN_DIR must be a folder with a journal.jsonl in it. Received: 'nowhere'."),
-        (["old"], "RUN_DIR must have a journal of format 1 (it is of a version before this one). Received: 'old'."),
-        (["--nonsense"], "arguments must be as pipeline sync --help says (unrecognized arguments: --nonsense)."),
-        (["here", "tracking.uri=sqlite:////x/y.db"], "tracking.uri must be that of the journal in here, sqlite:"),
-    ],
-)
-def test_a_wrong_sync_changes_nothing(tmp_path, monkeypatch, capsys, arguments, said):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_sync_changes_nothing(tmp_path):
     for name, text in {"old": b'{"time":1,"start":{}}\n', "here": _shipped_journal()}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / NAME).write_bytes(text)
-    assert main(["sync", *arguments]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"pipeline: {said}")
-    assert (tmp_path / "here" / NAME).read_bytes() == _shipped_journal()
+    expected = {
+        "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. Received: 'nowhere'.",
+        "sync old": "RUN_DIR must have a journal of format 1 (it is of a version before this one). Received: 'old'.",
+        "sync --nonsense": "arguments must be as pipeline sync --help says (unrecognized arguments: --nonsense).",
+        "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of the journal in here, sqlite:",
+    }
+    for line, answer in one_process({line: line for line in expected}, tmp_path).items():
+        assert answer["status"] == 2, answer
+        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {expected[line]}"), answer
+        assert answer["changed"] == []
 
 
 def _shipped_journal():
