@@ -75,8 +75,8 @@ def test_a_fork_that_changes_nothing_is_the_run_itself(folder):
     assert one.data.tags["forks"] == other.info.run_id
     assert (other.data.tags["start.run"], other.data.tags["start.update"]) == (one.info.run_id, str(AT))
     assert other.data.tags["updates"] == str(UPDATES)
-    (segment,) = (json.loads((folder / "fork" / "journal.jsonl").read_text().splitlines()[0])["start"]["segment"],)
-    assert segment["after"] == AT
+    begun_with = json.loads((folder / "fork" / "journal.jsonl").read_text().splitlines()[0])["start"]
+    assert begun_with["segment"]["after"] == AT
 
 
 def test_a_fork_with_its_weights_alone(folder):
