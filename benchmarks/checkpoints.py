@@ -53,7 +53,7 @@ class Metered(Checkpoints):
         super().__init__(folder, every, plan)
         self.stalls: list[float] = []
 
-    def save(self, update: int, capture: Callable[[], State]) -> None:
+    def save(self, update: int, capture: Callable[[], State], *, best: bool = False) -> None:
         begun = time.perf_counter()
-        super().save(update, capture)
+        super().save(update, capture, best=best)
         self.stalls.append(time.perf_counter() - begun)

@@ -59,6 +59,8 @@ class Nowhere:
 
     def validation(self, update: int, results: Mapping) -> None: ...
 
+    def trained(self, updates: int, stopped_by: str | None, best: object) -> None: ...
+
 
 class Silent(Progress):
     """Shows nothing."""

@@ -11,9 +11,10 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import batching, dataset, hardware, model, objective, objective_checks, optimizer, sizes, training
-from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation import Evaluation, Update, by_name, measured, spread
+from pipeline.best import Best
 from pipeline.dataset import Data
-from pipeline.errors import refused
+from pipeline.errors import ConfigError, refused
 from pipeline.hardware import Hardware
 from pipeline.objective import Objective
 from pipeline.sizes import Batching, Plan
@@ -32,6 +33,7 @@ class Parts:
     batches: tf.data.Dataset
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
+    best: Best | None = None  # where one is to be kept
 
     def update(self) -> Update:
         """Return what applies one effective batch."""
@@ -134,4 +136,21 @@ def assemble(
         objective.compile(goal, network, stepping, *seen)
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
-    return Parts(config, machine, data, recorded_data, plan, batches, network, goal)
+    best = _best(config.training.keep_best, goal, data, list(by_name(network, seen[1])))
+    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, best)
+
+
+def _best(keep: DictConfig | None, goal: Objective, data: Data, outputs: list[str]) -> Best | None:
+    """Return what takes the best evaluation; refuse a metric that the evaluations will not have."""
+    if keep is None or keep.metric is None:
+        return None
+    key = "training.keep_best.metric"
+    if data.validation is None:
+        raise ConfigError(key, "must be null: the dataset has no validation split", keep.metric)
+    losses = [name for name, loss in spread(goal.loss, outputs, to_all=True).items() if loss is not None]
+    of_outputs = [f"{name}_loss" for name in losses] if len(losses) > 1 else []
+    names = ["loss", *of_outputs, *measured(*goal.validation_metrics.values(), goal.layer_metrics)]
+    choices = [f"val/{name}" for name in names]
+    if keep.metric not in choices:
+        raise ConfigError(key, "must be a metric of the validation split", keep.metric, choices)
+    return Best(keep.metric.removeprefix("val/"), keep.mode.name)

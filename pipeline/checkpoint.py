@@ -1,5 +1,7 @@
 """Checkpoints in RUN_DIR/checkpoints/UPDATE/: written beside by a thread, synced, verified, renamed into place.
 
+That of the best evaluation is in RUN_DIR/checkpoints/best/UPDATE/.
+
     meta.json       the format, the update, what is no array
     tensors.*       the arrays, as `tf.train.Checkpoint` writes them
     manifest.json   the SHA-256 of each of these files
@@ -17,6 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from pipeline.state import State
 
 FORMAT = 1
+BEST = "best"  # the folder in that of all checkpoints
 AUTO_SECONDS = 300.0  # at least, between two checkpoints of `auto`
 STALLS = 100  # and so many times as long as one stalls training: under 1%
 
@@ -51,14 +55,14 @@ class Checkpoints:
         every: None for no checkpoint; a number of updates; `epoch`; `auto` for five minutes, and more where one
             stalls training for more than 1% of that.
         plan: where epochs end, and what the data's position follows from.
-        keep: how many of the latest stay.
+        keep: how many of the latest stay. Of the best stays the one that each of these knows as the best.
     """
 
     def __init__(self, folder: Path, every: int | str | None, plan: Plan, keep: int = 2):
         self.folder, self.every, self.plan, self.keep = folder, every, plan, keep
         self._writer: threading.Thread | None = None
         self._next = time.monotonic() + AUTO_SECONDS
-        for half_written in folder.glob(".*"):
+        for half_written in (*folder.glob(".*"), *folder.glob(f"{BEST}/.*")):
             shutil.rmtree(half_written, ignore_errors=True)
 
     def __enter__(self) -> Checkpoints:
@@ -78,27 +82,30 @@ class Checkpoints:
             return last or (time.monotonic() >= self._next and not writing)
         return last or (self.plan.ends_epoch(update) if isinstance(self.every, str) else update % self.every == 0)
 
-    def save(self, update: int, capture: Callable[[], State]) -> None:
+    def save(self, update: int, capture: Callable[[], State], *, best: bool = False) -> None:
         """Write what `capture` returns, a copy, as the checkpoint of `update`; return as soon as it is copied.
 
         It waits until the checkpoint before is written. A checkpoint that cannot be written is reported in one line.
+        The `best` one lies apart, and is none that a run goes on from.
         """
         began = time.monotonic()
         self.wait()
         state = capture()
+        folder = self.folder / BEST if best else self.folder
         # No daemon: the interpreter waits for what is being written.
-        self._writer = threading.Thread(target=self._write, args=(update, state), name="checkpoint")
+        self._writer = threading.Thread(target=self._write, args=(folder, update, state), name="checkpoint")
         self._writer.start()
         ended = time.monotonic()
-        self._next = ended + max(AUTO_SECONDS, STALLS * (ended - began))
+        if not best:
+            self._next = ended + max(AUTO_SECONDS, STALLS * (ended - began))
 
     def wait(self) -> None:
         """Return once the last checkpoint is written, or has failed."""
         if self._writer is not None:
             self._writer.join()
 
-    def _write(self, update: int, state: State) -> None:
-        new, place = self.folder / f".{update}", self.folder / str(update)
+    def _write(self, folder: Path, update: int, state: State) -> None:
+        new, place = folder / f".{update}", folder / str(update)
         try:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
@@ -111,15 +118,21 @@ class Checkpoints:
             _verified(new, update)
             shutil.rmtree(place, ignore_errors=True)  # damaged, or of a run that went on from before it
             new.rename(place)
-            _sync(self.folder)
+            _sync(folder)
         except Exception as error:  # training goes on without it: the disk may be full
             shutil.rmtree(new, ignore_errors=True)
             say(f"the checkpoint of update {update} was not written: {described(error)}")
             return
-        done = _updates(self.folder)
-        later = [other for other in done if other > update]  # of the run before it went on from an earlier update
-        for other in later + [other for other in done if other <= update][: -self.keep]:
-            shutil.rmtree(self.folder / str(other), ignore_errors=True)
+        if folder == self.folder:
+            done = updates(folder)
+            later = [other for other in done if other > update]  # of the run before it went on from an earlier update
+            for other in later + [other for other in done if other <= update][: -self.keep]:
+                shutil.rmtree(folder / str(other), ignore_errors=True)
+        best = self.folder / BEST
+        known = {_best(self.folder / str(other)) for other in updates(self.folder)}  # a run may go on from each
+        for other in updates(best):
+            if other not in known and not (folder == best and other == update):
+                shutil.rmtree(best / str(other), ignore_errors=True)
 
 
 def newest(folder: Path, most: int) -> Checkpoint | None:
@@ -128,7 +141,7 @@ def newest(folder: Path, most: int) -> Checkpoint | None:
     Raises:
         ConfigError: it is of another format.
     """
-    for update in reversed([update for update in _updates(folder) if update <= most]):
+    for update in reversed([update for update in updates(folder) if update <= most]):
         try:
             return _verified(folder / str(update), update)
         except _DamagedError as damage:
@@ -144,7 +157,7 @@ def at(folder: Path, update: int) -> Checkpoint:
     """
     place = folder / str(update)
     if not place.is_dir():
-        raise ConfigError(f"the checkpoint {place}", "must be there", update, _updates(folder))
+        raise ConfigError(f"the checkpoint {place}", "must be there", update, updates(folder))
     try:
         return _verified(place, update)
     except _DamagedError as damage:
@@ -176,9 +189,17 @@ def _verified(folder: Path, update: int) -> Checkpoint:
     return Checkpoint(folder, update, meta)
 
 
-def _updates(folder: Path) -> list[int]:
+def updates(folder: Path) -> list[int]:
+    """Return the updates whose checkpoints are in `folder`, the latest one last."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+
+
+def _best(folder: Path) -> int | None:
+    """Return the update of the best evaluation before a checkpoint, as that knows it."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it is damaged
+        return int(json.loads((folder / "meta.json").read_bytes())["values"]["loop"]["best"]["update"])
+    return None
 
 
 def _hash(file: Path) -> str:

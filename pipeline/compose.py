@@ -30,6 +30,8 @@ from pipeline.hydra_internals import get_args_parser
 from pipeline.masking import mask
 
 Task = Callable[[DictConfig, list[str], Path], float]
+# An override of what is text, also where Hydra would read a number in it; what Hydra knows as more than words is its.
+_TEXT = re.compile(r"(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)")
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
@@ -137,6 +139,7 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
 
     # A shell leaves KEY=~/… as it is, and Hydra's grammar has no ~ in a value.
     arguments = [re.sub("^([^=]+=(sqlite:///)?)~(?=/)", rf"\1{Path.home()}", argument) for argument in arguments]
+    arguments = as_text(arguments)
     options = _parsed(arguments)
     folders = [configuration.directory(), *([options.config_dir] if options.config_dir else [])]
     with refusing(options.overrides, folders, (Exception,)):
@@ -181,6 +184,17 @@ def _with_traceback_kept(error: Exception) -> Exception:
     failure = RunError(f"{described(error)} ({kept})")
     failure.__cause__ = error
     return failure
+
+
+def as_text(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with quotes around the start of a run, which may look like a number, such as 12e4."""
+    texts = []
+    for text in overrides:
+        if found := _TEXT.fullmatch(text):
+            values = [value.strip() for value in found[2].split(",")]
+            text = found[1] + ",".join(value if value.lower() in ("null", "") else f"'{value}'" for value in values)
+        texts.append(text)
+    return texts
 
 
 def check_config_dir(folder: str) -> None:

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
 from pipeline.masking import remember
 from pipeline.metric_names import NAME_RULE, is_name
-from pipeline.schema import SCHEMA, Config
+from pipeline.schema import SCHEMA, Config, Mode
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
@@ -143,6 +143,9 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
     for path in config.tracking.code or ():
         if not Path(path).exists():
             raise ConfigError("tracking.code", "must list files and folders that exist, or be null", path)
+    _check_keep_best(config.training.keep_best)
+    if config.start.weights_only and config.start.run is None:
+        raise ConfigError("start.weights_only", "must come with start.run, whose weights are meant", True)
     check_allowed(config.trust.allow)
     return sizes.settle_sizes(config, named)
 
@@ -188,6 +191,17 @@ def _check_targets(config: DictConfig) -> None:
         if not (isinstance(node, DictConfig) and isinstance(target, str)):
             raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", target)
     objective.check_names(metrics)
+
+
+def _check_keep_best(best: DictConfig | None) -> None:
+    """Refuse a metric that no evaluation could have, and one without its mode."""
+    if best is None or (best.metric is None and best.mode is None):
+        return
+    if best.metric is None or not best.metric.startswith("val/"):
+        rule = "must be a metric of the validation split, such as val/loss or val/accuracy"
+        raise ConfigError("training.keep_best.metric", rule, best.metric)
+    if best.mode is None:
+        raise ConfigError("training.keep_best.mode", f"must say which {best.metric} is best", None, Mode.__members__)
 
 
 def _check_values(config: DictConfig) -> None:

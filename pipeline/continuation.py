@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # importing these takes seconds
 _TRAINING = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
 # What makes a run what it is; the effective batch, which several keys give, is checked by its size.
 _SAME = (
-    *("dataset", "model", "optimizer", "schedule", "scaling", "seed", "schema", "hardware.precision"),
+    *("dataset", "model", "optimizer", "schedule", "scaling", "seed", "schema", "start", "hardware.precision"),
     *(f"training.{name}" for name in _TRAINING),
 )
 _FREE = (

@@ -49,6 +49,8 @@ def setup(config: DictConfig, seed: int) -> Hardware:
             logical = [tf.config.LogicalDeviceConfiguration() for _ in range(config.replicas)]
             tf.config.set_logical_device_configuration(cpu, logical)
     precision = config.precision.name
+    # A checkpoint knows a variable by its name, in which Keras counts the layers of all models that a process has had.
+    keras.utils.clear_session(free_memory=False)
     # Not every loss and layer follows the policy alone: what has no policy follows floatx.
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(precision)

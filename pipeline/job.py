@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from pipeline import config as configuration
-from pipeline import continuation, imports
+from pipeline import continuation, fork, imports
+from pipeline.checkpoint import Checkpoint
 from pipeline.continuation import Continuation
 from pipeline.errors import NotShippedError, first_line, say
+from pipeline.fork import Fork
 from pipeline.interruption import Interruption, Terminated
 from pipeline.masking import mask
+from pipeline.sizes import Batching
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.shipping import sync_run
@@ -62,6 +65,7 @@ def run(
         before = continuation.of(run_dir, config, cut, required=resume)
         if before is not None and before.finished:
             return before.run_id, _finished(before, config)
+        start = _start(config, cut, run_dir, before)
         # Opens the store while TensorFlow is imported.
         tracking = config.tracking
         journal = Journal(
@@ -74,11 +78,13 @@ def run(
             with imports.without_chatter():
                 from pipeline import assembly
 
-            first = 0 if before is None or before.checkpoint is None else before.checkpoint.update
+            first = 0 if start is None else start.update
             parts = assembly.assemble(config, cut, check_dataset if before is None else before.check_dataset, first)
             update = parts.update()
             if before is not None:
                 before.check(update, parts.plan)
+            if isinstance(start, Fork):
+                start.check(update, parts.plan)
             journal.ready()
         except BaseException:
             journal.abandon()
@@ -86,7 +92,7 @@ def run(
                 before.past.close()
             raise
         tracker = Tracker(journal, run_dir, parts.plan)
-        loss = _train(parts, update, tracker, _Begin(overrides, tags, before), interruption)
+        loss = _train(parts, update, tracker, _Begin(overrides, tags, before, start), interruption)
     uri = config.tracking.uri
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
@@ -104,6 +110,19 @@ def _finished(before: Continuation, config: DictConfig) -> float:
     return loss
 
 
+def _start(config: DictConfig, cut: Batching, run_dir: Path, before: Continuation | None) -> Checkpoint | Fork | None:
+    """Return what is there before the first update of this process; None where a run begins at its beginning."""
+    if before is None:
+        return fork.of(config, cut, run_dir)
+    if before.checkpoint is not None:
+        return before.checkpoint
+    try:
+        return fork.of(config, cut, run_dir, before.past.start["tags"].get(fork.UPDATE))
+    except BaseException:
+        before.past.close()
+        raise
+
+
 @dataclass(frozen=True)
 class _Begin:
     """What a run begins with, or goes on with."""
@@ -111,18 +130,29 @@ class _Begin:
     overrides: Sequence[str]
     tags: Mapping[str, str]
     before: Continuation | None
+    start: Checkpoint | Fork | None
+
+    def link(self, tracker: Tracker) -> None:
+        """Name the run in the one that it begins with."""
+        if isinstance(self.start, Fork) and self.start.run_id:
+            tracker.journal.write({"fork_of": self.start.run_id})
 
     def __call__(self, tracker: Tracker, parts: Parts) -> None:
         """Create the run, or go on with it, and say which."""
         config, data = parts.config, (parts.data, parts.recorded_data)
+        segment = provenance.segment(0 if self.start is None else self.start.update, parts.plan.batching, config)
         if self.before is None:
             dependent = {"model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none"}
-            tracker.start(config, self.overrides, *data, parts.model, {**dependent, **self.tags})
+            forked = self.start.tags if isinstance(self.start, Fork) else {}
+            tags = {**dependent, **forked, **self.tags}
+            tracker.start(segment, config, self.overrides, *data, parts.model, tags)
             say(f"{parts.machine.description}; {parts.plan}")
         else:
-            segment = provenance.segment(self.before.update, parts.plan.batching, config)
             tracker.resume(self.before.past, segment, config, self.overrides, *data)
             say(f"{parts.machine.description}; {parts.plan}", *self.before.said(parts.objective.callbacks))
+        if isinstance(self.start, Fork):
+            say(*self.start.said(parts.objective.callbacks))
+        self.link(tracker)
         run = f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}" if tracker.run_id else "no MLflow run yet"
         say(f"run directory {tracker.run_dir}", run)
 
@@ -134,7 +164,7 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
     from pipeline.progress import Progress
     from pipeline.recorder import Recorder
 
-    config, plan, before = parts.config, parts.plan, begin.before
+    config, plan = parts.config, parts.plan
     recorder = Recorder(
         tracker,
         plan,
@@ -158,10 +188,12 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
                 evaluate_every=config.training.evaluate_every,
                 callbacks=parts.objective.callbacks,
                 checkpoints=checkpoints,
-                start=None if before is None else before.checkpoint,
+                start=begin.start,
+                best=parts.best,
                 stop=interruption.asked,
             )
         recorder.progress.close()
+        begin.link(tracker)  # once more: two runs that begin at one moment may have written over each other
         if config.tracking.log_model:
             _log_model(parts, tracker)
     if unshipped:

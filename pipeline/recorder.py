@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from pipeline.accumulation import NoiseScale
+from pipeline.best import Best
 from pipeline.progress import Progress
 from pipeline.sizes import Plan
 
@@ -30,6 +31,8 @@ class Log(Protocol):
     ) -> None: ...
 
     def validation(self, update: int, results: Mapping[str, float]) -> None: ...
+
+    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None: ...
 
 
 @dataclass

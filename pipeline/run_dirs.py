@@ -13,28 +13,32 @@ from pipeline.errors import ConfigError, first_line
 from pipeline.tracking.journal_file import NAME, Past
 
 
-def find(start: str, key: str) -> Path:
+def find(start: str, key: str, but: Path | None = None) -> Path:
     """Return the run directory that `start` names: itself, or the start of the ID of its run in MLflow.
+
+    The one in `but` is passed over, and its journal is not opened: closing it would free its lock.
 
     Raises:
         ConfigError: there is none below the working directory, or there are several.
     """
-    if (Path(start) / NAME).exists():
+    if (Path(start) / NAME).exists() and not _same(Path(start), but):
         return Path(start)
-    matching = [folder for run_id, folder in by_id(key).items() if len(start) >= 4 and run_id.startswith(start)]
+    matching = [folder for run_id, folder in by_id(key, but).items() if len(start) >= 4 and run_id.startswith(start)]
     if len(matching) != 1:
         rule = "must be one run directory, or the start of the ID of one run whose directory lies below this one"
         raise ConfigError(key, rule, start, [*map(str, matching)] if matching else None)
     return matching[0]
 
 
-def by_id(key: str) -> dict[str, Path]:
-    """Return the run directories below the working directory by the ID of their run in MLflow; `key` as `find` has it.
+def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
+    """Return the run directories below the working directory by the ID of their run in MLflow.
+
+    `key` and `but` are as `find` has them.
 
     That a journal is there which says so is proof enough: no store has named the folder.
     """
     found = {}
-    for folder in run_dirs([]):
+    for folder in (folder for folder in run_dirs([]) if not _same(Path(folder), but)):
         try:
             past = Past.of(Path(folder), key, running=True)
         except ConfigError:  # of another version
@@ -70,3 +74,7 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
         rule = f"must have a config.yaml that can be read ({first_line(error)})"
         raise ConfigError(key, rule, str(run_dir)) from error
     return config
+
+
+def _same(folder: Path, other: Path | None) -> bool:
+    return other is not None and folder.resolve() == other.resolve()

@@ -12,6 +12,7 @@ from pipeline.scaling import Rule
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Resume = Enum("Resume", ["auto"])
+Mode = Enum("Mode", ["min", "max"])
 Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
@@ -32,6 +33,12 @@ class AccumulationConfig:
 
 
 @dataclass
+class KeepBestConfig:
+    metric: str | None = None
+    mode: Mode | None = None
+
+
+@dataclass
 class TrainingConfig:
     epochs: int | None = None
     updates: int | None = None
@@ -45,6 +52,13 @@ class TrainingConfig:
     weighted_metrics: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     resume: Resume | None = None
+    keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
+
+
+@dataclass
+class StartConfig:
+    run: str | None = None
+    weights_only: bool = False
 
 
 @dataclass
@@ -89,6 +103,7 @@ class Config:
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)

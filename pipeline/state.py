@@ -39,6 +39,28 @@ _KEPT: dict[type, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class Taken:
+    """What is taken of a checkpoint: all of it by the run that it is of, and less where another run begins with it.
+
+    Attributes:
+        weights_only: nothing but the model's weights.
+        own_rate: a learning rate that is a variable stays as it is, and may be in one of the two alone.
+    """
+
+    weights_only: bool = False
+    own_rate: bool = False
+
+    def has(self, name: str) -> bool:
+        """Return whether the variable `name` is taken."""
+        if self.weights_only:
+            return name.startswith("model/") and not name.endswith("/seed_generator_state")
+        return not (self.own_rate and name.startswith("optimizer/") and name.endswith("/learning_rate"))
+
+
+EVERYTHING = Taken()
+
+
+@dataclass(frozen=True)
 class State:
     """A copy on the host."""
 
@@ -100,30 +122,35 @@ def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapp
             for name, callback in callbacks.items()
             if (state := _state_of(callback)) is not None
         },
+        "kinds": {name: _kind(callback) for name, callback in callbacks.items()},
     }
     return State(arrays, values)
 
 
-def restore(state: State, update: Update, recorder: Recorder, callbacks: Callbacks) -> dict[str, Any]:
-    """Put a captured state back; return what the loop knew.
+def restore(
+    state: State, update: Update, recorder: Recorder, callbacks: Callbacks, taken: Taken = EVERYTHING
+) -> dict[str, Any]:
+    """Put what is `taken` of a captured state back; return what the loop knew, empty where the weights alone are.
 
     Raises:
         ConfigError: it is not of this model and optimizer; nothing was changed.
     """
-    if _SEED in state.arrays and global_seed() is None:
+    if _SEED in state.arrays and taken.has(_SEED) and global_seed() is None:
         with update.strategy.scope():
             make_global_seed()
     variables = _variables(update)
-    _check(state, variables)
+    _check({name: _spec(array) for name, array in state.arrays.items()}, variables, taken)
     for name, copies in variables.items():
         for replica, copy in enumerate(copies):
-            if name in state.arrays:
+            if name in state.arrays and taken.has(name):
                 copy.assign(state.arrays.get(_on(replica, name), state.arrays[name]))
+    if taken.weights_only:
+        return {}
     values = state.values
     update.model.stop_training = values["stop_training"]
     recorder.set_state(values["recorder"])
     for name, callback in callbacks.items():
-        if name in values["callbacks"]:
+        if name in values["callbacks"] and values["kinds"][name] == _kind(callback):
             _set_state_of(callback, _with_arrays(values["callbacks"][name], state.arrays))
     np.random.set_state(tuple(_with_arrays(values["numpy"], state.arrays)))
     version, numbers, gauss = values["random"]
@@ -131,15 +158,13 @@ def restore(state: State, update: Update, recorder: Recorder, callbacks: Callbac
     return dict(values["loop"])
 
 
-def check(meta: Mapping[str, Any], update: Update) -> None:
+def check(meta: Mapping[str, Any], update: Update, taken: Taken = EVERYTHING) -> None:
     """Refuse a checkpoint of another model or optimizer, by what `State.write` returned, before anything is read.
 
     Raises:
-        ConfigError: a variable is not in it, or has another shape or dtype there.
+        ConfigError: a variable that is `taken` is not in both, or has another shape or dtype there.
     """
-    specs = {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}
-    for name, (copy, *_) in _variables(update).items():
-        _check_variable(name, copy, specs.get(name))
+    _check({name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}, _variables(update), taken)
 
 
 def without_state(callbacks: Callbacks) -> list[str]:
@@ -147,20 +172,19 @@ def without_state(callbacks: Callbacks) -> list[str]:
     return [name for name, callback in callbacks.items() if type(callback) not in _KEPT and not _offers(callback)]
 
 
-def _check(state: State, variables: Mapping[str, Any]) -> None:
-    """Refuse a state that lacks a variable, has one too many, or one of another shape or dtype."""
+def _check(there: Mapping[str, str], variables: Mapping[str, Any], taken: Taken) -> None:
+    """Refuse a checkpoint that lacks a variable, has one too many, or one of another shape or dtype."""
     for name, (copy, *_) in variables.items():
-        array = state.arrays.get(name)
-        _check_variable(name, copy, None if array is None else f"{array.shape} {array.dtype.name}")
-    for name in state.arrays:
-        if name.startswith(("model/", "optimizer/")) and name.partition(_REPLICA)[0] not in variables:
+        here = _spec(copy)
+        if taken.has(name) and there.get(name) != here and not (name == _SEED and name not in there):
+            raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {here}", there.get(name))
+    for name in (name.partition(_REPLICA)[0] for name in there if name.startswith(("model/", "optimizer/"))):
+        if taken.has(name) and name not in variables:
             raise ConfigError("the checkpoint", "must fit the model, which has no such variable", name)
 
 
-def _check_variable(name: str, copy: Any, there: str | None) -> None:
-    here = f"{tuple(copy.shape)} {copy.dtype.name}"
-    if there != here and not (there is None and name == _SEED):
-        raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {here}", there)
+def _spec(array: Any) -> str:
+    return f"{tuple(array.shape)} {array.dtype.name}"
 
 
 def _variables(update: Update) -> dict[str, Sequence[Any]]:
@@ -202,6 +226,10 @@ def _entries(value: Any) -> Iterable[Any]:
 
 def _on(replica: int, name: str) -> str:
     return f"{name}{_REPLICA}{replica}" if replica else name
+
+
+def _kind(callback: keras.callbacks.Callback) -> str:
+    return f"{type(callback).__module__}.{type(callback).__qualname__}"
 
 
 def _offers(callback: keras.callbacks.Callback) -> bool:

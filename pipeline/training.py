@@ -6,16 +6,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from pipeline import state
 from pipeline.accumulation import Evaluation, Update
+from pipeline.best import Best
+from pipeline.callbacks import Stopped, watches_updates
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.recorder import Recorder
 from pipeline.sizes import Plan
+
+if TYPE_CHECKING:
+    from pipeline.fork import Fork
 
 
 def train(
@@ -29,7 +34,8 @@ def train(
     evaluate_every: int | str = "epoch",
     callbacks: Mapping[str, keras.callbacks.Callback] = MappingProxyType({}),
     checkpoints: Checkpoints | None = None,
-    start: Checkpoint | None = None,
+    start: Checkpoint | Fork | None = None,
+    best: Best | None = None,
     stop: Callable[[], BaseException | None] = lambda: None,
 ) -> float:
     """Train to the end of `plan`, or until a callback sets `model.stop_training`.
@@ -44,7 +50,8 @@ def train(
         evaluate_every: in updates, or `epoch`; the last update is always followed by an evaluation.
         callbacks: by name; one batch of theirs is one update.
         checkpoints: written where they are due; every row up to a checkpoint is in the log before it.
-        start: a checkpoint to go on from, so that what follows is what would have followed.
+        start: a checkpoint to go on from, so that what follows is what would have followed; or where to begin.
+        best: takes every evaluation; the checkpoint of the best one is kept.
         stop: looked at after each update. Where it gives an exception the rows so far are written, then a checkpoint,
             and it is raised.
 
@@ -56,8 +63,9 @@ def train(
         ConfigError: `start` is of another model or optimizer; nothing was changed.
     """
     counts = {"epochs": plan.epochs, "steps": plan.updates_per_epoch}
-    hooks = keras.callbacks.CallbackList(list(callbacks.values()), model=model, verbose=0, **counts)
-    watched = any(map(_watches_updates, callbacks.values()))
+    stopped = Stopped()
+    hooks = keras.callbacks.CallbackList(stopped.watched(callbacks), model=model, verbose=0, **counts)
+    watched = any(map(watches_updates, callbacks.values()))
     names: list[str] = []
 
     @tf.function(autograph=False)
@@ -66,12 +74,14 @@ def train(
         names[:] = results
         return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
 
-    def validate() -> dict[str, float]:
+    def validate(done: int, *, open: bool) -> dict[str, float]:
         assert evaluate is not None
         with _averaged(update.optimizer, model):
             hooks.on_test_begin()
             results = evaluate()
             hooks.on_test_end(results)
+        if best is not None and best.take(done, results) and checkpoints is not None:
+            save(done, open=open, validation=results, best=True)
         return results
 
     def update_once(iterator: list[Any], done: int) -> None:
@@ -93,14 +103,14 @@ def train(
         validation: dict[str, float] = {}
         if evaluate is not None and (last or _due(done, evaluate_every, plan)):
             recorder.fetch()
-            validation = validate()
+            validation = validate(done, open=True)
         try:
             if callbacks and (last or plan.ends_epoch(done)):
                 recorder.fetch()
                 results = recorder.epoch_means() | {f"val_{name}": value for name, value in validation.items()}
                 hooks.on_epoch_end((done - 1) // plan.updates_per_epoch, results)
             if evaluate is not None and model.stop_training and not validation:  # a callback has seen enough
-                validation = validate()
+                validation = validate(done, open=False)
         finally:  # a callback that raises takes no row with it
             if validation:
                 recorder.log.validation(done, validation)
@@ -113,9 +123,16 @@ def train(
         if checkpoints is None or not checkpoints.due(done, last=last or open):
             return
         (recorder.finish if last else recorder.fetch)()
-        loop = {"open": open, "validation": validation}
-        checkpoints.save(done, lambda: state.capture(update, recorder, callbacks, loop))
+        save(done, open=open, validation=validation)
         recorder.restart_clock()
+
+    def save(done: int, *, open: bool, validation: dict[str, float], best: bool = False) -> None:
+        assert checkpoints is not None
+        loop = {"open": open, "validation": validation, "stopped_by": stopped.by, "best": best_so_far()}
+        checkpoints.save(done, lambda: state.capture(update, recorder, callbacks, loop), best=best)
+
+    def best_so_far() -> dict[str, Any] | None:
+        return None if best is None else best.get_state()
 
     done, open, validation = 0, False, dict[str, float]()
     model.stop_training = False
@@ -123,8 +140,13 @@ def train(
     with _iterating(batches) as iterator:
         if start is not None:
             next_update.get_concrete_function(*iterator)  # first: a layer may draw a seed when it is traced
-            loop = state.restore(state.read(start.folder, start.meta), update, recorder, callbacks)
-            done, open, validation = start.update, loop["open"], loop["validation"]
+            if isinstance(start, Checkpoint):
+                loop = state.restore(state.read(start.folder, start.meta), update, recorder, callbacks)
+            else:
+                loop = start.restore(update, recorder, callbacks)
+            done, open, validation, stopped.by = start.update, loop["open"], loop["validation"], loop["stopped_by"]
+            if best is not None and loop["best"] is not None:
+                best.set_state(loop["best"])
             recorder.progress.done = done
         while open or (done < plan.updates and not model.stop_training):
             if not open:
@@ -133,12 +155,14 @@ def train(
                 if (reason := stop()) is not None:
                     recorder.fetch()
                     checkpoint(done, open=True)
+                    recorder.log.trained(done, None, None)
                     raise reason
             validation, open = end_of_update(done, done == plan.updates or model.stop_training), False
             checkpoint(done, last=done == plan.updates or model.stop_training)
     recorder.finish()
     update.optimizer.finalize_variable_values(model.trainable_variables)  # with `use_ema` the averages stay
     hooks.on_train_end()
+    recorder.log.trained(done, stopped.by, best)
     return validation["loss"] if validation else recorder.last["loss"]
 
 
@@ -182,13 +206,6 @@ def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], 
 
 def _due(update: int, every: int | str, plan: Plan) -> bool:
     return plan.ends_epoch(update) if isinstance(every, str) else update % every == 0
-
-
-def _watches_updates(callback: keras.callbacks.Callback) -> bool:
-    """Return whether the callback has a hook of batches: handing it an update's logs waits for the device."""
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    hooks = {name: getattr(callback, name) for name in names}  # LambdaCallback's are of the instance
-    return any(getattr(hook, "__func__", None) is not getattr(keras.callbacks.Callback, n) for n, hook in hooks.items())
 
 
 @contextmanager

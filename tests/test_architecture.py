@@ -16,17 +16,19 @@ LEVELS = (
     ("rerun", "report", "verify", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
-    ("continuation",),
+    ("continuation", "fork"),
     ("assembly",),
     ("training",),
     ("state",),
     ("recorder", "objective_checks", "checkpoint"),
-    ("run_dirs",),
-    ("augmentation", "batching", "dataset", "datasets", "hardware", "instantiate", "model", "objective", "optimizer"),
+    (
+        *("augmentation", "batching", "callbacks", "dataset", "datasets", "hardware", "instantiate", "model"),
+        *("objective", "optimizer", "run_dirs"),
+    ),
     ("accumulation", "tracking", "trust"),
     ("compose",),
     ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "schema", "sizes"),
-    ("errors", "imports", "interruption", "masking", "mlflow_internals", "progress"),
+    ("best", "errors", "imports", "interruption", "masking", "mlflow_internals", "progress"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -132,6 +132,21 @@ CONFIG = {
     "train hardware.device=cpu hardware.replicas=1000 accumulation.effective_batch_size=1000": (
         "hardware.replicas must be at most … on a CPU. Received: 1000."
     ),
+    # what a run begins with, and what is kept of it
+    "train start.run=nowhere": "start.run must be one run directory, or the start of the ID of one run whose directory "
+    "lies below this one. Received: 'nowhere'.",
+    "train start.run=1e10": "start.run must be one run directory, or … Received: '1e10'.",
+    "train start.run=12345678@9": "start.run must be one run directory, or … Received: '12345678'.",
+    "train start.run=used@9": "start.run must have a journal of format 1 (…). Received: 'used'.",
+    "train start.run=[used]": "start.run must be text, or null. Received: ['used'].",
+    "train start.weights_only=true": "start.weights_only must come with start.run, whose weights are meant. "
+    "Received: true.",
+    "train training.keep_best.metric=loss": "training.keep_best.metric must be a metric of the validation split, such "
+    "as val/loss or val/accuracy. Received: 'loss'.",
+    "train training.keep_best.metric=val/loss": "training.keep_best.mode must say which val/loss is best. "
+    "Received: null. Choices: min, max.",
+    "train training.keep_best.mode=most": "training.keep_best.mode must be one of its choices, or null. "
+    "Received: 'most'. Choices: min, max.",
     # targets and names
     "train model._target_=7": "model._target_ must be the dotted name of what builds it. Received: 7.",
     "train +training.callbacks.stop=early": "training.callbacks.stop._target_ must be the dotted name of what builds "

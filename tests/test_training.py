@@ -34,6 +34,9 @@ class Rows:
     def validation(self, update, results) -> None:
         self.validations.append((update, dict(results)))
 
+    def trained(self, updates, stopped_by, best) -> None:
+        self.end = updates, stopped_by, None if best is None else best.row()
+
 
 class StopAt(keras.callbacks.Callback):
     """Ends the run where the epoch `epoch`, which counts from 0, ends: as EarlyStopping does."""

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
-from pipeline import hydra_errors, imports
+from pipeline import fork, hydra_errors, imports
 from pipeline.errors import ConfigError, first_line, printable, say
 from pipeline.masking import HIDDEN, mask
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
@@ -133,6 +133,9 @@ class Rerun:
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
         here["code"] = self.own.tracking.code  # files of this machine
         config |= {"schema": SCHEMA, "tracking": (config.get("tracking") or {}) | here}
+        if (config.get("start") or {}).get("run") is not None:  # the record has it as it was given
+            tags = self.recorded.run.data.tags
+            config["start"]["run"] = f"{tags.get(fork.RUN)}@{tags.get(fork.UPDATE)}"
         if "data_dir" in (config.get("dataset") or {}):
             config["dataset"]["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
         return config
@@ -174,7 +177,8 @@ class Rerun:
 
     def _check_without_running(self, config: DictConfig, overrides: Sequence[str]) -> None:
         """Say all that can be said without running: the config's errors, and whether the data are the record's."""
-        configuration.check(config, overrides)
+        cut = configuration.check(config, overrides)
+        fork.of(config, cut, self.gate.run_dir)
         with imports.without_chatter():
             from pipeline import dataset
 
@@ -214,6 +218,7 @@ def _gate(request: Request, own: DictConfig) -> Gate:
         configuration.allowed_names(own.trust.allow),
         own.tracking.uri,
         downloads=request.values.get("dataset.download") is True,
+        start=any(key.split(".")[0] == "start" for key in request.values),
     )
 
 

@@ -109,7 +109,9 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         config = _mapping(yaml.safe_load(texts["config.yaml"]), "config.yaml")
         environment, dataset, links = (_mapping(json.loads(texts.get(name, "{}")), name) for name in _FILES[1:])
         gate.check_size(config)
-        parts = {f"{name} of config.yaml": config.get(name) or {} for name in ("dataset", "optimizer", "tracking")}
+        parts = {
+            f"{name} of config.yaml": config.get(name) or {} for name in ("dataset", "optimizer", "start", "tracking")
+        }
         parts |= {f"{name} of environment.json": environment.get(name) or {} for name in ("git", "package", "packages")}
         parts |= {f"{name} of dataset.json": dataset.get(name) for name in ("examples", "files", "content") if dataset}
         for name, part in parts.items():

@@ -11,8 +11,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
+from pipeline import compose, hydra_errors
 from pipeline import config as configuration
-from pipeline import hydra_errors
 from pipeline.errors import Parser
 
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
@@ -92,4 +92,4 @@ def parsed(arguments: Sequence[str], description: str | None) -> Request:
     parser.add_argument("--config-dir", "-cd", help="of your own config, which may have trust.allow")
     parser.add_argument("--config-name", "-cn", help="of your own config")
     parser.add_argument("overrides", nargs="*", help="in Hydra's grammar")
-    return Request(**vars(parser.parse_intermixed_args(list(arguments))))
+    return Request(**vars(parser.parse_intermixed_args(compose.as_text(arguments))))

@@ -31,6 +31,8 @@ TRIES = 5  # of a request that the store refuses for what it says
 RETRY = 1.0  # seconds between two tries to create a run
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE")
 UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store, and perhaps never the full disk
+FORKS = "forks"  # tag: the runs that began with a checkpoint of this one
+MOST_FORKS = 140  # that are named: MLflow takes 5000 characters
 NOT_SHIPPED = "not_shipped"  # tag: what the store did not take, or could not be read
 
 
@@ -188,6 +190,8 @@ class Delivery:
             self.client.log_inputs(self.run_id, [DatasetInput(Dataset(**line["dataset"]), tags)])
         for key, value in line.get("tags", {}).items():
             self.client.set_tag(self.run_id, key, value)
+        if "fork_of" in line:
+            self._link(line["fork_of"])
         if "artifact" in line:
             file = self._folder / line["artifact"]
             try:
@@ -202,6 +206,13 @@ class Delivery:
             self.client.update_run(self.run_id, "RUNNING")
         if "end" in line and line is self._waiting[-1]:  # of a run that was not resumed since
             self.client.set_terminated(self.run_id, line["end"], line["time"])
+
+    def _link(self, source: str) -> None:
+        """Name this run in the tag `forks` of the one that it begins with, where that can be written."""
+        with contextlib.suppress(MlflowException):
+            named = self.client.get_run(source).data.tags.get(FORKS, "").split(", ")
+            if self.run_id not in named:
+                self.client.set_tag(source, FORKS, ", ".join([*filter(None, named), self.run_id][-MOST_FORKS:]))
 
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])

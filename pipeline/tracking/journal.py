@@ -13,6 +13,7 @@ One line is one JSON object, with its time in milliseconds and its checksum (`pi
     {"dataset": {…}, "context": "training"}           one of its inputs
     {"step": updates, "metrics": {…}}
     {"tags": {…}}    {"artifact": name in the run directory}
+    {"fork_of": run_id}                               the run that it begins with, which is told of it
     {"end": "FINISHED" | "FAILED" | "KILLED"}
     {"resume": {…}}                                   it goes on: what its next segment begins with
 """

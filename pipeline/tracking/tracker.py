@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
+from pipeline.best import Best
 from pipeline.masking import mask, masked
 from pipeline.sizes import Plan
 from pipeline.tracking import provenance
@@ -34,9 +35,11 @@ class Tracker:
         self.begun = False
         self._updates: Container[int] = ()  # whose rows were written before the run was resumed
         self._evaluations: Container[int] = ()
+        self._best: Container[int] = ()
 
     def start(
         self,
+        segment: Mapping[str, Any],
         config: DictConfig,
         overrides: Sequence[str],
         data: Data,
@@ -63,7 +66,7 @@ class Tracker:
             "params": params | derived,
             "tags": {**provenance.origin(), "config.hash": config_hash, **place, **tags},
             "system_metrics": config.tracking.system_metrics,
-            "segment": provenance.segment(0, self.plan.batching, config),
+            "segment": dict(segment),
         }
         # The dataset's name and tags may hold a secret as well as the config.
         answer = self.journal.start(self.run_dir / NAME, masked(run))
@@ -87,7 +90,7 @@ class Tracker:
             segment: what `provenance.segment` says of what follows.
             config, overrides, data, dataset: as `start` takes them.
         """
-        self._updates, self._evaluations = past.updates, past.evaluations
+        self._updates, self._evaluations, self._best = past.updates, past.evaluations, past.best
         answer = self.journal.go_on(past, dict(segment))
         self.begun = True
         self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
@@ -123,6 +126,21 @@ class Tracker:
         row = {f"val/{name}": value for name, value in results.items()}
         row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
         self.journal.write({"step": update, "metrics": row})
+
+    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
+        """Write what is known of a run once it has trained, to its end or until it is interrupted.
+
+        Args:
+            updates: completed, which may be fewer than were planned.
+            stopped_by: the callback that has ended it before that.
+            best: the best evaluation; its row is on the step of that evaluation.
+        """
+        tags = {"updates": str(updates)}
+        if stopped_by is not None:
+            tags["stopped_by"] = f"training.callbacks.{stopped_by} after update {updates}"
+        self.journal.write({"tags": tags})
+        if best is not None and best.update not in self._best and (row := best.row()):
+            self.journal.write({"step": best.update, "metrics": row})
 
     def reaches_store(self) -> bool:
         """Return whether the store answers; what is waited for it counts as waited at the end of the run."""

@@ -29,6 +29,7 @@ _TFDS = "pipeline.dataset.from_tfds"
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/\w[\w.\-]*)?(:[\d*]+(\.[\d*]+){2})?", re.ASCII)
 # A home, a URL or a drive, a share.
 _ELSEWHERE = re.compile(r"\s*(~|[A-Za-z][\w.+\-]*:[\\/]|(?i:file|data):|\\)|\s+/")
+_RUN = re.compile(r"[0-9a-f]{4,32}(@\d{1,10})?", re.ASCII)
 _MOST_VALUES, _DEEPEST = 100_000, 40
 
 
@@ -42,6 +43,7 @@ class Gate:
         allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` where that is defined under `mypkg`, and not what
             `mypkg` only imports. The whole name of an object allows that object, wherever it is defined.
         tracking_uri: the only one that a config may have.
+        start: whether the user has said with which run's checkpoint to begin.
         downloads: whether TFDS may fetch and prepare a dataset, which runs that dataset's own code on what it
             downloads; some of it unpickles and evaluates.
     """
@@ -51,6 +53,7 @@ class Gate:
     allowed: Sequence[str] = ()
     tracking_uri: str | None = None
     downloads: bool = False
+    start: bool = False
 
     @property
     def roots(self) -> list[Path]:
@@ -90,6 +93,9 @@ def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True)
     known whether the names are what they seem.
     """
     check_size(config)
+    if gate.start:
+        config = {key: value for key, value in config.items() if key != "start"}
+    _check_start(config.get("start"))
     targets = dict.fromkeys(_read(dict(config), "", gate))
     for key in ("hydra", "defaults"):
         if key in config:
@@ -162,6 +168,18 @@ def _read(value: Any, key: str, gate: Gate) -> Iterator[tuple[str, str]]:
     elif value is not None and type(value) not in (bool, int, float):
         rule = "must be a mapping, a list, text, a number, true, false or null"
         raise ConfigError(key, rule, type(value).__name__)
+
+
+def _check_start(node: Any) -> None:
+    """Refuse to begin with anything but a run by its ID, which is looked for below the working directory."""
+    rest = [node]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict | list):
+            rest += value.values() if isinstance(value, dict) else value
+        elif not (value is None or isinstance(value, bool) or _RUN.fullmatch(str(value))):
+            rule = "must be the ID of a run where it comes from a store: give start.run again"
+            raise ConfigError("start.run", rule, str(value))
 
 
 def _check_text(text: str, key: str, roots: Sequence[Path]) -> None:

@@ -27,6 +27,8 @@ def replay(*recorded: str, given: tuple[str, ...] = ()) -> list[str]:
 
 HARMLESS = [
     "training.epochs=1",
+    "start.run='deadbeef@40'",
+    "start.run='12345678@10','12345678@20'",
     "model=mlp",
     "+experiment=quick",
     "~training.metrics.accuracy",
@@ -59,6 +61,9 @@ def test_parameters_of_slurm_are_left_out_where_the_rest_runs_on_this_machine():
 
 
 HOSTILE = [
+    "start.run=elsewhere/run@40",
+    "start.run='deadbeef','/run'",
+    "start={run: /run}",
     "+hydra.callbacks.evil={_target_: mlflow.utils.process._exec_cmd, cmd: [touch, PWNED]}",
     "hydra.callbacks.evil._target_=os.system",
     "hydra/launcher=evil",

@@ -208,6 +208,11 @@ REFUSED = [
     ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/data_dir=x"}, "mnist/data_dir=x"),
     ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/.."}, "mnist/.."),
     ("tracking.uri", "https://example.org", "https://example.org"),
+    ("start.run", "/somewhere/run@40", "start.run must be the ID of a run where it comes from a store"),
+    ("start.run", "runs", "start.run must be the ID of a run"),
+    ("start.run", "abc", "start.run must be the ID of a run"),
+    ("start.run", "deadbeef@40/..", "start.run must be the ID of a run"),
+    ("start", {"run": ["deadbeef", "../run"]}, "start.run must be the ID of a run"),
 ]
 
 
@@ -344,6 +349,9 @@ ALLOWED = [
     ("optimizer.keep", {"_target_": "keras.constraints.MaxNorm"}),
     ("dataset.augment", {"_target_": "pipeline.augmentation.Flip"}),
     ("tracking.experiment", "/Users/somebody/it"),
+    ("start.run", None),
+    ("start.run", "deadbeef"),
+    ("start", {"run": "12345678@40", "weights_only": True}),
     (CALLBACK, {"_target_": "keras.callbacks.EarlyStopping", "monitor": "val_loss"}),
     (CALLBACK, {"_target_": "keras.callbacks.ReduceLROnPlateau"}),
     (CALLBACK, {"_target_": "keras.callbacks.TerminateOnNaN"}),
@@ -354,6 +362,14 @@ ALLOWED = [
 def test_allowed(key, value, gate, tmp_path):
     config = recorded(**{key: _there(value, tmp_path)})
     check_config(config, gate)
+
+
+def test_a_folder_to_begin_with_is_named_by_the_user_alone(gate):
+    config = recorded(**{"start.run": "/somewhere/run@40"})
+    check_config(config, Gate(gate.run_dir, allowed=gate.allowed, data_dir=gate.data_dir, start=True))
+    config["model"] = SHELL
+    with pytest.raises(ConfigError):
+        check_config(config, Gate(gate.run_dir, start=True))
 
 
 def test_only_the_user_allows_their_model(gate):
