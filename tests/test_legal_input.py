@@ -171,7 +171,7 @@ LEGAL = {
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
     "unbuilt": "model=unbuilt dataset=classes",
     "partly weighted": f"{PARTLY} hardware.replicas=2",
-    "partly weighted and streamed": f"{PARTLY} dataset.in_memory=false",
+    "partly weighted and streamed": f"{PARTLY} +dataset.in_memory=false",
     "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS}",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",

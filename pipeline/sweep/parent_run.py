@@ -194,6 +194,7 @@ def left_open(folder: Path, uri: str | None) -> ParentRun | None:
 def _note_here(parent: ParentRun) -> None:
     """Note in the sweep's folder which run it is, for `left_open`; the note is locked as long as this process lives."""
     note = {"store": mask(absolute(parent.uri)), "run_id": parent.run_id, "experiment_id": parent.experiment_id}
+    Path(parent.folder).mkdir(parents=True, exist_ok=True)
     file = (Path(parent.folder) / NOTE).open("w", encoding="utf-8")
     _notes.append(file)
     lock(file.fileno(), WRITER)
