@@ -14,7 +14,7 @@ from pipeline import checkpoint
 from pipeline import config as configuration
 from pipeline.checkpoint import Checkpoint
 from pipeline.errors import ConfigError
-from pipeline.masking import mask, masked
+from pipeline.masking import mask, masked, remember
 from pipeline.run_dirs import recorded_config
 from pipeline.sizes import EFFECTIVE, HORIZONS, Batching, Plan
 from pipeline.tracking import provenance
@@ -147,7 +147,8 @@ def changes(recorded: dict[str, Any], config: DictConfig, cut: Batching, past: P
         ConfigError: a change makes it another run, or the store is another one.
     """
     uri, first = config.tracking.uri, past.start["segment"]["cut"]["effective_batch_size"]
-    if past.run and mask(absolute(uri)) != past.start["store"]:
+    remember(uri)  # the record may hide what only its URI shows to be a secret
+    if past.run and mask(absolute(uri)) != mask(past.start["store"]):
         raise ConfigError("tracking.uri", f"must be the store of the run, {past.start['store']}", uri)
     if cut.effective_batch_size != first:
         raise ConfigError(EFFECTIVE, f"must be that of the run, {first}", cut.effective_batch_size)

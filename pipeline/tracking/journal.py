@@ -100,14 +100,17 @@ class Journal:
 
         Raises:
             ConfigError: another run has its journal there.
+            OSError: the disk has no room for its first line.
         """
+        tags = {**run["tags"], "journal": uuid.uuid4().hex}
+        start = {"format": FORMAT, "store": mask(journal_file.absolute(self.uri)), **run, "tags": tags}
         try:
             self._writer = journal_file.create(path)
-        except ConfigError:
+            self._writer.write({"start": start})
+            self._writer.sync()  # the shipper reads it there
+        except BaseException:
             self.abandon()
             raise
-        tags = {**run["tags"], "journal": uuid.uuid4().hex}
-        self.write({"start": {"format": FORMAT, "store": mask(journal_file.absolute(self.uri)), **run, "tags": tags}})
         return self._attached(path, again=False)
 
     def go_on(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import NOT_SHIPPED, ConfigError, first_line, say
-from pipeline.masking import HIDDEN, mask
+from pipeline.masking import HIDDEN, mask, remember
 from pipeline.tracking.journal_file import Past, absolute
 
 if TYPE_CHECKING:  # it imports MLflow
@@ -55,7 +55,9 @@ def _store(past: Past, given: str | None) -> str:
     recorded, folder = str(past.start["store"]), str(past.path.parent)
     if given is None and HIDDEN in recorded:
         raise ConfigError("tracking.uri", f"must be given: the journal in {folder} has it without its secret", recorded)
-    if given is not None and past.run and mask(absolute(given)) != recorded:
+    if given is not None:
+        remember(given)  # the record may hide what only its URI shows to be a secret
+    if given is not None and past.run and mask(absolute(given)) != mask(recorded):
         raise ConfigError("tracking.uri", f"must be that of the journal in {folder}, {recorded}", given)
     return recorded if given is None else given
 

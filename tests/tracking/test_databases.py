@@ -122,6 +122,24 @@ def test_full(tmp_path, undisturbed, until):
         assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
+def test_the_end_of_a_run_whose_journal_finds_no_room(tmp_path, undisturbed, capsys):
+    """The store gets all lines from memory, and keeps its status though the journal has no end."""
+    shared.place_store(tmp_path)
+    with disk(tmp_path / "run"):
+        journal = opened(uri_in(tmp_path), tmp_path / "run", "e")
+        train(journal, 1, HALF)
+        fill(tmp_path / "run")
+        train(journal, HALF + 1, UPDATES)
+        assert journal.close("FINISHED") is None
+        assert "the disk has no room for the last lines of" in capsys.readouterr().err
+        free(tmp_path / "run")
+        for _ in range(2):
+            found = fields(uri_in(tmp_path), "e")
+            assert found["tags"].pop("journal.unwritten") == "0"
+            assert found == undisturbed
+            assert synced(tmp_path / "run") == 0
+
+
 class Postgres:
     """A PostgreSQL server in `folder`, of Debian's package: on a free port, with a database `mlflow` for everybody."""
 
