@@ -71,6 +71,13 @@ def two_devices() -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def open_streams() -> None:
+    """Let absl, which comes with TensorFlow, keep no stream of pytest's: it closes it when Hydra sets up logging."""
+    if "absl.logging" in sys.modules:
+        sys.modules["absl.logging"].get_absl_handler().python_handler.stream = sys.__stderr__
+
+
 @pytest.fixture(scope="session")
 def chromium() -> Iterator:
     """The worker's one browser; what a test opens in a `window` of it is closed with it."""

@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError, first_line
 from pipeline.masking import mask, remember
 
 SQLITE = "sqlite:///"
+PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}  # where a URI names none
 TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment, whose UI else opens for GenAI
 
 
@@ -109,9 +110,9 @@ class Store:
             if self.is_new():
                 return
             _check_database(self.database)
-        elif scheme in ("http", "https"):
-            _check_server(self.uri)
-        elif scheme not in ("postgresql", "mysql", "mssql"):
+        elif scheme in PORTS:  # MLflow would try for minutes
+            _check_server(self.uri, PORTS[scheme])
+        else:
             raise ValueError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
         MlflowClient(self.uri).search_experiments(max_results=1)
 
@@ -140,12 +141,14 @@ def _check_database(database: Path) -> None:
         raise OSError(f"{database} cannot be written")
 
 
-def _check_server(uri: str) -> None:
+def _check_server(uri: str, port: int) -> None:
     try:
         parts = urlsplit(uri)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = parts.port or port
     except ValueError:
         raise ValueError("where its host starts cannot be told: percent-encode what its password holds") from None
+    if parts.hostname is None and not parts.scheme.startswith("http"):  # a database behind a socket file
+        return
     try:
         socket.create_connection((parts.hostname or "", port), timeout=5).close()
     except OSError as error:
