@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -135,7 +136,7 @@ class Checkpoints:
                 shutil.rmtree(best / str(other), ignore_errors=True)
 
 
-def newest(folder: Path, most: int) -> Checkpoint | None:
+def newest(folder: Path, most: float = math.inf) -> Checkpoint | None:
     """Return the latest whole checkpoint in `folder` of at most `most` updates; a damaged one is reported in one line.
 
     Raises:

@@ -26,7 +26,7 @@ LONGEST = (
         "test_update",
         "test_mlflow_view",
     ),
-    *("test_fork", "test_resume", "test_checkpoint", "test_journal", "test_mutations"),
+    *("test_fork", "test_continuation", "test_checkpoint", "test_journal", "test_mutations"),
     *("test_legal_input", "test_bad_input", "test_weighting_and_slicing", "test_landed", "test_foreign_store"),
 )
 

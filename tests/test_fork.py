@@ -10,7 +10,7 @@ import pytest
 from pipeline import checkpoint, compose, state
 from pipeline.checkpoint import BEST
 from tests.running import Store, one_process, pipeline
-from tests.test_resume import RUN, UPDATES, folder_of, interrupted, weights
+from tests.test_continuation import RUN, UPDATES, folder_of, interrupted, weights
 
 AT = 21
 STOP = "+training.callbacks.stop={_target_: keras.callbacks.EarlyStopping, monitor: val_accuracy, patience: 1}"

@@ -193,7 +193,7 @@ class Journal:
             answer = self._created(again)
             if "error" in answer:
                 self.abandon()
-                if "key" in answer:
+                if answer.get("key") == "RUN_DIR":
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
                 raise RuntimeError(f"MLflow refused the run: {answer['error']}")
         if writer is not None:

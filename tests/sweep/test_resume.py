@@ -141,7 +141,7 @@ def test_what_takes_all_memory_to_read_is_refused(text):
 def test_a_hostile_record_runs_nothing(tmp_path):
     store = synthetic.store(tmp_path)
     made = Made(store, ["seed=0"], name="seeds")
-    made.tag(made.run_id, **{"sweep.overrides": json.dumps(HOSTILE[:1])})
+    made.tag(made.run_id, **{"sweep.overrides": json.dumps([text for text in HOSTILE if "evil" in text][:1])})
     made.end("FAILED")
     done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
     assert "hydra.callbacks.evil must be of your own config" in done.stderr
