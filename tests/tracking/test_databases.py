@@ -115,7 +115,8 @@ def test_full(tmp_path, undisturbed, until):
             assert journal.close("FINISHED") is None
         else:
             journal.patience = 2.0
-            assert "full" in journal.close("FINISHED")
+            why = journal.close("FINISHED") or ""
+            assert "full" in why or "No space left" in why  # SQLite's word, or the system's for an artifact
             assert synced(tmp_path, "tracking.patience=1") == 4
             free(tmp_path / "mlruns")
             assert synced(tmp_path) == 0
