@@ -180,7 +180,8 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
         "'float64'.",
         "resume run tracking.uri=sqlite:///elsewhere.db": "tracking.uri must be the store of the run, sqlite:",
         "resume run hydra.run.dir=x": "arguments must set nothing of Hydra: a run goes on in its own directory.",
-        "resume run training.updates=5": "training must have a horizon beyond the ",  # 14, or 7 where that was not written
+        # 14 updates, or 7 where that was not written yet.
+        "resume run training.updates=5": "training must have a horizon beyond the ",
         "resume": "arguments must be as pipeline resume --help says (the following arguments are required: RUN).",
         "resume none training.updates=50": "RUN must have a checkpoint: see training.checkpoint_every.",
         "resume done": "RUN has finished: give it a longer horizon to go on with it.",
