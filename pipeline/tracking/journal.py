@@ -21,22 +21,18 @@ One line is one JSON object, with its time in milliseconds and its checksum (`pi
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline import imports
 from pipeline.errors import ConfigError, say
 from pipeline.masking import mask
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
+from pipeline.tracking.shipper_process import ShipperProcess
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two looks at whether the shipper lives
@@ -129,14 +125,6 @@ class Journal:
         if time.monotonic() - self._looked > REVIVE:
             self._revive()
 
-    def sync(self) -> None:
-        """Return when all lines are on the disk, safe from a loss of power.
-
-        Raises:
-            OSError: it has no room for them.
-        """
-        self._writer.sync()
-
     def close(self, status: str) -> str | None:
         """End the run and wait for the shipper; return why something could not be shipped, None when all of it was."""
         with contextlib.suppress(OSError):  # what the disk does not take is handed to the shipper
@@ -181,9 +169,11 @@ class Journal:
         """Let the shipper go; where no run was started, nothing is left in the store."""
         self.shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs
 
-    def _open(self) -> _Shipper:
+    def _open(self) -> ShipperProcess:
         places = artifact_locations.allowed_places()
-        return _Shipper({"open": self.uri, "experiment": self.experiment, "places": places, "patience": self.patience})
+        return ShipperProcess(
+            {"open": self.uri, "experiment": self.experiment, "places": places, "patience": self.patience}
+        )
 
     def _attached(self, path: Path, *, again: bool, writer: Past | None = None) -> dict[str, str]:
         """Let the shipper create or find the run; return what the store calls it."""
@@ -254,65 +244,3 @@ class Journal:
                 say(f"waiting for the store {mask(self.uri)}, {left:.0f} s at most")
             why = answer.get("failing") or why or f"no answer within {self.patience:.0f} s"
         return why or f"no answer within {self.patience:.0f} s"
-
-
-class _Shipper:
-    """The process, and its answers as they come."""
-
-    def __init__(self, opening: dict[str, Any]):
-        # -P: a file of the user's folder with a module's name is not for the shipper, which runs none of their code.
-        # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
-        self._process: Any = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
-            text=True,
-            start_new_session=True,
-        )
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        self.send(opening)
-
-    @property
-    def pid(self) -> int:
-        return int(self._process.pid)
-
-    def send(self, command: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the answer, which is then an error, says so
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-
-    def answer(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next answer; None where there is none within `seconds`."""
-        with contextlib.suppress(queue.Empty):
-            return self._answers.get(timeout=max(0.0, seconds))
-        return None
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        """Tell the shipper that nothing follows."""
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.close()
-
-    def wait(self) -> None:
-        """Wait for the process, which has answered for the last time."""
-        self._process.wait()
-
-    def terminate(self) -> None:
-        """End the process; kill it where it does not end, stopped or hanging."""
-        self.close()
-        self._process.terminate()
-        try:
-            self._process.wait(2)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(ValueError), self._process.stdout as answers:  # half a line of one that was killed
-            for line in answers:
-                self._answers.put(json.loads(line))
-        self._answers.put({"error": "the shipper ended without an answer", "died": True})

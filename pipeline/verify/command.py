@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pipeline.assembly import Parts
 
 DIFFERENT = 3  # exit status
-
 COARSE = 1e-2  # relative: a bound above it shows little
 
 
