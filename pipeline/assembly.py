@@ -70,7 +70,7 @@ class Parts:
         split = self.data.validation
         return None if split is None else batching.in_order(split, self.plan.batching.effective_batch_size)
 
-    def evaluate(self) -> Callable[[], dict[str, float]] | None:
+    def evaluate(self) -> Callable[..., dict[str, float]] | None:
         """Return what evaluates the validation split; None where there is no such split."""
         batches = self.validation_batches()
         return None if batches is None else training.evaluator(self.evaluation(), batches)

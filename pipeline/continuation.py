@@ -77,6 +77,10 @@ class Continuation:
 
         if self.checkpoint is None:
             return
+        if self.past.status == "FINISHED" and self.checkpoint.meta["values"]["stop_training"]:
+            by = self.checkpoint.meta["values"]["loop"]["stopped_by"]
+            rule = f"was ended by training.callbacks.{by} after update {self.update}: begin another one there, with "
+            raise ConfigError("RUN", f"{rule}start.run=RUN@{self.update}", str(self.run_dir))
         reached = self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED")
         if reached:
             raise ConfigError("training", f"must have a horizon beyond the {self.update} updates done", plan.updates)
@@ -124,7 +128,8 @@ def _of(run_dir: Path, config: DictConfig, cut: Batching, past: Past, required: 
         longer = any(recorded["training"].get(name) != config.training[name] for name in HORIZONS)
         if past.status == "FINISHED" and not longer:
             if required:
-                raise ConfigError("RUN", "has finished: give it a longer horizon to go on with it", str(run_dir))
+                rule = "has finished: a longer horizon goes on with it, and pipeline sync ships what its store lacks"
+                raise ConfigError("RUN", rule, str(run_dir))
             return Continuation(run_dir, past, None, finished=True)
     # A journal that is damaged has lost rows, which are trained again.
     most = max(past.updates, default=0) + config.tracking.log_every - 1

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -22,6 +22,12 @@ from pipeline.sizes import Plan
 if TYPE_CHECKING:
     from pipeline.fork import Fork
 
+Stop = Callable[[], BaseException | None]
+
+
+def _never() -> None:
+    return None
+
 
 def train(
     model: keras.Model,
@@ -30,13 +36,13 @@ def train(
     plan: Plan,
     recorder: Recorder,
     *,
-    evaluate: Callable[[], dict[str, float]] | None = None,
+    evaluate: Callable[[Stop], dict[str, float]] | None = None,
     evaluate_every: int | str = "epoch",
     callbacks: Mapping[str, keras.callbacks.Callback] = MappingProxyType({}),
     checkpoints: Checkpoints | None = None,
     start: Checkpoint | Fork | None = None,
     best: Best | None = None,
-    stop: Callable[[], BaseException | None] = lambda: None,
+    stop: Stop = lambda: None,
 ) -> float:
     """Train to the end of `plan`, or until a callback sets `model.stop_training`.
 
@@ -46,14 +52,14 @@ def train(
         update: applies one effective batch.
         plan: how many updates, and where epochs end.
         recorder: takes every update's results.
-        evaluate: returns the loss and the metrics over the validation split.
+        evaluate: returns the loss and the metrics over the validation split; raises what its argument gives.
         evaluate_every: in updates, or `epoch`; the last update is always followed by an evaluation.
         callbacks: by name; one batch of theirs is one update.
         checkpoints: written where they are due; every row up to a checkpoint is in the log before it.
         start: a checkpoint to go on from, so that what follows is what would have followed; or where to begin.
         best: takes every evaluation; the checkpoint of the best one is kept.
-        stop: looked at after each update. Where it gives an exception the rows so far are written, then a checkpoint,
-            and it is raised.
+        stop: looked at after each update and each batch of an evaluation. Where it gives an exception the rows so far
+            are written, then a checkpoint, and it is raised.
 
     Returns:
         The last loss: of the validation split where there is one, else of the last update.
@@ -78,7 +84,7 @@ def train(
         assert evaluate is not None
         with _averaged(update.optimizer, model):
             hooks.on_test_begin()
-            results = evaluate()
+            results = evaluate(stop if open else _never)
             hooks.on_test_end(results)
         if best is not None and best.take(done, results) and checkpoints is not None:
             save(done, open=open, validation=results, best=True)
@@ -126,6 +132,12 @@ def train(
         save(done, open=open, validation=validation)
         recorder.restart_clock()
 
+    def interrupt(done: int, reason: BaseException) -> NoReturn:
+        recorder.fetch()
+        checkpoint(done, open=True)
+        recorder.log.trained(done, None, None)
+        raise reason
+
     def save(done: int, *, open: bool, validation: dict[str, float], best: bool = False) -> None:
         assert checkpoints is not None
         loop = {"open": open, "validation": validation, "stopped_by": stopped.by, "best": best_so_far()}
@@ -153,11 +165,13 @@ def train(
                 done += 1
                 update_once(iterator, done)
                 if (reason := stop()) is not None:
-                    recorder.fetch()
-                    checkpoint(done, open=True)
-                    recorder.log.trained(done, None, None)
-                    raise reason
-            validation, open = end_of_update(done, done == plan.updates or model.stop_training), False
+                    interrupt(done, reason)
+            try:
+                validation, open = end_of_update(done, done == plan.updates or model.stop_training), False
+            except BaseException as error:
+                if error is stop():  # while it evaluated, which is done again
+                    interrupt(done, error)
+                raise
             checkpoint(done, last=done == plan.updates or model.stop_training)
     recorder.finish()
     update.optimizer.finalize_variable_values(model.trainable_variables)  # with `use_ema` the averages stay
@@ -181,8 +195,11 @@ def _iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
             threading.Thread(target=held.clear, daemon=True).start()
 
 
-def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], dict[str, float]]:
-    """Return a function that evaluates the loss and the metrics over all of `batches`, each example exactly once."""
+def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[..., dict[str, float]]:
+    """Return a function that evaluates the loss and the metrics over all of `batches`, each example exactly once.
+
+    It takes a function, looked at after each batch: an exception that this gives is raised.
+    """
 
     @tf.function(autograph=False)
     def next_batch(iterator: Any) -> Any:
@@ -190,12 +207,14 @@ def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[[], 
 
     count = int(batches.cardinality())
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(stop: Stop = _never) -> dict[str, float]:
         for metric in evaluation.measured.values():
             metric.reset_state()
         with _iterating(batches) as iterator:
             sums = next_batch(*iterator)
             for _ in range(count - 1):
+                if (reason := stop()) is not None:
+                    raise reason
                 sums = tf.nest.map_structure(tf.add, sums, next_batch(*iterator))
         results = {"loss": sums.mean_loss(), **sums.output_losses()}
         results |= {name: metric.result() for name, metric in evaluation.measured.items()}

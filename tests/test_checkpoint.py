@@ -126,6 +126,7 @@ class Run:
         every=1,
         keep=99,
         stop_at=None,
+        looks=1,
         micro=2,
         units=4,
         updates=UPDATES,
@@ -167,15 +168,15 @@ class Run:
         update = Update(self.model, loss, optimizer, micro, metrics=metrics, strategy=strategy, noise_every=noise)
         evaluation = Evaluation(self.model, loss, micro, metrics=validating, strategy=strategy)
         self.rows, self.folder = Rows(), folder
-        recorder = Recorder(self.rows, self.plan, log_every, lambda: 0, Progress(updates))
+        recorder = Counting(self.rows, self.plan, log_every, lambda: 0, Progress(updates))
         recorder.skips = precision == "mixed_float16"
         folder.mkdir(parents=True, exist_ok=True)
         self.callbacks = case["callbacks"](folder) if "callbacks" in case else {}
-        self.done = start.update if start else 0
+        reason, looked = Stopped("now"), []
 
         def stop():
-            self.done += 1
-            return Stopped("now") if self.done == stop_at else None
+            looked.extend([None] * (recorder.done == stop_at))
+            return reason if len(looked) >= looks else None
 
         with Checkpoints(folder / "checkpoints", every, self.plan, keep) as checkpoints:
             self.loss = train(
@@ -198,6 +199,16 @@ class Run:
 
 class Stopped(BaseException):
     pass
+
+
+class Counting(Recorder):
+    """Knows the last update that it was given."""
+
+    done = 0
+
+    def add(self, update, results):
+        self.done = update
+        super().add(update, results)
 
 
 def written(folder: Path, update: int) -> State:
@@ -358,12 +369,15 @@ def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path)
             assert (number, row) == (expected, pytest.approx(values, rel=1e-12))
 
 
-@pytest.mark.parametrize("stop_at", [4, 6, UPDATES])
-def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, straight, tmp_path):
-    """Before the evaluation and the callbacks that are due after the update: the run that goes on begins with them."""
+@pytest.mark.parametrize(("stop_at", "looks"), [(4, 1), (6, 1), (6, 3), (UPDATES, 1), (UPDATES, 2)])
+def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_path):
+    """Before the evaluation and the callbacks that are due after the update: the run that goes on begins with them.
+
+    Also where it is asked for while the run evaluates, which is looked at again after each batch.
+    """
     whole = straight("callbacks")
     with pytest.raises(Stopped):
-        stopped_run(tmp_path / "one", stop_at)
+        stopped_run(tmp_path / "one", stop_at, looks)
     found = checkpoint.newest(tmp_path / "one" / "checkpoints")
     assert found.update == stop_at
     first = KEPT_ROWS.pop()
@@ -378,11 +392,11 @@ def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, stra
 KEPT_ROWS: list[Rows] = []
 
 
-def stopped_run(folder: Path, stop_at: int) -> None:
+def stopped_run(folder: Path, stop_at: int, looks: int) -> None:
     """The rows of a run that raises are left in `KEPT_ROWS`."""
     made = Run.__new__(Run)
     try:
-        made.__init__(folder, CASES["callbacks"], every=100, stop_at=stop_at)
+        made.__init__(folder, CASES["callbacks"], every=100, stop_at=stop_at, looks=looks)
     finally:
         KEPT_ROWS.append(made.rows)
 

@@ -143,6 +143,19 @@ def test_a_longer_horizon(tmp_path):
     assert Store(folder).run().info.status == "FINISHED"
 
 
+def test_what_a_callback_has_ended_does_not_go_on(tmp_path):
+    folder = folder_of(tmp_path)
+    # A loss that would have to fall by 100.
+    early = "{_target_: keras.callbacks.EarlyStopping, monitor: loss, min_delta: 100, patience: 1}"
+    pipeline("train", *RUN, f"+training.callbacks.early={early}", cwd=folder)
+    last = int(Store(folder).run().data.tags["updates"])
+    refused = pipeline("resume", "run", "training.updates=50", cwd=folder, status=2)
+    rule = f"RUN was ended by training.callbacks.early after update {last}: begin another one there, with start.run="
+    assert refused.stderr.splitlines()[-1].startswith(f"pipeline: {rule}RUN@{last}. Received: ")
+    begun = ("train", *RUN[:-1], "training.updates=30", f"start.run=run@{last}", "hydra.run.dir=on")
+    pipeline(*begun, cwd=folder)
+
+
 def test_a_sweep_goes_on_inside_its_interrupted_jobs(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     sweep = ("train", "-m", *RUN[:-1], "seed=0,1", "hydra.sweep.dir=jobs")
@@ -184,7 +197,8 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
         "resume run training.updates=5": "training must have a horizon beyond the ",
         "resume": "arguments must be as pipeline resume --help says (the following arguments are required: RUN).",
         "resume none training.updates=50": "RUN must have a checkpoint: see training.checkpoint_every.",
-        "resume done": "RUN has finished: give it a longer horizon to go on with it.",
+        "resume done": "RUN has finished: a longer horizon goes on with it, and pipeline sync ships what its store "
+        "lacks.",
         "resume old": "RUN must have a journal of format 1 (it is of a version before this one).",
         "train model=mlp hydra.run.dir=run": "hydra.run.dir must be a folder without a run in it.",
         "train model=cnn training.resume=auto hydra.run.dir=run": "model._target_ must be that of the run,",

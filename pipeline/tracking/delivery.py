@@ -106,7 +106,7 @@ class Delivery:
                 if len(self._points) >= AT_ONCE:
                     break
         except DamagedError as error:
-            self.damage = f"The journal cannot be read further: {error}."
+            self._damaged(error)
         if self._reader.offset > before:
             return True
         if not alive and self._status is None:
@@ -123,14 +123,17 @@ class Delivery:
     def add_unwritten(self, text: str) -> None:
         """Take in what the disk of the journal did not take; its first line may go on with the file's last one."""
         if text:
-            for line in self._reader.lines():
-                self._take(line)
-            beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self._reader.offset)
-            for whole in (beginning + text.encode()).splitlines(keepends=True):
-                line = self._reader.checked(whole)
-                if "end" in line:
-                    self._take({"tags": {UNWRITTEN: str(self._segment)}})
-                self._take(line)
+            try:
+                for line in self._reader.lines():
+                    self._take(line)
+                beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self._reader.offset)
+                for whole in (beginning + text.encode()).splitlines(keepends=True):
+                    line = self._reader.checked(whole)
+                    if "end" in line:
+                        self._take({"tags": {UNWRITTEN: str(self._segment)}})
+                    self._take(line)
+            except DamagedError as error:
+                self._damaged(error)
 
     def sample(self) -> None:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
@@ -170,6 +173,9 @@ class Delivery:
     def close(self) -> None:
         """Let the journal be, and free its lock."""
         os.close(self._descriptor)
+
+    def _damaged(self, error: DamagedError) -> None:
+        self.damage = f"The journal cannot be read further: {error}."
 
     def _take(self, line: dict[str, Any]) -> None:
         if "metrics" in line:

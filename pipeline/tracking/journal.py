@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import shlex
 import threading
 import time
 import uuid
@@ -38,7 +39,8 @@ from pipeline.trust import artifact_locations
 REVIVE = 5.0  # seconds between two looks at whether the shipper lives
 SILENCE = 10.0  # seconds for which the store may stay silent before it is said that the run waits for it
 RETRY = 5.0  # seconds between two tries to reach a store that is waited for
-LIVES = 3  # shippers that may die before the run has begun
+AWAY = "must be a store that answers ({})"
+LIVES = 3  # shippers that may die, or stores that may go away, before the run has begun
 
 
 class Journal:
@@ -68,24 +70,17 @@ class Journal:
         Raises:
             ConfigError: it cannot be reached, read or written; `abandon` what is left.
         """
-        while True:
+        while not self._offline:
             answer = self._answer()
             if "error" not in answer:
                 return
             if self._replaced(answer):
                 continue
             key = answer.get("key", "tracking.uri")
-            rule = answer.get("rule", f"must be a store that answers ({answer['error']})")
+            rule = answer.get("rule", AWAY.format(answer["error"]))
             if key != "tracking.uri" or self._when_unreachable == "refuse":
                 raise ConfigError(key, rule, self.uri if key == "tracking.uri" else self.experiment)
-            self.abandon()
-            if self._when_unreachable == "offline":
-                say(f"tracking.uri {rule}: this run is kept in its directory, for pipeline sync")
-                self._offline = True
-                return
-            say(f"tracking.uri {rule}: waiting for it")
-            time.sleep(RETRY)
-            self.shipper = self._open()
+            self._wait_or_go_offline(rule)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
         """Create the run and return its `run_id` and `experiment_id`; nothing where it is kept offline.
@@ -185,7 +180,8 @@ class Journal:
                 self.abandon()
                 if answer.get("key") == "RUN_DIR":
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                raise RuntimeError(f"MLflow refused the run: {answer['error']}")
+                go_on = shlex.join(["pipeline", "sync", str(path.parent)])
+                raise RuntimeError(f"the store did not take the run ({answer['error']}); what it has of it: {go_on}")
         if writer is not None:
             self._writer = writer.writer()
         if answer and (writer is None or writer.run != answer):
@@ -198,10 +194,24 @@ class Journal:
             self.shipper.send({"ship": str(self._path), "again": again})
             answer = self._answer()
             if not self._replaced(answer):
-                return answer
+                if "error" not in answer or "key" in answer or self._when_unreachable == "refuse" or not self._lives:
+                    return answer
+                self._lives -= 1  # it may not be away, but refuse the run
+                self._wait_or_go_offline(AWAY.format(answer["error"]))
             self.ready()
             again = True
         return {}
+
+    def _wait_or_go_offline(self, rule: str) -> None:
+        """Do what `tracking.when_unreachable` says of a store that `rule` says is away."""
+        self.abandon()
+        self._offline = self._when_unreachable == "offline"
+        if self._offline:
+            say(f"tracking.uri {rule}: this run is kept in its directory, for pipeline sync")
+            return
+        say(f"tracking.uri {rule}: waiting for it")
+        time.sleep(RETRY)
+        self.shipper = self._open()
 
     def _replaced(self, answer: dict[str, Any]) -> bool:
         """Start another shipper where `answer` is that it died, but not again and again; return whether it was."""

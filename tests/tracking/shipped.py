@@ -29,16 +29,17 @@ def opened(uri: str, folder: Path, experiment: str, **options: object) -> Journa
     return journal
 
 
-def begin(journal: Journal, folder: Path) -> None:
-    """Create the run, with all that one logs before it trains."""
+def begin(journal: Journal, folder: Path) -> dict[str, str]:
+    """Create the run and return what the store calls it, with all that one logs before it trains."""
     folder.mkdir(exist_ok=True)
     params = {f"key.{number}": str(number) for number in range(120)}
     run = {"experiment": journal.experiment, "name": "one", "params": params, "tags": {"mine": "1"}}
-    journal.start(folder / NAME, {**run, "system_metrics": False, "segment": SEGMENT})
+    answer = journal.start(folder / NAME, {**run, "system_metrics": False, "segment": SEGMENT})
     journal.write({"dataset": DATASET, "context": "training"})
     for name in ("config.yaml", "dataset.json"):
         (folder / name).write_text(f"{name}\n")
         journal.write({"artifact": name})
+    return answer
 
 
 def train(journal: Journal, first: int, last: int) -> None:

@@ -138,13 +138,37 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
     journal = Journal(proxy.address, request.node.name, patience=4.0)
     journal.ready()
     proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
-    with pytest.raises(RuntimeError, match="MLflow refused the run"):
+    with pytest.raises(RuntimeError, match=r"the store did not take the run .*: pipeline sync "):
         begin(journal, tmp_path)
     assert not journal.shipper.alive()
     proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
     assert synced(tmp_path) == 0
     found = fields(mlflow_server, request.node.name)  # one run
     assert (found["status"], found["metrics"]) == ("KILLED", {})
+
+
+def test_away_while_the_run_is_created_and_trained_offline(tmp_path, proxy, whole, capsys, request):
+    journal = Journal(proxy.address, request.node.name, patience=4.0, when_unreachable="offline")
+    journal.ready()
+    proxy.down()
+    assert begin(journal, tmp_path) == {}
+    assert "this run is kept in its directory, for pipeline sync" in capsys.readouterr().err
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") == "the store was not asked"
+    proxy.up()
+    assert synced(tmp_path) == 0
+    whole()
+
+
+def test_away_while_the_run_is_created_and_waited_for(tmp_path, proxy, whole, request):
+    journal = Journal(proxy.address, request.node.name, patience=4.0, when_unreachable="wait")
+    journal.ready()
+    proxy.down()
+    threading.Timer(6, proxy.up).start()
+    assert begin(journal, tmp_path)["run_id"]
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") is None
+    whole()
 
 
 def test_a_wrong_password_at_the_start(tmp_path, proxy, monkeypatch):
