@@ -27,7 +27,7 @@ from benchmarks.figures import Figure, table
 from pipeline import imports
 
 PARTS = ("startup", "update", "fit", "tracking", "checkpoints")
-MODELS = ("mlp", "wide", "cnn")
+MODELS = ("mlp", "wide", "cnn", "embedding", "transformer")
 RESULTS = Path(__file__).parent / "results"
 
 

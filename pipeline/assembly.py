@@ -65,14 +65,14 @@ class Parts:
             strategy=self.machine.strategy,
         )
 
-    def validation_batches(self) -> tf.data.Dataset | None:
-        """Return the validation split in effective batches; None where there is no such split."""
-        split = self.data.validation
+    def evaluation_batches(self, name: str = "validation") -> tf.data.Dataset | None:
+        """Return a split in effective batches, in its order; None where there is no such split."""
+        split = self.data.splits.get(name)
         return None if split is None else batching.in_order(split, self.plan.batching.effective_batch_size)
 
-    def evaluate(self) -> Callable[..., dict[str, float]] | None:
-        """Return what evaluates the validation split; None where there is no such split."""
-        batches = self.validation_batches()
+    def evaluate(self, name: str = "validation") -> Callable[..., dict[str, float]] | None:
+        """Return what evaluates a split; None where there is no such split."""
+        batches = self.evaluation_batches(name)
         return None if batches is None else training.evaluator(self.evaluation(), batches)
 
     def batch_dependent_layers(self) -> list[str]:

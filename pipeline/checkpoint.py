@@ -100,6 +100,15 @@ class Checkpoints:
         if not best:
             self._next = ended + max(AUTO_SECONDS, STALLS * (ended - began))
 
+    def best(self, update: int) -> Checkpoint | None:
+        """Return the checkpoint of the best evaluation, that after `update` updates; None where it is not whole."""
+        self.wait()
+        try:
+            return at(self.folder / BEST, update)
+        except ConfigError as error:
+            say(str(error))
+            return None
+
     def wait(self) -> None:
         """Return once the last checkpoint is written, or has failed."""
         if self._writer is not None:

@@ -25,8 +25,8 @@ class Data:
     """The splits of a dataset, example by example, in a fixed order.
 
     Attributes:
-        train, validation: elements are `(x, y)`, `(x, y, sample_weight)` or, without labels, `(x,)` of one example;
-            each is a tensor or a nest of tensors without a batch axis. The number of examples is known.
+        train, validation, test: elements are `(x, y)`, `(x, y, sample_weight)` or, without labels, `(x,)` of one
+            example; each is a tensor or a nest of tensors without a batch axis. The number of examples is known.
         classes: number of labels, where the labels are classes.
         name, version: as the dataset calls itself.
         files: that the examples are read from, where they are prepared files.
@@ -38,6 +38,13 @@ class Data:
     name: str = "custom"
     version: str = ""
     files: tuple[Path, ...] = ()
+    test: tf.data.Dataset | None = None
+
+    @property
+    def splits(self) -> dict[str, tf.data.Dataset]:
+        """The splits that there are, by their names."""
+        found = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: split for name, split in found.items() if split is not None}
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:
@@ -73,24 +80,25 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
             made = instantiate.build(own, "dataset", **offers)
     finally:
         absl.setLevel(level)
-    if isinstance(made, tuple) and len(made) == 2:
-        made = Data(*made, name=str(node.get("_target_")))
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        train, validation, *test = made
+        made = Data(train, validation, test=test[0] if test else None, name=str(node.get("_target_")))
     if not isinstance(made, Data):
-        rule = "must give (train, validation) as tf.data.Datasets, or a pipeline.dataset.Data"
+        rule = "must give (train, validation[, test]) as tf.data.Datasets, or a pipeline.dataset.Data"
         raise ConfigError("dataset._target_", rule, type(made).__name__)
-    train = _checked(made.train, "train")
-    return replace(
-        made, train=train, validation=None if made.validation is None else _checked(made.validation, "validation")
-    )
+    return replace(made, **{name: _checked(split, name) for name, split in made.splits.items()})
 
 
-def digits(data_dir: str | None = None, download: bool = True) -> Data:
-    """Load scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1."""
+def digits(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
+    """Load scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1.
+
+    Further 180 are its split `test`.
+    """
     from pipeline.datasets.digits import Digits
 
     builder = Digits(data_dir=data_dir)
     _prepare(builder, download)
-    return _from_builder(builder, "train", "validation", _features("image", "label", 1 / 16, None))
+    return _from_builder(builder, ("train", "validation", test_split), _features("image", "label", 1 / 16, None))
 
 
 def from_tfds(
@@ -105,6 +113,7 @@ def from_tfds(
     resize: tuple[int, int] | None = None,
     preprocess: Callable[[dict[str, Any]], tuple] | None = None,
     builder: str | None = None,
+    test_split: str | None = None,
 ) -> Data:
     """Load a TFDS dataset by its name or its builder.
 
@@ -112,7 +121,7 @@ def from_tfds(
         name: as `tfds.builder` takes it.
         data_dir: where it is, or will be, prepared.
         download: whether to fetch and prepare it if it is not there.
-        train_split, validation_split: as TFDS takes them, slices such as `train[:90%]` too.
+        train_split, validation_split, test_split: as TFDS takes them, slices such as `train[:90%]` too.
         input_key, label_key: the features that are x and y.
         scale: factor of x.
         resize: (height, width) of x.
@@ -144,7 +153,7 @@ def from_tfds(
             raise ConfigError("dataset.resize", f"must be [height, width]: the images of {made.name} differ in size")
         preprocess = _features(input_key, label_key, scale, resize)
     _prepare(made, download and gate.downloads())
-    return _from_builder(made, train_split, validation_split, preprocess, label_key)
+    return _from_builder(made, (train_split, validation_split, test_split), preprocess, label_key)
 
 
 def _prepare(builder: Any, download: bool) -> None:
@@ -173,7 +182,7 @@ def _prepare(builder: Any, download: bool) -> None:
 
 
 def _from_builder(
-    builder: Any, train: str, validation: str | None, preprocess: Callable, label_key: str = "label"
+    builder: Any, splits: tuple[str, str | None, str | None], preprocess: Callable, label_key: str = "label"
 ) -> Data:
     import tensorflow_datasets as tfds
 
@@ -184,15 +193,17 @@ def _from_builder(
             dataset = builder.as_dataset(split=name, shuffle_files=False, read_config=read)
         except ValueError as error:
             choices = sorted(builder.info.splits)
-            none = ", or null for none" if key == "validation_split" else ""
+            none = "" if key == "train_split" else ", or null for none"
             raise ConfigError(f"dataset.{key}", f"must be a split of {builder.name}{none}", name, choices) from error
         return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 
     labels = dict(builder.info.features or {}).get(label_key)
     files = (path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json")
+    train, validation, test = splits
     return Data(
         split(train, "train_split"),
         None if validation is None else split(validation, "validation_split"),
+        test=None if test is None else split(test, "test_split"),
         classes=getattr(labels, "num_classes", None),
         name=builder.name,
         version=str(builder.version),

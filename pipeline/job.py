@@ -185,6 +185,7 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
                 plan,
                 recorder,
                 evaluate=parts.evaluate(),
+                test=parts.evaluate("test"),
                 evaluate_every=config.training.evaluate_every,
                 callbacks=parts.objective.callbacks,
                 checkpoints=checkpoints,

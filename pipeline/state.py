@@ -9,7 +9,8 @@ The order of the data follows from the update alone, and metrics start anew in e
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,30 @@ def restore(
     version, numbers, gauss = values["random"]
     random.setstate((version, tuple(numbers), gauss))
     return dict(values["loop"])
+
+
+@contextmanager
+def lent(state: State, update: Update) -> Iterator[None]:
+    """Let the model and the optimizer have the variables of a captured state meanwhile."""
+    variables = _variables(update)
+    before = {name: [copy.numpy() for copy in copies] for name, copies in variables.items()}
+
+    def assign(arrays: Mapping[str, Sequence[np.ndarray]]) -> None:
+        for name, values in arrays.items():
+            for copy, value in zip(variables[name], values, strict=True):
+                copy.assign(value)
+
+    there = {name: copies for name, copies in variables.items() if name in state.arrays}
+    try:
+        assign(
+            {
+                name: [state.arrays.get(_on(replica, name), state.arrays[name]) for replica in range(len(copies))]
+                for name, copies in there.items()
+            }
+        )
+        yield
+    finally:
+        assign(before)
 
 
 def check(meta: Mapping[str, Any], update: Update, taken: Taken = EVERYTHING) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +37,7 @@ def train(
     recorder: Recorder,
     *,
     evaluate: Callable[[Stop], dict[str, float]] | None = None,
+    test: Callable[[Stop], dict[str, float]] | None = None,
     evaluate_every: int | str = "epoch",
     callbacks: Mapping[str, keras.callbacks.Callback] = MappingProxyType({}),
     checkpoints: Checkpoints | None = None,
@@ -53,6 +54,7 @@ def train(
         plan: how many updates, and where epochs end.
         recorder: takes every update's results.
         evaluate: returns the loss and the metrics over the validation split; raises what its argument gives.
+        test: the same over the test split, at the end: of the best checkpoint where one is kept.
         evaluate_every: in updates, or `epoch`; the last update is always followed by an evaluation.
         callbacks: by name; one batch of theirs is one update.
         checkpoints: written where they are due; every row up to a checkpoint is in the log before it.
@@ -177,6 +179,11 @@ def train(
     update.optimizer.finalize_variable_values(model.trainable_variables)  # with `use_ema` the averages stay
     hooks.on_train_end()
     recorder.log.trained(done, stopped.by, best)
+    if test is not None:
+        kept = None if best is None or best.value is None or checkpoints is None else checkpoints.best(best.update)
+        weights = nullcontext() if kept is None else state.lent(state.read(kept.folder, kept.meta), update)
+        with weights, _averaged(update.optimizer, model):
+            recorder.log.test(done if kept is None else kept.update, test(stop))
     return validation["loss"] if validation else recorder.last["loss"]
 
 

@@ -26,7 +26,11 @@ def share_of(batch: Nest, replicas: int) -> Nest:
 def sum_over_micro_batches(
     micro_step: Callable[[Nest, Nest, Nest], Nest], batch: Nest, micro_batch_size: int, jit_compile: bool = False
 ) -> Nest:
-    """Sum `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes, over the micro-batches of `batch`."""
+    """Sum `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes, over the micro-batches of `batch`.
+
+    The sum of `tf.IndexedSlices` in it has each row once, so it is as large as the rows that were looked up, and never
+    larger than the dense sum.
+    """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
     parts = parts_of(batch)
@@ -41,15 +45,47 @@ def sum_over_micro_batches(
     step = tf.function(
         on_leaves, input_signature=_slice_specs(leaves), autograph=False, jit_compile=jit_compile or None
     )
-    outputs = step.get_concrete_function().structured_outputs
-    zeros = tf.nest.map_structure(lambda output: tf.zeros(output.shape, output.dtype), outputs)
+    outputs = tf.nest.flatten(step.get_concrete_function().structured_outputs)
 
-    def body(start: tf.Tensor, sums: Nest) -> tuple[tf.Tensor, Nest]:
+    def body(start: tf.Tensor, sums: list[Any]) -> tuple[tf.Tensor, list[Any]]:
         stop = tf.minimum(start + micro_batch_size, count)
-        return stop, tf.nest.map_structure(tf.add, sums, step(*_slice(leaves, start, stop)))
+        made = tf.nest.flatten(step(*_slice(leaves, start, stop)))
+        return stop, [_added(total, value) for total, value in zip(sums, made, strict=True)]
 
-    _, sums = tf.while_loop(lambda start, _: start < count, body, (0, zeros), parallel_iterations=1)
-    return sums
+    zeros, shapes = zip(*map(_nothing, outputs), strict=True)
+    _, sums = tf.while_loop(
+        lambda start, _: start < count,
+        body,
+        (0, list(zeros)),
+        shape_invariants=(tf.TensorShape([]), list(shapes)),
+        parallel_iterations=1,
+    )
+    sums = [_like(output, total) for output, total in zip(outputs, sums, strict=True)]
+    return tf.nest.pack_sequence_as(step.get_concrete_function().structured_outputs, sums)
+
+
+def _nothing(output: Any) -> tuple[Any, Any]:
+    """Return the sum of no micro-batches, and the shapes of a sum: of rows and their indices, or of a dense tensor."""
+    if not isinstance(output, tf.IndexedSlices):
+        return tf.zeros(output.shape, output.dtype), output.shape
+    row = output.shape[1:]
+    rows = tf.zeros([0, *row], output.dtype), tf.zeros([0], output.indices.dtype)
+    return rows, (tf.TensorShape([None, *row]), tf.TensorShape([None]))
+
+
+def _added(total: Any, value: Any) -> Any:
+    if not isinstance(value, tf.IndexedSlices):
+        return total + value
+    rows, indices = total
+    indices, places = tf.unique(tf.concat([indices, value.indices], 0))
+    rows = tf.math.unsorted_segment_sum(tf.concat([rows, value.values], 0), places, tf.size(indices))
+    return rows, indices
+
+
+def _like(output: Any, total: Any) -> Any:
+    if not isinstance(output, tf.IndexedSlices):
+        return total
+    return tf.IndexedSlices(*total, tf.constant(output.shape.as_list()))
 
 
 def parts_of(batch: Nest) -> tuple[Nest, Nest, Nest]:

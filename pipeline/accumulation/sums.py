@@ -70,7 +70,8 @@ class GradientSums(NamedTuple):
         """Return the gradients of one large batch, in the order of `model.trainable_variables`.
 
         Returns:
-            One gradient of its variable's shape for each; None where the loss does not depend on it.
+            One gradient of its variable's shape for each; of an embedding `tf.IndexedSlices` with each row that was
+            looked up once; None where the loss does not depend on it.
         """
         return means(self.gradient_sums, self.weights)
 
@@ -152,7 +153,7 @@ def means(sums: Sequence[Gradients], weights: Sequence[tf.Tensor]) -> list[tf.Te
     for of_variable in zip(*sums, strict=True):
         both = zip(of_variable, weights, strict=True)
         terms_of = [_divide(value, weight) for value, weight in both if not isinstance(value, tuple)]
-        found.append(tf.add_n(terms_of) if terms_of else None)
+        found.append(tf.add_n(terms_of) if len(terms_of) > 1 else next(iter(terms_of), None))
     return found
 
 
@@ -160,5 +161,7 @@ def nonzero(total: tf.Tensor) -> tf.Tensor:
     return tf.where(total == 0, tf.ones_like(total), total)
 
 
-def _divide(value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+def _divide(value: Any, total: tf.Tensor) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_divide(value.values, total), value.indices, value.dense_shape)
     return value / tf.cast(nonzero(total), value.dtype)

@@ -181,10 +181,11 @@ class Update:
         return tf.convert_to_tensor(self.optimizer.iterations) % self.noise_every == 0
 
     def _accumulate(self, batch: Nest, measure_noise: tf.Tensor | bool) -> GradientSums:
-        return accumulate_gradients(
+        replicas = self.strategy.num_replicas_in_sync
+        sums = accumulate_gradients(
             self.model,
             self.loss,
-            share_of(batch, self.strategy.num_replicas_in_sync),
+            share_of(batch, replicas),
             self.micro_batch_size,
             loss_weights=self.loss_weights,
             metrics=self.metrics,
@@ -194,21 +195,29 @@ class Update:
             measure_noise=measure_noise,
             jit_compile=self.jit_compile,
         )
+        if replicas == 1 and self._scale_loss is None:
+            return sums
+        # Mirrored variables take no rows from outside of a replica, and Keras divides no rows by a scale.
+        return tf.nest.map_structure(tf.convert_to_tensor, sums)
 
 
 def _gradients(
     tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: tf.Tensor | None
 ) -> Gradients:
-    def full(gradient: Any, variable: tf.Variable) -> tf.Tensor | tuple[()]:
-        if gradient is None:
-            return ()
-        gradient = tf.convert_to_tensor(gradient)  # an embedding's slices have another length every micro-batch
-        gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
+    def scaled(gradient: tf.Tensor) -> tf.Tensor:
         if gradient.dtype in (tf.float16, tf.bfloat16):
             gradient = tf.cast(gradient, tf.float32)
         return gradient if times is None else gradient * tf.cast(times, gradient.dtype)
 
-    return tuple(map(full, tape.gradient(target, variables), variables))
+    def shaped(gradient: Any, variable: tf.Variable) -> Any:
+        if gradient is None:
+            return ()
+        if isinstance(gradient, tf.IndexedSlices):  # the rows of an embedding that the micro-batch has looked up
+            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, tf.constant(variable.shape.as_list()))
+        gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
+        return scaled(gradient)
+
+    return tuple(map(shaped, tape.gradient(target, variables), variables))
 
 
 def _noise(measure: tf.Tensor | bool, sums: Sequence[Gradients], minimised: Sequence[Part]) -> tuple[tf.Tensor, ...]:

@@ -189,7 +189,7 @@ class Past:
     Attributes:
         start: what the run was created with.
         run: its `run_id` and `experiment_id`; empty where no store has had it.
-        updates, evaluations, best: the steps whose rows are written.
+        updates, evaluations, tests, best: the steps whose rows are written.
         last: the latest value of each metric.
         resumed: what each of the segments but the first began with.
         described: whether all artifacts are logged that a run logs before it trains.
@@ -203,6 +203,7 @@ class Past:
     run: dict[str, str] = field(default_factory=dict)
     updates: set[int] = field(default_factory=set)
     evaluations: set[int] = field(default_factory=set)
+    tests: set[int] = field(default_factory=set)
     best: set[int] = field(default_factory=set)
     last: dict[str, float] = field(default_factory=dict)
     resumed: list[dict[str, Any]] = field(default_factory=list)
@@ -255,7 +256,7 @@ class Past:
 
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
-            kinds = {"train/loss": self.updates, "best/update": self.best}
+            kinds = {"train/loss": self.updates, "test/loss": self.tests, "best/update": self.best}
             found = [steps for key, steps in kinds.items() if key in line["metrics"]]
             (found or [self.evaluations])[0].add(line["step"])
             self.last |= line["metrics"]

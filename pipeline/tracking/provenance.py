@@ -123,13 +123,12 @@ def diff() -> str:
 
 def dataset(data: Data) -> dict[str, Any]:
     """Return name, version, sizes and checksums of a dataset: of its files, or of its examples where it has none."""
-    splits = {"train": data.train, "validation": data.validation}
     files = {path.name: _file_hash(path) for path in data.files}
-    content = {name: _content_hash(split) for name, split in splits.items() if split is not None and not files}
+    content = {name: _content_hash(split) for name, split in data.splits.items() if not files}
     return {
         "name": data.name,
         "version": data.version,
-        "examples": {name: int(split.cardinality()) for name, split in splits.items() if split is not None},
+        "examples": {name: int(split.cardinality()) for name, split in data.splits.items()},
         "files": files,
         "content": content,
     }

@@ -35,6 +35,7 @@ class Tracker:
         self.begun = False
         self._updates: Container[int] = ()  # whose rows were written before the run was resumed
         self._evaluations: Container[int] = ()
+        self._tests: Container[int] = ()
         self._best: Container[int] = ()
 
     def start(
@@ -90,7 +91,8 @@ class Tracker:
             segment: what `provenance.segment` says of what follows.
             config, overrides, data, dataset: as `start` takes them.
         """
-        self._updates, self._evaluations, self._best = past.updates, past.evaluations, past.best
+        self._updates, self._evaluations = past.updates, past.evaluations
+        self._tests, self._best = past.tests, past.best
         answer = self.journal.go_on(past, dict(segment))
         self.begun = True
         self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
@@ -127,6 +129,11 @@ class Tracker:
         row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
         self.journal.write({"step": update, "metrics": row})
 
+    def test(self, update: int, results: Mapping[str, float]) -> None:
+        """Write the row of the test split, which is of the weights after `update` updates."""
+        if update not in self._tests:
+            self.journal.write({"step": update, "metrics": {f"test/{name}": value for name, value in results.items()}})
+
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
         """Write what is known of a run once it has trained, to its end or until it is interrupted.
 
@@ -161,9 +168,9 @@ class Tracker:
         dataset: dict[str, Any],
     ) -> None:
         """Log the inputs and the artifacts that are known before a run trains; `DESCRIBED` is the last."""
-        for context, split in (("training", data.train), ("validation", data.validation)):
-            if split is not None:
-                self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
+        for name, split in data.splits.items():
+            context = {"train": "training"}.get(name, name)
+            self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(dict(resolved))),

@@ -40,7 +40,7 @@ def verify(arguments: Sequence[str]) -> int:
     whole = next(iter(parts.batches))
     tail = engine.shortened(whole, parts.plan.batch_size(parts.plan.updates_per_epoch))
     show = [*{engine.examples(batch): batch for batch in (whole, tail)}.values()]
-    batches = parts.validation_batches()
+    batches = parts.evaluation_batches()
     validation = [] if batches is None else list(batches.take(1))
     say(f"{parts.machine.description}; {cut}", to=sys.stdout)
     for key in left_out:

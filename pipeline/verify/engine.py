@@ -159,7 +159,11 @@ def _whole(update: Update, batch: Any) -> _Outcome:
         loss, gradients, results = step()
     except (tf.errors.ResourceExhaustedError, MemoryError):
         sums = tf.function(lambda: _sums_by_example(update, batch), autograph=False)()
-        loss, gradients, results = sums.mean_loss(), [() if g is None else g for g in sums.gradients()], {}
+        loss, gradients, results = (
+            sums.mean_loss(),
+            [() if g is None else tf.convert_to_tensor(g) for g in sums.gradients()],
+            {},
+        )
     found = {name: float(result) for name, result in results.items()}
     arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
     square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
@@ -214,7 +218,7 @@ def _cut(update: Update, batch: Any) -> _Outcome:
     sums = tf.function(lambda: update.sums(batch), autograph=False)()
     for variable, value in zip(update.model.non_trainable_variables, before, strict=True):
         variable.assign(value)
-    arrays = [None if gradient is None else np.asarray(gradient) for gradient in sums.gradients()]
+    arrays = [None if gradient is None else _array(tf.convert_to_tensor(gradient)) for gradient in sums.gradients()]
     results = {name: float(value) for name, value in tf.function(update, autograph=False)(batch).items()}
     return _outcome(update, results.pop("loss"), arrays, results)
 
