@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import batching, dataset, hardware, model, objective, objective_checks, optimizer, sizes, training
+from pipeline import batching, dataset, hardware, memory, model, objective, objective_checks, optimizer, sizes, training
 from pipeline.accumulation import Evaluation, Update, by_name, measured, spread
 from pipeline.best import Best
 from pipeline.dataset import Data
@@ -34,6 +34,7 @@ class Parts:
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
     best: Best | None = None  # where one is to be kept
+    said: Sequence[str] = ()  # of the data, a line each, once the run begins
 
     def update(self) -> Update:
         """Return what applies one effective batch."""
@@ -68,7 +69,10 @@ class Parts:
     def evaluation_batches(self, name: str = "validation") -> tf.data.Dataset | None:
         """Return a split in effective batches, in its order; None where there is no such split."""
         split = self.data.splits.get(name)
-        return None if split is None else batching.in_order(split, self.plan.batching.effective_batch_size)
+        return None if split is None else self._in_order(split, self.plan.batching.effective_batch_size)
+
+    def _in_order(self, split: tf.data.Dataset, size: int) -> tf.data.Dataset:
+        return batching.in_order(split, size, self.config.dataset.get("pad"))
 
     def evaluate(self, name: str = "validation") -> Callable[..., dict[str, float]] | None:
         """Return what evaluates a split; None where there is no such split."""
@@ -77,7 +81,7 @@ class Parts:
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""
-        return model.batch_dependent_layers(self.model, next(iter(batching.in_order(self.data.train, 2)))[0])
+        return model.batch_dependent_layers(self.model, next(iter(self._in_order(self.data.train, 2)))[0])
 
     def example(self) -> Any:
         """Return the inputs of four examples, as NumPy arrays.
@@ -86,21 +90,25 @@ class Parts:
             TypeError: an input is neither a dense tensor nor a dict of them, so a model has no signature for it.
         """
         split = self.data.train if self.data.validation is None else self.data.validation
-        inputs = next(iter(batching.in_order(split, 4)))[0]
+        inputs = next(iter(self._in_order(split, 4)))[0]
         if not all(map(tf.is_tensor, tf.nest.flatten(inputs))) or not isinstance(inputs, tf.Tensor | dict):
             raise TypeError("an input that is neither a dense tensor nor a dict of them has no signature")
         return tf.nest.map_structure(lambda leaf: leaf.numpy(), inputs)
 
 
 def assemble(
-    config: DictConfig, cut: Batching, check_dataset: Callable[[dict[str, Any]], None], first_update: int = 0
+    config: DictConfig,
+    cut: Batching,
+    check_dataset: Callable[[dict[str, Any]], None] | None = None,
+    first_update: int = 0,
 ) -> Parts:
     """Build everything that can still refuse the config.
 
     Args:
         config: checked.
         cut: how its effective batch is cut, as its check returned it.
-        check_dataset: takes what `provenance.dataset` says of the data, and may refuse it.
+        check_dataset: takes what `provenance.dataset` says of the data, checksums included, and may refuse it.
+            Without it the checksums of files are left for later.
         first_update: completed updates, whose batches are left out.
 
     Raises:
@@ -110,8 +118,11 @@ def assemble(
     data = dataset.load(config.dataset)
     # TensorFlow traces what the config names, and runs it to read the data.
     with refused("dataset", "must give examples", config.dataset._target_):
-        recorded_data = provenance.dataset(data)
-    check_dataset(recorded_data)
+        said = [memory.settle(config.dataset, data), batching.one_class(config.dataset, data, config.seed)]
+        checksum = config.dataset.get("checksum", "full")
+        recorded_data = provenance.dataset(data, checksum, of_files=check_dataset is not None)
+    if check_dataset is not None:
+        check_dataset(recorded_data)
     plan = sizes.plan(cut, data.examples, *sizes.settle_horizon(config.training))
     size, node, augment = cut.effective_batch_size, config.dataset, config.dataset.get("augment")
     key = "dataset" if augment is None else "dataset.augment"
@@ -131,13 +142,13 @@ def assemble(
         network = model.build(config.model, data)
         goal = objective.build(config.training)
         stepping = optimizer.build(config, plan.updates, size)
-        first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32))))
+        first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
         seen = objective_checks.check(goal, network, data, first, config.training.class_weight)
         objective.compile(goal, network, stepping, *seen)
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(config.training.keep_best, goal, data, list(by_name(network, seen[1])))
-    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, best)
+    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, best, [*filter(None, said)])
 
 
 def _best(keep: DictConfig | None, goal: Objective, data: Data, outputs: list[str]) -> Best | None:

@@ -18,6 +18,9 @@ from omegaconf import DictConfig
 from pipeline import instantiate
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
+from pipeline.padding import padder
+
+MOST_LOOKED_AT = 2048  # examples, for a warning
 
 
 def effective_batches(
@@ -50,7 +53,10 @@ def effective_batches(
         key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
         if whole is None:
             tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
-            examples = data.train.enumerate().shuffle(buffer, seed=key[0] ^ key[1], reshuffle_each_iteration=False)
+            order = key[0] ^ key[1]
+            by_files = data.shuffled if node.get("shuffle_files") else None
+            read = data.train if by_files is None else by_files(order)
+            examples = read.enumerate().shuffle(buffer, seed=order, reshuffle_each_iteration=False)
             examples = examples.skip(left_out)
         else:
             shuffled = tf.random.experimental.stateless_shuffle(tf.range(count, dtype=tf.int64), seed=key)
@@ -67,19 +73,45 @@ def effective_batches(
         return _batch(examples.map(augmented, tf.data.AUTOTUNE), effective_batch_size)
 
     epochs_ahead = tf.data.Dataset.range(first_epoch, epochs)
-    batches = epochs_ahead.flat_map(epoch_of).map(_in_precision, tf.data.AUTOTUNE)
+    batches = _prepared(epochs_ahead.flat_map(epoch_of), node.get("pad"))
     if class_weight is not None:
         batches = batches.map(_weigher(class_weight, data), tf.data.AUTOTUNE)
     batches = batches.prefetch(tf.data.AUTOTUNE)
-    (given, *_), (made, *_) = in_order(data.train, 1).element_spec, batches.element_spec
+    (given, *_), (made, *_) = in_order(data.train, 1, node.get("pad")).element_spec, batches.element_spec
     if augment is not None and not _alike(given, made):
         raise ConfigError("dataset.augment", f"must keep the shape and dtype of an input, {given}", str(made))
     return batches
 
 
-def in_order(examples: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-    """Return a split once, unshuffled, in batches of `batch_size`; the last one may be smaller."""
-    return _batch(examples, batch_size).map(_in_precision, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+def in_order(examples: tf.data.Dataset, batch_size: int, pad: Mapping[str, Any] | None = None) -> tf.data.Dataset:
+    """Return a split once, unshuffled, in batches of `batch_size`, the last perhaps smaller; `pad` as in the config."""
+    return _prepared(_batch(examples, batch_size), pad).prefetch(tf.data.AUTOTUNE)
+
+
+def one_class(node: DictConfig, data: Data, seed: int) -> str:
+    """Return a line where the examples that are streamed and shuffled together at first are all of one class."""
+    label = data.train.element_spec[1] if len(data.train.element_spec) > 1 else None
+    if (
+        node.get("in_memory", True)
+        or not isinstance(label, tf.TensorSpec)
+        or not label.dtype.is_integer
+        or label.shape.rank
+    ):
+        return ""
+    read = data.shuffled(tf.constant(seed, tf.int64)) if node.get("shuffle_files") and data.shuffled else data.train
+    count = min(node.get("shuffle_buffer") or data.examples, data.examples, MOST_LOOKED_AT)
+    labels = (int(example[1]) for example in read.take(count))
+    first = next(labels)
+    if count < 2 or any(other != first for other in labels):
+        return ""
+    how = "a larger dataset.shuffle_buffer, or files in which they are mixed"
+    return f"the first {count} examples that are streamed are all of class {first}: classes are mixed by {how}"
+
+
+def _prepared(batches: tf.data.Dataset, pad: Mapping[str, Any] | None) -> tf.data.Dataset:
+    if pad is not None:
+        batches = batches.map(padder(pad), tf.data.AUTOTUNE)
+    return batches.map(_in_precision, tf.data.AUTOTUNE)
 
 
 def _weigher(class_weight: Mapping[int, float], data: Data) -> Callable[..., tuple]:

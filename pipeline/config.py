@@ -78,6 +78,16 @@ def _or_null(check: Check) -> Check:
     return f"{words}, or null", lambda value: value is None or holds(value)
 
 
+def _is_padding(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, DictConfig)
+        and set(value) == {"multiple", "value"}
+        and _is_integer(value.multiple)
+        and value.multiple >= 1
+        and _is_number(value.value)
+    )
+
+
 _COUNT: Check = ("at least 1", lambda value: _is_integer(value) and value >= 1)
 _POSITIVE: Check = ("a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
 _NOT_NEGATIVE: Check = ("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
@@ -100,7 +110,10 @@ _CHECKS: dict[str, Check] = {
         objective.are_class_weights,
     ),
     "training.loss_weights": ("null, or a number for each output", objective.are_loss_weights),
-    "dataset.in_memory": ("true or false", lambda value: isinstance(value, bool)),
+    "dataset.in_memory": ("true, false or auto", lambda value: isinstance(value, bool) or value == "auto"),
+    "dataset.shuffle_files": ("true or false", lambda value: isinstance(value, bool)),
+    "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
+    "dataset.pad": ("null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}", _is_padding),
     "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),
     "training.checkpoint_every": (
         "a positive number of updates, 'epoch', 'auto' or null",

@@ -32,7 +32,15 @@ _SAME = (
     *(f"training.{name}" for name in _TRAINING),
 )
 _FREE = (
-    *("dataset.data_dir", "dataset.download", "tracking", "trust", "training.resume", "training.checkpoint_every"),
+    *(
+        "dataset.data_dir",
+        "dataset.download",
+        "dataset.checksum",
+        "tracking",
+        "trust",
+        "training.resume",
+        "training.checkpoint_every",
+    ),
     *("hardware.parallel_jobs", "hardware.gpus_per_job"),
 )
 _SIZES = ("accumulation.effective_batch_size", "accumulation.factor", "accumulation.micro_batch_size")
@@ -124,6 +132,7 @@ def _of(run_dir: Path, config: DictConfig, cut: Batching, past: Past, required: 
     found: list[str] = []
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
+        _keep_in_memory(config, recorded["dataset"])
         found = changes(recorded, config, cut, past)
         longer = any(recorded["training"].get(name) != config.training[name] for name in HORIZONS)
         if past.status == "FINISHED" and not longer:
@@ -137,6 +146,13 @@ def _of(run_dir: Path, config: DictConfig, cut: Batching, past: Past, required: 
     if required and latest is None:
         raise ConfigError("RUN", "must have a checkpoint: see training.checkpoint_every", str(run_dir))
     return Continuation(run_dir, past, latest, found)
+
+
+def _keep_in_memory(config: DictConfig, recorded: Mapping[str, Any]) -> None:
+    """Let `dataset.in_memory=auto` be what it was for the run, as the order of the examples depends on it."""
+    if config.dataset.get("in_memory") == "auto" and "in_memory" in recorded:
+        config.dataset.in_memory = recorded["in_memory"]
+        config.dataset.shuffle_buffer = recorded.get("shuffle_buffer")
 
 
 def changes(recorded: dict[str, Any], config: DictConfig, cut: Batching, past: Past) -> list[str]:

@@ -17,7 +17,8 @@ from pipeline import instantiate
 from pipeline.errors import ConfigError, first_line
 from pipeline.trust import gate
 
-_OURS = ("augment", "in_memory", "shuffle_buffer")  # read by `batching`; all other keys go to the target
+# Of the program; all other keys go to the target.
+_OURS = ("augment", "checksum", "in_memory", "pad", "shuffle_buffer", "shuffle_files")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Data:
         classes: number of labels, where the labels are classes.
         name, version: as the dataset calls itself.
         files: that the examples are read from, where they are prepared files.
+        shuffled: takes a seed, a scalar of int64, and gives the training split with its files in an order that
+            follows from the seed; None where it is not read from files.
     """
 
     train: tf.data.Dataset
@@ -39,6 +42,7 @@ class Data:
     version: str = ""
     files: tuple[Path, ...] = ()
     test: tf.data.Dataset | None = None
+    shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
@@ -86,6 +90,9 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     if not isinstance(made, Data):
         rule = "must give (train, validation[, test]) as tf.data.Datasets, or a pipeline.dataset.Data"
         raise ConfigError("dataset._target_", rule, type(made).__name__)
+    if made.shuffled is not None:
+        of_files = made.shuffled
+        made = replace(made, shuffled=lambda seed: _as_parts(of_files(seed)))
     return replace(made, **{name: _checked(split, name) for name, split in made.splits.items()})
 
 
@@ -188,6 +195,12 @@ def _from_builder(
 
     read = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False, add_tfds_id=False)
 
+    def shuffled(seed: tf.Tensor) -> tf.data.Dataset:
+        order = {"shuffle_seed": seed, "shuffle_reshuffle_each_iteration": False}
+        by_files = tfds.ReadConfig(try_autocache=False, add_tfds_id=False, **order)  # 16 files at a time, in turn
+        dataset = builder.as_dataset(split=train, shuffle_files=True, read_config=by_files)
+        return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+
     def split(name: str, key: str) -> tf.data.Dataset:
         try:
             dataset = builder.as_dataset(split=name, shuffle_files=False, read_config=read)
@@ -208,6 +221,7 @@ def _from_builder(
         name=builder.name,
         version=str(builder.version),
         files=tuple(sorted(files)),
+        shuffled=shuffled,
     )
 
 
@@ -238,9 +252,13 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     if _is_batched(dataset, leaves):
         rule = f"must give single examples in its {split} split, not batches: leave `batch` out"
         raise ConfigError(key, rule, [str(leaf) for leaf in leaves])
-    if isinstance(spec, tuple) and not any(isinstance(leaf, tf.NoneTensorSpec) for leaf in leaves):
-        return dataset
-    return dataset.map(_parts)
+    return _as_parts(dataset)
+
+
+def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    spec = dataset.element_spec
+    without_labels = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in tf.nest.flatten(spec))
+    return dataset if isinstance(spec, tuple) and not without_labels else dataset.map(_parts)
 
 
 def _is_batched(dataset: tf.data.Dataset, leaves: list[Any]) -> bool:

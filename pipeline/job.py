@@ -40,7 +40,7 @@ def run(
     run_dir: Path,
     *,
     tags: Mapping[str, str] = MappingProxyType({}),
-    check_dataset: Callable[[dict[str, Any]], None] = lambda _: None,
+    check_dataset: Callable[[dict[str, Any]], None] | None = None,
     resume: bool = False,
 ) -> tuple[str, float]:
     """Train what `config` says and record it.
@@ -146,7 +146,7 @@ class _Begin:
             forked = self.start.tags if isinstance(self.start, Fork) else {}
             tags = {**dependent, **forked, **self.tags}
             tracker.start(segment, config, self.overrides, *data, parts.model, tags)
-            say(f"{parts.machine.description}; {parts.plan}")
+            say(f"{parts.machine.description}; {parts.plan}", *parts.said)
         else:
             tracker.resume(self.before.past, segment, config, self.overrides, *data)
             say(f"{parts.machine.description}; {parts.plan}", *self.before.said(parts.objective.callbacks))

@@ -27,7 +27,9 @@ from pipeline.trust.gate import Gate, check_config, drop_writers, strict
 
 DIFFERENT = 3  # exit status
 # What says where the data are or how they are read, and not which they are.
-_SAME_DATA = re.compile(r"dataset\.(data_dir|download|in_memory|shuffle_buffer|augment)(\.|$)")
+_SAME_DATA = re.compile(
+    r"dataset\.(data_dir|download|in_memory|shuffle_buffer|shuffle_files|checksum|augment|pad)(\.|$)"
+)
 _OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the user's own config as well
 
 

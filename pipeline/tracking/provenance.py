@@ -23,6 +23,7 @@ from pipeline import __version__
 from pipeline.config import directory, leaves, plain
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
+from pipeline.tracking import checksums
 
 if TYPE_CHECKING:
     from pipeline.dataset import Data
@@ -121,14 +122,22 @@ def diff() -> str:
     return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
 
 
-def dataset(data: Data) -> dict[str, Any]:
-    """Return name, version, sizes and checksums of a dataset: of its files, or of its examples where it has none."""
-    files = {path.name: _file_hash(path) for path in data.files}
-    content = {name: _content_hash(split) for name, split in data.splits.items() if not files}
+def dataset(data: Data, checksum: str = "full", *, of_files: bool = True) -> dict[str, Any]:
+    """Return name, version, sizes and checksums of a dataset: of its files, or of its examples where it has none.
+
+    Args:
+        data: loaded.
+        checksum: `full`, or `none` to leave checksums out.
+        of_files: whether those of files are wanted now, for which all of them are read.
+    """
+    wanted = checksum == "full"
+    files = {path.name: checksums.of(path) for path in data.files if wanted and of_files}
+    content = {name: _content_hash(split) for name, split in data.splits.items() if wanted and not data.files}
     return {
         "name": data.name,
         "version": data.version,
         "examples": {name: int(split.cardinality()) for name, split in data.splits.items()},
+        "checksum": checksum,
         "files": files,
         "content": content,
     }
@@ -141,6 +150,8 @@ def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: s
         if recorded[key] != now[key]:
             raise ConfigError("dataset", f"must have the {key} {recorded[key]!r} of run {run_id}", now[key])
     for key, what in (("files", "file"), ("content", "split"), ("examples", "number of examples of the split")):
+        if key != "examples" and now.get("checksum") == "none":
+            continue
         for name, value in recorded[key].items():
             if now[key].get(name) != value:
                 found = now[key].get(name, "absent")
@@ -214,13 +225,6 @@ def _package_hash() -> str:
 def _lock() -> str | None:
     files = (folder / "requirements.lock" for folder in (Path.cwd(), Path(__file__).resolve().parents[2]))
     return next((hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()), None)
-
-
-def _file_hash(path: Path) -> str:
-    """Return a SHA-256 of size and content: 0.7 s for a GiB that the system still holds, measured on two busy cores."""
-    size = hashlib.sha256(str(path.stat().st_size).encode())
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: size).hexdigest()
 
 
 def _content_hash(split: Any) -> str:

@@ -16,6 +16,7 @@ from pipeline.best import Best
 from pipeline.masking import mask, masked
 from pipeline.sizes import Plan
 from pipeline.tracking import provenance
+from pipeline.tracking.checksums import Beside
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past
 
@@ -37,6 +38,7 @@ class Tracker:
         self._evaluations: Container[int] = ()
         self._tests: Container[int] = ()
         self._best: Container[int] = ()
+        self._checksums: Beside | None = None
 
     def start(
         self,
@@ -98,6 +100,8 @@ class Tracker:
         self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
         if not past.described:
             self._describe(config, masked(configuration.plain(config)), overrides, data, dataset)
+        elif dataset["files"]:  # which the run may not have had yet
+            self._artifact(DESCRIBED, json.dumps(dataset, indent=1) + "\n")
         segments = [past.start["segment"], *past.resumed, segment]
         self._artifact("segments.json", json.dumps(segments, indent=1) + "\n")
         self.journal.write({"tags": {"segments": str(len(segments))}})
@@ -155,6 +159,11 @@ class Tracker:
 
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, if so."""
+        if self._checksums is not None:
+            if status == "FINISHED":
+                self._checksums.wait()
+            if self._checksums.done:
+                self.journal.write({"artifact": DESCRIBED})
         if failure:
             self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
         return self.journal.close(status)
@@ -183,6 +192,14 @@ class Tracker:
         texts[DESCRIBED] = json.dumps(dataset, indent=1) + "\n"
         for name, text in texts.items():
             self._artifact(name, text)
+        if dataset["checksum"] == "full" and data.files and not dataset["files"]:
+            self._checksums = Beside(data.files, lambda found: self._describe_files({**dataset, "files": found}))
+
+    def _describe_files(self, dataset: dict[str, Any]) -> None:
+        """Write the checksums into the run directory, where a run that goes on looks for them; `end` logs them."""
+        new = self.run_dir / f".{DESCRIBED}"
+        new.write_text(mask(json.dumps(dataset, indent=1) + "\n"), encoding="utf-8")
+        new.replace(self.run_dir / DESCRIBED)
 
     def _artifact(self, name: str, text: str) -> None:
         """Write a file of the run directory, and log it."""

@@ -43,7 +43,8 @@ def assert_equals_large_batch(model, loss, batch, micro_batch_size, tolerance=EX
     assert deviation([sums.mean_loss()], [value]) < tolerance
     expected = [tf.convert_to_tensor(gradient) for gradient in expected if gradient is not None]
     assert max(np.abs(gradient).max() for gradient in expected) > 1e-4  # a gradient of nothing would equal anything
-    assert deviation([gradient for gradient in gradients if gradient is not None], expected) < tolerance
+    found = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    assert deviation(found, expected) < tolerance
     return gradients
 
 

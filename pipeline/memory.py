@@ -1,0 +1,78 @@
+"""How much memory this process may use, and how much of the data is kept in it: `dataset.in_memory=auto`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import tensorflow as tf
+from omegaconf import DictConfig, open_dict
+
+from pipeline.dataset import Data
+
+SHARE = 4  # the training split is kept in memory where it fits in one part of so many
+BUFFER = 128 * 2**20  # bytes of examples among which those that are streamed are shuffled
+_SAMPLE = 64  # examples that are read where their size is not known from their shapes
+
+
+def settle(node: DictConfig, data: Data) -> str:
+    """Replace `in_memory: auto` of the `dataset` group by what it is for `data`; return a line that says which.
+
+    The order of the examples depends on it, so what is recorded is true or false and the size of the buffer.
+    """
+    if node.get("in_memory") == "auto":
+        size = _example_bytes(data.train)
+        with open_dict(node):
+            node.in_memory = size * data.examples <= limit() / SHARE
+            if not node.in_memory and node.get("shuffle_buffer") is None:
+                node.shuffle_buffer = max(1, min(data.examples, int(BUFFER / size)))
+        what = f"{_readable(size * data.examples)} of training examples"
+        if node.in_memory:
+            return f"{what} are kept in memory"
+        buffer = f"shuffled by file and in a buffer of {node.shuffle_buffer} examples"
+        return f"{what} are streamed, as a quarter of the memory is {_readable(limit() / SHARE)}; {buffer}"
+    return ""
+
+
+def limit() -> int:
+    """Return the bytes that this process may use: of the machine, or of its control group."""
+    found = [psutil.virtual_memory().total]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            if "memory" in controllers.split(","):
+                root, name = root / "memory", "memory.limit_in_bytes"
+            elif controllers:
+                continue
+            group = Path(path.lstrip("/"))
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # `max`, or a group that is not seen from inside a container
+                    found.append(int((root / folder / name).read_text()))
+    return min(found)
+
+
+def _example_bytes(split: tf.data.Dataset) -> float:
+    """Return the size of an example: by its shapes, or the mean of the first ones."""
+    specs = tf.nest.flatten(split.element_spec)
+    dense = all(isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string for spec in specs)
+    if dense and all(spec.shape.is_fully_defined() for spec in specs):
+        return max(1.0, float(sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)))
+    sizes = [
+        sum(
+            sum(map(len, leaf.numpy().ravel().tolist())) if leaf.dtype == tf.string else leaf.numpy().nbytes
+            for leaf in tf.nest.flatten(example, expand_composites=True)
+            if leaf is not None
+        )
+        for example in split.take(_SAMPLE)
+    ]
+    return max(1.0, sum(sizes) / len(sizes))
+
+
+def _readable(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
