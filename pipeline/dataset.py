@@ -73,6 +73,8 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     with open_dict(own):
         for key in _OURS if prepare else (*_OURS, "download"):
             own.pop(key, None)
+        if own.get("test_split") is None:  # as all of ours have by default, and other targets need not know
+            own.pop("test_split", None)
     offers = {} if prepare else instantiate.accepted(target, own, download=False)
     # What TFDS and its downloader print about a dataset that is not there, the error says in one line.
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads go on when one has failed

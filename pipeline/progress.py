@@ -38,9 +38,14 @@ class Progress:
         values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
         print(f"update {update}/{self.updates}  {values}  {left:.0f} s left", file=sys.stderr)
 
+    def tested(self, update: int, results: Mapping[str, float]) -> None:
+        """Show the results of the test split."""
+        self.close()
+        print(f"update {update}/{self.updates}  {_named('test', results)}", file=sys.stderr)
+
     def validated(self, update: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
-        values = "  ".join(f"val/{name} {value:.4f}" for name, value in results.items())
+        values = _named("val", results)
         if self._bar is not None:
             self._bar.write(f"update {update}  {values}", file=sys.stderr)
         elif update == self.updates or time.monotonic() - self._validated >= SECONDS:
@@ -51,3 +56,7 @@ class Progress:
         """End the bar's line."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _named(split: str, results: Mapping[str, float]) -> str:
+    return "  ".join(f"{split}/{name} {value:.4f}" for name, value in results.items())

@@ -183,7 +183,9 @@ def train(
         kept = None if best is None or best.value is None or checkpoints is None else checkpoints.best(best.update)
         weights = nullcontext() if kept is None else state.lent(state.read(kept.folder, kept.meta), update)
         with weights, _averaged(update.optimizer, model):
-            recorder.log.test(done if kept is None else kept.update, test(stop))
+            results, at = test(stop), done if kept is None else kept.update
+        recorder.log.test(at, results)
+        recorder.progress.tested(at, results)
     return validation["loss"] if validation else recorder.last["loss"]
 
 

@@ -166,7 +166,7 @@ def test_the_digits_are_split_once_and_for_all(digits):
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"_target_": "builtins.dict"}, "dataset._target_ must give (train, validation) as tf.data.Datasets"),
+        ({"_target_": "builtins.dict"}, "dataset._target_ must give (train, validation[, test]) as tf.data.Datasets"),
         ({"_target_": "pipeline.dataset.from_tfds", "name": "no_such"}, "dataset.name must be a TFDS dataset"),
         (
             {"_target_": "pipeline.dataset.from_tfds", "name": "mnist", "download": False, "data_dir": "/nowhere"},
