@@ -110,6 +110,38 @@ def digits(data_dir: str | None = None, download: bool = True, test_split: str |
     return _from_builder(builder, ("train", "validation", test_split), _features("image", "label", 1 / 16, None))
 
 
+def topics(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
+    """Load the help texts of Python's standard library as bytes to be predicted, each from those before it.
+
+    x and y are integers, (length,), of at most 127 bytes: y is x moved by one. A byte b is b + 1, so that 0 is padding.
+    """
+    from pipeline.datasets.topics import Topics
+
+    builder = Topics(data_dir=data_dir)
+    _prepare(builder, download)
+
+    @tf.autograph.experimental.do_not_convert
+    def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
+        tokens = tf.cast(features["bytes"], tf.int32) + 1
+        return tokens[:-1], tokens[1:]
+
+    return replace(_from_builder(builder, ("train", "validation", test_split), preprocess), classes=257)
+
+
+def breast_cancer() -> Data:
+    """Load the table of `pipeline.datasets.tables.breast_cancer`."""
+    from pipeline.datasets import tables
+
+    return tables.breast_cancer()
+
+
+def diabetes() -> Data:
+    """Load the table of `pipeline.datasets.tables.diabetes`."""
+    from pipeline.datasets import tables
+
+    return tables.diabetes()
+
+
 def from_tfds(
     name: str | None = None,
     data_dir: str | None = None,

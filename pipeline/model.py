@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,14 +21,15 @@ from pipeline.errors import ConfigError
 def build(node: DictConfig, data: Data) -> keras.Model:
     """Return the model of `node`, built for one example's shape.
 
-    A builder gets `input_shape` (of one example, without the batch) and `classes` where it has parameters of
-    those names and the config gives them no value.
+    A builder gets `input_shape` (of one example, without the batch), `classes` and `training_examples` (the training
+    split, example by example) where it has parameters of those names and the config gives them no value.
 
     Raises:
         ConfigError: the target or one of its arguments is wrong, or it has no weights to train.
     """
     target = instantiate.locate(node, "model")
-    offers = instantiate.accepted(target, node, input_shape=data.input_shape, classes=data.classes)
+    known = {"input_shape": data.input_shape, "classes": data.classes, "training_examples": data.train}
+    offers = instantiate.accepted(target, node, **known)
     model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):
         raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
@@ -91,7 +94,115 @@ def cnn(
     return keras.Model(inputs, _head(layers.Flatten()(x), classes, hidden, dropout, l2), name="cnn")
 
 
-def _check(*, dropout: float, l2: float, **sizes: Sequence[int]) -> None:
+def tabular(
+    input_shape: Sequence[int],
+    training_examples: tf.data.Dataset,
+    hidden: Sequence[int] = (64, 64),
+    activation: str | None = None,
+    dropout: float = 0.0,
+    l2: float = 0.0,
+) -> keras.Model:
+    """Return dense layers over measurements that are normalised as those of the training split, with one output.
+
+    Args:
+        input_shape: of one example, (measurements,).
+        training_examples: whose means and variances the first layer takes.
+        hidden, dropout, l2: as for `mlp`.
+        activation: of the output, such as `sigmoid`.
+    """
+    _check(hidden=hidden, dropout=dropout, l2=l2)
+    if len(input_shape) != 1:
+        raise ValueError(f"input_shape must be (measurements,). Received: {tuple(input_shape)}")
+    inputs = keras.Input(tuple(input_shape))
+    normalisation = layers.Normalization()
+    normalisation.adapt(training_examples.map(lambda x, *_: x).batch(1024))
+    x = _head(normalisation(inputs), 1, hidden, dropout, l2)
+    return keras.Model(inputs, layers.Activation(activation, dtype=x.dtype)(x) if activation else x, name="tabular")
+
+
+def decoder(
+    classes: int, length: int, width: int = 64, blocks: int = 2, heads: int = 4, dropout: float = 0.0
+) -> keras.Model:
+    """Return a decoder-only transformer, with a layer norm before each attention and before each two dense layers.
+
+    Args:
+        classes: number of tokens, and width of the output, which are logits (batch, time, tokens).
+        length: longest sequence.
+        width: of the residual stream, a multiple of `heads`.
+        blocks: of attention and dense layers.
+        heads: of each attention.
+        dropout: share of each block's outputs that is dropped.
+    """
+    _check(dropout=dropout, classes=[classes], length=[length], width=[width], blocks=[blocks], heads=[heads])
+    if width % heads:
+        raise ValueError(f"width must be a multiple of heads, {heads}. Received: {width}")
+    tokens = keras.Input((None,), dtype="int32")
+    positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
+    x = layers.Embedding(classes, width)(tokens) + layers.Embedding(length, width)(positions)
+    for _ in range(blocks):
+        normed = layers.LayerNormalization()(x)
+        x += _dropped(layers.MultiHeadAttention(heads, width // heads)(normed, normed, use_causal_mask=True), dropout)
+        normed = layers.LayerNormalization()(x)
+        x += _dropped(layers.Dense(width)(layers.Dense(4 * width, activation="gelu")(normed)), dropout)
+    x = layers.LayerNormalization()(x)
+    return keras.Model(tokens, layers.Dense(classes, dtype=keras.config.floatx())(x), name="decoder")
+
+
+def application(
+    input_shape: Sequence[int], classes: int, name: str, weights: str | None = None, frozen: Sequence[str] = ()
+) -> keras.Model:
+    """Return a network of `keras.applications` with a dense layer of `classes` logits on its pooled features.
+
+    Args:
+        input_shape: (height, width, channels).
+        classes: width of the output, which are logits.
+        name: such as `ResNet50` or `MobileNetV2`.
+        weights: your own, a `.keras` or `.weights.h5` file of this model, or of one with another last layer, whose
+            weights that fit are taken.
+        frozen: patterns, such as `conv1_*`, of the names of layers that are not trained.
+    """
+    build = getattr(keras.applications, name, None)
+    if not callable(build) or not name[:1].isupper():
+        raise ValueError(f"name must be a model of keras.applications. Received: {name}")
+    base = build(include_top=False, weights=None, input_shape=tuple(input_shape), pooling="avg")
+    outputs = layers.Dense(classes, dtype=keras.config.floatx(), name="logits")(base.output)
+    model = keras.Model(base.input, outputs, name=name.lower())
+    if weights is not None:
+        _take_weights(model, weights)
+    for pattern in frozen:
+        found = [layer for layer in model.layers if fnmatch.fnmatchcase(layer.name, pattern)]
+        if not found:
+            raise ValueError(f"frozen: no layer has a name like this. Received: {pattern}")
+        for layer in found:
+            layer.trainable = False
+    return model
+
+
+def _take_weights(model: keras.Model, file: str) -> None:
+    """Take the weights of the layers of a file that fit, by their names."""
+    if not Path(file).is_file():
+        raise ValueError(f"weights must be a file that is there. Received: {file}")
+    if file.endswith(".weights.h5"):
+        model.load_weights(file, skip_mismatch=True)
+        return
+    if not file.endswith(".keras"):
+        raise ValueError(f"weights must be a .keras or .weights.h5 file. Received: {file}")
+    theirs = {layer.name: layer for layer in keras.models.load_model(file, compile=False).layers}
+    taken = 0
+    for layer in model.layers:
+        values = theirs[layer.name].get_weights() if layer.name in theirs else []
+        if values and [value.shape for value in values] == [weight.shape for weight in layer.weights]:
+            layer.set_weights(values)
+            taken += 1
+    if not taken:
+        raise ValueError(f"weights must be of this model: no layer's fit. Received: {file}")
+
+
+def _dropped(x: keras.KerasTensor, dropout: float) -> keras.KerasTensor:
+    return layers.Dropout(dropout)(x) if dropout else x
+
+
+def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
     """Raise a ValueError for what Keras builds a useless model of, without a word."""
     for name, values in sizes.items():
         if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 1 for value in values):

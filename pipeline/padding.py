@@ -22,7 +22,7 @@ def padder(pad: Mapping[str, Any]) -> Callable[..., tuple]:
         if not isinstance(leaf, tf.RaggedTensor):
             return leaf
         longest = leaf.bounding_shape()
-        length = multiple * tf.maximum(1, -(-longest[1] // multiple))
+        length = multiple * tf.maximum(tf.cast(1, longest.dtype), -(-longest[1] // multiple))
         shape = tf.concat([longest[:1], [length], longest[2:]], 0)
         made = leaf.to_tensor(tf.cast(filling, leaf.dtype) if leaf.dtype != tf.string else str(filling), shape=shape)
         return tf.ensure_shape(made, [None, None, *leaf.shape[2:]])
@@ -32,7 +32,7 @@ def padder(pad: Mapping[str, Any]) -> Callable[..., tuple]:
             message = (
                 f"dataset.pad.value must not be a value of the inputs, which a mask could not tell from it: {value}"
             )
-            check = tf.debugging.assert_none_equal(leaf.flat_values, tf.cast(value, leaf.dtype), message)
+            check = tf.debugging.assert_none_equal(leaf.flat_values, tf.cast(value, leaf.dtype), message=message)
             with tf.control_dependencies([] if check is None else [check]):
                 return dense(leaf, value)
         return dense(leaf, value)

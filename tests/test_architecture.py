@@ -23,7 +23,7 @@ LEVELS = (
     ("recorder", "objective_checks", "checkpoint"),
     (
         *("augmentation", "batching", "callbacks", "dataset", "datasets", "hardware", "instantiate", "model"),
-        *("memory", "objective", "optimizer", "padding", "run_dirs"),
+        *("memory", "metrics", "objective", "optimizer", "padding", "run_dirs"),
     ),
     ("accumulation", "tracking", "trust"),
     ("compose",),

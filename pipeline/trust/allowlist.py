@@ -17,10 +17,17 @@ from pipeline.errors import ConfigError, first_line
 BUILDERS = {
     "pipeline.augmentation.Flip",
     "pipeline.augmentation.Shift",
+    "pipeline.dataset.breast_cancer",
+    "pipeline.dataset.diabetes",
     "pipeline.dataset.digits",
     "pipeline.dataset.from_tfds",
+    "pipeline.dataset.topics",
+    "pipeline.metrics.BitsPerToken",
+    "pipeline.model.application",
     "pipeline.model.cnn",
+    "pipeline.model.decoder",
     "pipeline.model.mlp",
+    "pipeline.model.tabular",
     "pipeline.optimizer.InverseSquareRoot",
     "pipeline.optimizer.constant",
 }
@@ -60,6 +67,8 @@ READERS = {
     "keras.layers.TextVectorization": "vocabulary",
     "pipeline.dataset.digits": "data_dir",
     "pipeline.dataset.from_tfds": "data_dir",
+    "pipeline.dataset.topics": "data_dir",
+    "pipeline.model.application": "weights",
 }
 
 

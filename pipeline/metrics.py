@@ -1,0 +1,23 @@
+"""Metrics that Keras has not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+
+@keras.saving.register_keras_serializable("pipeline")
+class BitsPerToken(keras.metrics.SparseCategoricalCrossentropy):
+    """The cross-entropy of logits in bits: per byte where a token is a byte. Padding is left out by its weights."""
+
+    def __init__(self, name: str = "bits_per_token", dtype: Any = None):
+        super().__init__(name=name, dtype=dtype, from_logits=True)
+
+    def result(self) -> Any:
+        """Return Σ wᵢ·lossᵢ / Σ wᵢ over ln 2."""
+        return super().result() / math.log(2)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"name": self.name, "dtype": self.dtype}
