@@ -143,7 +143,8 @@ def assemble(
         goal = objective.build(config.training)
         stepping = optimizer.build(config, plan.updates, size)
         first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
-        seen = objective_checks.check(goal, network, data, first, config.training.class_weight)
+        padded = node.get("pad") is not None
+        seen = objective_checks.check(goal, network, data, first, config.training.class_weight, padded=padded)
         objective.compile(goal, network, stepping, *seen)
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies

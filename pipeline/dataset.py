@@ -231,7 +231,15 @@ def _from_builder(
 
     def shuffled(seed: tf.Tensor) -> tf.data.Dataset:
         order = {"shuffle_seed": seed, "shuffle_reshuffle_each_iteration": False}
-        by_files = tfds.ReadConfig(try_autocache=False, add_tfds_id=False, **order)  # 16 files at a time, in turn
+        # An example of each of 16 files in turn; also of a dataset that was written in an order on purpose.
+        by_files = tfds.ReadConfig(
+            interleave_cycle_length=16,
+            interleave_block_length=1,
+            try_autocache=False,
+            add_tfds_id=False,
+            enable_ordering_guard=False,
+            **order,
+        )
         dataset = builder.as_dataset(split=train, shuffle_files=True, read_config=by_files)
         return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 import tensorflow as tf
 from omegaconf import DictConfig, open_dict
@@ -59,15 +60,13 @@ def _example_bytes(split: tf.data.Dataset) -> float:
     dense = all(isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string for spec in specs)
     if dense and all(spec.shape.is_fully_defined() for spec in specs):
         return max(1.0, float(sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)))
-    sizes = [
-        sum(
-            sum(map(len, leaf.numpy().ravel().tolist())) if leaf.dtype == tf.string else leaf.numpy().nbytes
-            for leaf in tf.nest.flatten(example, expand_composites=True)
-            if leaf is not None
-        )
-        for example in split.take(_SAMPLE)
-    ]
+    parts = ([*tf.nest.flatten(example, expand_composites=True)] for example in split.take(_SAMPLE))
+    sizes = [sum(_bytes(np.asarray(leaf)) for leaf in leaves if leaf is not None) for leaves in parts]
     return max(1.0, sum(sizes) / len(sizes))
+
+
+def _bytes(array: np.ndarray) -> int:
+    return sum(map(len, array.ravel().tolist())) if array.dtype.hasobject else array.nbytes
 
 
 def _readable(size: float) -> str:

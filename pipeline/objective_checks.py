@@ -11,9 +11,11 @@ import tensorflow as tf
 from pipeline.accumulation import (
     Losses,
     Metrics,
+    Term,
     by_name,
     labels_by_name,
     logits_of,
+    mask_of,
     measured,
     spread,
     terms,
@@ -28,11 +30,18 @@ from pipeline.objective_nodes import METRIC_GROUPS
 
 
 def check(
-    objective: Objective, model: keras.Model, data: Data, batch: Any, class_weight: Mapping[int, float] | None = None
+    objective: Objective,
+    model: keras.Model,
+    data: Data,
+    batch: Any,
+    class_weight: Mapping[int, float] | None = None,
+    *,
+    padded: bool = False,
 ) -> tuple[Any, Any]:
     """Compute the loss and the metrics of `batch`, so that labels and outputs that do not fit are refused at once.
 
-    Build the model where it is not built yet, and find the metrics that its layers update.
+    Build the model where it is not built yet, and find the metrics that its layers update. `padded` is whether examples
+    of unequal length were padded.
 
     Returns:
         The labels and the outputs.
@@ -53,7 +62,8 @@ def check(
     shapes = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
     with tf.GradientTape() as tape:
         tape.watch(reached)
-        total = _check_loss(objective, data, y, named, sample_weight, shapes) if objective.loss is not None else None
+        given = objective, data, y, named, sample_weight, shapes, padded
+        total = _check_loss(*given) if objective.loss is not None else None
     if objective.loss is None and not model.losses:
         raise ConfigError("training.loss", "must be given for a model that adds no loss by itself", model.name)
     if total is not None and all(gradient is None for gradient in tape.gradient(total, reached)):
@@ -85,7 +95,7 @@ def _classes(loss: Losses, output: Any, *others: Any) -> int | None:
 
 
 def _check_loss(
-    objective: Objective, data: Data, y: Any, outputs: dict[str, Any], sample_weight: Any, shapes: str
+    objective: Objective, data: Data, y: Any, outputs: dict[str, Any], sample_weight: Any, shapes: str, padded: bool
 ) -> tf.Tensor:
     """Return the sum of all losses."""
     if y is None:
@@ -97,6 +107,11 @@ def _check_loss(
     total = tf.zeros((), tf.float64)
     for term in found:
         key = f"training.loss.{term.name}" if len(outputs) > 1 and isinstance(objective.loss, dict) else "training.loss"
+        if padded and _counts_padding(term):
+            rule = (
+                "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: "
+            )
+            raise ConfigError(f"{key}.reduction", f"{rule}this one divides by the padding as well", term.loss.reduction)
         with refused(key, shapes, term.loss.name):
             _check_shapes(term.loss, term.y, term.output)
             _check_classes(term.loss, term.y, term.output, data.classes if len(outputs) == 1 else None)
@@ -104,6 +119,13 @@ def _check_loss(
             total += tf.cast(weighted_sum(*given).total, tf.float64)
             _trace(weighted_sum, *given)
     return total
+
+
+def _counts_padding(term: Term) -> bool:
+    """Return whether the mean is over elements whose weight is 0, as it is of padding."""
+    weights = term.sample_weight
+    several = tf.is_tensor(weights) and weights.shape.rank > 1
+    return several and term.loss.reduction in ("mean", "sum_over_batch_size") and mask_of(term.output) is None
 
 
 def _check_metrics(

@@ -107,6 +107,13 @@ CONFIG = {
     "train accumulation.factor=4294967296": "accumulation.factor must be at most 2147483647. Received: 4294967296.",
     "train +dataset.shuffle_buffer=2147483648": "dataset.shuffle_buffer must be at most 2147483647. "
     "Received: 2147483648.",
+    "train dataset.in_memory=most": "dataset.in_memory must be true, false or auto. Received: 'most'.",
+    "train dataset.shuffle_files=1": "dataset.shuffle_files must be true or false. Received: 1.",
+    "train dataset.checksum=half": "dataset.checksum must be full or none. Received: 'half'.",
+    "train dataset.pad={multiple:0,value:0}": "dataset.pad must be null, or a multiple of at least 1 and a value: "
+    "{multiple: 8, value: 0}. Received: {multiple: 0, value: 0}.",
+    "train dataset.pad=8": "dataset.pad must be null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}. "
+    "Received: 8.",
     "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
     f"train seed={'9' * 5000}": "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9….",
     f"train -m seed={'9' * 5000},1": "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9….",
@@ -249,8 +256,8 @@ PREPARED = {
     f"train {NOT_PREPARED} dataset.download=false": "dataset.data_dir must hold mnist/…, prepared; "
     "dataset.download=true … Received: '…'.",
     f"train {NOT_PREPARED}": "dataset could not be downloaded and prepared in … (…). Received: 'mnist/…'.",
-    "train dataset._target_=mine.not_a_dataset": "dataset._target_ must give (train, validation) as "
-    "tf.data.Datasets, or a pipeline.dataset.Data. Received: 'int'.",
+    "train dataset._target_=mine.not_a_dataset": "dataset._target_ must give (train, validation[, test]) "
+    "as tf.data.Datasets, or a pipeline.dataset.Data. Received: 'int'.",
     "train 'dataset.augment={_target_: mine.one_argument, _partial_: true}'": "dataset.augment must give examples "
     "(TypeError: one_argument() takes 1 positional argument but 2 were given). Received: 'mine.one_argument'.",
     "train 'dataset.augment={_target_: mine.cropped, _partial_: true}'": "dataset.augment must keep the shape and "
@@ -259,6 +266,18 @@ PREPARED = {
     "dtype of an input, … Received: '…tf.int32…'.",
     "train dataset._target_=mine.unreadable": "dataset must give examples (InvalidArgumentError: …). "
     "Received: 'mine.unreadable'.",
+    # workloads
+    "train experiment=text training.loss.reduction=sum_over_batch_size": "training.loss.reduction must be "
+    "mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: this one divides by the "
+    "padding as well. Received: 'sum_over_batch_size'.",
+    "train experiment=text dataset.pad.value=102": "dataset must give examples (…dataset.pad.value must not be a value "
+    "of the inputs, which a mask could not tell from it: 102…). Received: 'pipeline.dataset.topics'.",
+    "train experiment=text model.width=66": "model must be what pipeline.model.decoder takes (ValueError: width must be "
+    "a multiple of heads, 4. Received: 66). Received: …",
+    "train model=tabular": "model must be what pipeline.model.tabular takes (ValueError: input_shape must be "
+    "(measurements,). Received: (8, 8, 1)). Received: …",
+    "train model=resnet50 model.name=save": "model must be what pipeline.model.application takes (ValueError: name must "
+    "be a model of keras.applications. Received: save). Received: …",
     # targets
     "train model._target_=mine.not_a_modle": "model._target_ must name something that exists (…). "
     "Received: 'mine.not_a_modle'. Did you mean 'mine.not_a_model'?",

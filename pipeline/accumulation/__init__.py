@@ -8,7 +8,7 @@ any project.
 from .evaluation import Evaluation
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
 from .noise_scale import NoiseScale
-from .outputs import Losses, Metrics, by_name, labels_by_name, measured, spread, terms, update_metrics
+from .outputs import Losses, Metrics, Term, by_name, labels_by_name, measured, spread, terms, update_metrics
 from .slicing import examples_in, parts_of
 from .sums import GradientSums
 from .update import Update, accumulate_gradients
@@ -21,6 +21,7 @@ __all__ = [
     "Losses",
     "Metrics",
     "NoiseScale",
+    "Term",
     "Update",
     "accumulate_gradients",
     "by_name",
