@@ -112,8 +112,8 @@ CONFIG = {
     "train dataset.checksum=half": "dataset.checksum must be full or none. Received: 'half'.",
     "train dataset.pad={multiple:0,value:0}": "dataset.pad must be null, or a multiple of at least 1 and a value: "
     "{multiple: 8, value: 0}. Received: {multiple: 0, value: 0}.",
-    "train dataset.pad=8": "dataset.pad must be null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}. "
-    "Received: 8.",
+    "train dataset.pad=8": "dataset.pad must be null, or a multiple of at least 1 and a value: "
+    "{multiple: 8, value: 0}. Received: 8.",
     "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
     f"train seed={'9' * 5000}": "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9….",
     f"train -m seed={'9' * 5000},1": "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9….",
@@ -268,16 +268,16 @@ PREPARED = {
     "Received: 'mine.unreadable'.",
     # workloads
     "train experiment=text training.loss.reduction=sum_over_batch_size": "training.loss.reduction must be "
-    "mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: this one divides by the "
-    "padding as well. Received: 'sum_over_batch_size'.",
+    "mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: this one divides by "
+    "the padding as well. Received: 'sum_over_batch_size'.",
     "train experiment=text dataset.pad.value=102": "dataset must give examples (…dataset.pad.value must not be a value "
     "of the inputs, which a mask could not tell from it: 102…). Received: 'pipeline.dataset.topics'.",
-    "train experiment=text model.width=66": "model must be what pipeline.model.decoder takes (ValueError: width must be "
-    "a multiple of heads, 4. Received: 66). Received: …",
+    "train experiment=text model.width=66": "model must be what pipeline.model.decoder takes (ValueError: width must "
+    "be a multiple of heads, 4. Received: 66). Received: …",
     "train model=tabular": "model must be what pipeline.model.tabular takes (ValueError: input_shape must be "
     "(measurements,). Received: (8, 8, 1)). Received: …",
-    "train model=resnet50 model.name=save": "model must be what pipeline.model.application takes (ValueError: name must "
-    "be a model of keras.applications. Received: save). Received: …",
+    "train model=resnet50 model.name=save": "model must be what pipeline.model.application takes (ValueError: name "
+    "must be a model of keras.applications. Received: save). Received: …",
     # targets
     "train model._target_=mine.not_a_modle": "model._target_ must name something that exists (…). "
     "Received: 'mine.not_a_modle'. Did you mean 'mine.not_a_model'?",

@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from pipeline import checkpoint, state
-from pipeline.tracking.journal_file import NAME
+from pipeline.tracking.journal_file import NAME, has_begun
 from tests.killing import CALLS, MOMENT, Plan
 from tests.running import Store, pipeline, start, wait
 from tests.shared import note, place_store
 
 UPDATES = 12
 KILLS = 4  # of one run, at most
-SEEDS = 70
+SEEDS = 85
 RUN = (
     *("model=mlp", "model.hidden=[16]", "model.dropout=0.2", "optimizer=momentum", "hardware.deterministic=true"),
     *(f"training.updates={UPDATES}", "training.checkpoint_every=3", "training.evaluate_every=4"),
@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, 
     while len(plans) < KILLS and not finished(tmp_path):
         last = len(plans) == KILLS - 1
         who = chance.choice(["shipper", "trainer"] if last else ["shipper", "trainer", "trainer", "sync"])
-        who = who if (tmp_path / "run" / NAME).exists() else "trainer"
+        who = who if has_begun(tmp_path / "run" / NAME) else "trainer"
         plan = planned(chance, tmp_path / f"kill {len(plans)}", who, both=who == "shipper" and not last)
         again = going_on(chance, tmp_path, replicas) if who != "sync" else ("sync", "run")
         process = start(*again, cwd=tmp_path, warm=True, **plan.environment())
