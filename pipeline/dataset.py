@@ -129,17 +129,22 @@ def topics(data_dir: str | None = None, download: bool = True, test_split: str |
 
 
 def breast_cancer() -> Data:
-    """Load the table of `pipeline.datasets.tables.breast_cancer`."""
+    """Load scikit-learn's breast cancer table: 30 measurements of a tumour, malignant (0) or benign (1)."""
     from pipeline.datasets import tables
 
-    return tables.breast_cancer()
+    return _from_table(tables.breast_cancer(), "breast_cancer", classes=2)
 
 
 def diabetes() -> Data:
-    """Load the table of `pipeline.datasets.tables.diabetes`."""
+    """Load scikit-learn's diabetes table: 10 measurements of a patient, and how far the disease went in a year."""
     from pipeline.datasets import tables
 
-    return tables.diabetes()
+    return _from_table(tables.diabetes(), "diabetes")
+
+
+def _from_table(table: dict[str, Any], name: str, classes: int | None = None) -> Data:
+    splits = {split: tf.data.Dataset.from_tensor_slices(arrays) for split, arrays in table.items()}
+    return Data(**splits, classes=classes, name=name, version="1.0.0")
 
 
 def from_tfds(

@@ -33,7 +33,7 @@ CONFIG = {
     "Choices: device, … Did you mean 'device'?",
     "train optimizer=adamww": "optimizer must be an option of its group. Received: 'adamww'. "
     "Choices: adam, adamw, lion, momentum, rmsprop, sgd. Did you mean 'adamw'?",
-    "train dataset=3": "dataset must be the name of an option of its group. Received: 3. Choices: …digits…tfds.",
+    "train dataset=3": "dataset must be the name of an option of its group. Received: 3. Choices: …digits…tfds…",
     "train hydra/launcher=nope": "hydra/launcher must be an option of its group. Received: 'nope'. Choices: basic…",
     "train model@mine=mlp": "model@mine must be a group of the defaults list. Received: 'model@mine=mlp'.",
     "train ~model": "model must be given.",

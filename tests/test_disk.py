@@ -26,7 +26,7 @@ class Disk(keras.callbacks.Callback):
         if str(self.done) == os.environ.get("FREE"):
             disks.free(pathlib.Path("run"))
 """
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 TRAIN = ("train", *RUN, "+training.callbacks.disk={_target_: mine.Disk}")
 
 

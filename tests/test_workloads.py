@@ -54,15 +54,16 @@ def test_a_workload_is_exact(tmp_path, name):
     """In float64 at factors 1 and 8, at each of 50 updates; the effective batch of another size is the control."""
     exact = (f"experiment={name}", "hardware.precision=float64", "training.updates=50", "training.evaluate_every=50")
     quiet = (*exact, *QUIET, *(["model.dropout=0"] if name == "tabular_binary" else []))
-    for number, change in enumerate(("factor=1", "factor=8", "effective_batch_size=48")):
+    changes = ["factor=1", "factor=8", *(["effective_batch_size=48"] if name == "tabular_binary" else [])]
+    for number, change in enumerate(changes):
         pipeline("train", *quiet, f"accumulation.{change}", f"hydra.run.dir={number}", cwd=tmp_path)
     store = Store(tmp_path)
-    whole, cut, other = (store.histories(run) for run in store.runs())
+    whole, cut, *others = (store.histories(run) for run in store.runs())
     for key in ("train/loss", "train/gradient_norm", f"train/{RESULTS[name][0].removeprefix('test/')}", "val/loss"):
         values, found = (np.array(list(each[key].values())) for each in (whole, cut))
         assert len(values) == (1 if key == "val/loss" else 50)
         assert (np.abs(found / values - 1) < 1e-10).all(), key
-    assert abs(other["train/loss"][50] / whole["train/loss"][50] - 1) > 1e-6
+    assert all(abs(other["train/loss"][50] / whole["train/loss"][50] - 1) > 1e-6 for other in others)
 
 
 def folder_like(folder: Path, name: str, shape: tuple[int, ...]) -> None:

@@ -1,3 +1,3 @@
 """TFDS builders that the package brings along."""
 
-__all__ = ["digits"]
+__all__ = ["digits", "tables", "topics"]

@@ -66,7 +66,7 @@ def rows_in(folder):
         return database.execute("SELECT COUNT(*) FROM metrics WHERE key = 'train/loss'").fetchone()[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_locked_in_the_middle(tmp_path, undisturbed):
     """For longer than the 5 s that SQLite waits by itself."""
     journal = half_shipped(tmp_path)
@@ -102,7 +102,7 @@ def test_gone_in_the_middle(tmp_path, undisturbed, how):
     assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("until", ["the end", "after it"])
 def test_full(tmp_path, undisturbed, until):
     with disk(tmp_path / "mlruns"):
@@ -185,7 +185,7 @@ def postgres(tmp_path_factory):
         server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("seconds", [1, 12], ids=["at once", "for longer than a try"])
 def test_postgresql_restarted_in_the_middle(tmp_path, undisturbed, postgres, monkeypatch, seconds):
     monkeypatch.chdir(tmp_path)  # MLflow puts artifacts of such a store here
@@ -204,7 +204,7 @@ def test_postgresql_restarted_in_the_middle(tmp_path, undisturbed, postgres, mon
     assert fields(postgres.uri, experiment) == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_postgresql_away_from_before_the_end(tmp_path, undisturbed, postgres, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     journal = Journal(postgres.uri, "away", patience=90.0)

@@ -80,7 +80,7 @@ def test_down_from_the_start_to_the_end(tmp_path, proxy, whole, capsys, request)
     whole()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["down", "hanging"])
 def test_away_in_the_middle(tmp_path, proxy, whole, mlflow_server, request, mode):
     """For two of the shipper's tries, each longer than MLflow's own: 5 s and twice 4 s."""
@@ -121,7 +121,7 @@ def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
     assert not (tmp_path / NAME).exists()
 
 
-@pytest.mark.parametrize("mode", ["failing", "cutting", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["failing", "cutting", pytest.param("slow", marks=pytest.mark.soak)])
 def test_a_bad_server(tmp_path, proxy, whole, request, mode):
     """Also while the run is created: a request that was done and not answered leaves no second run."""
     proxy.mode = mode
