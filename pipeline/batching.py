@@ -20,8 +20,6 @@ from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 from pipeline.padding import padder
 
-MOST_LOOKED_AT = 2048  # examples, for a warning
-
 
 def effective_batches(
     node: DictConfig,
@@ -73,7 +71,7 @@ def effective_batches(
         return _batch(examples.map(augmented, tf.data.AUTOTUNE), effective_batch_size)
 
     epochs_ahead = tf.data.Dataset.range(first_epoch, epochs)
-    batches = _prepared(epochs_ahead.flat_map(epoch_of), node.get("pad"))
+    batches = _prepared(epochs_ahead.flat_map(epoch_of), node.get("pad"), data.train.element_spec)
     if class_weight is not None:
         batches = batches.map(_weigher(class_weight, data), tf.data.AUTOTUNE)
     batches = batches.prefetch(tf.data.AUTOTUNE)
@@ -85,7 +83,7 @@ def effective_batches(
 
 def in_order(examples: tf.data.Dataset, batch_size: int, pad: Mapping[str, Any] | None = None) -> tf.data.Dataset:
     """Return a split once, unshuffled, in batches of `batch_size`, the last perhaps smaller; `pad` as in the config."""
-    return _prepared(_batch(examples, batch_size), pad).prefetch(tf.data.AUTOTUNE)
+    return _prepared(_batch(examples, batch_size), pad, examples.element_spec).prefetch(tf.data.AUTOTUNE)
 
 
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
@@ -99,7 +97,7 @@ def one_class(node: DictConfig, data: Data, seed: int) -> str:
     ):
         return ""
     read = data.shuffled(tf.constant(seed, tf.int64)) if node.get("shuffle_files") and data.shuffled else data.train
-    count = min(node.get("shuffle_buffer") or data.examples, data.examples, MOST_LOOKED_AT)
+    count = min(node.get("shuffle_buffer") or data.examples, data.examples)
     labels = (int(example[1]) for example in read.take(count))
     first = next(labels)
     if count < 2 or any(other != first for other in labels):
@@ -108,9 +106,9 @@ def one_class(node: DictConfig, data: Data, seed: int) -> str:
     return f"the first {count} examples that are streamed are all of class {first}: classes are mixed by {how}"
 
 
-def _prepared(batches: tf.data.Dataset, pad: Mapping[str, Any] | None) -> tf.data.Dataset:
+def _prepared(batches: tf.data.Dataset, pad: Mapping[str, Any] | None, spec: tuple) -> tf.data.Dataset:
     if pad is not None:
-        batches = batches.map(padder(pad), tf.data.AUTOTUNE)
+        batches = batches.map(padder(pad, spec), tf.data.AUTOTUNE)
     return batches.map(_in_precision, tf.data.AUTOTUNE)
 
 
@@ -121,8 +119,8 @@ def _weigher(class_weight: Mapping[int, float], data: Data) -> Callable[..., tup
         ConfigError: an example has weights, or labels of several outputs.
     """
     spec = data.train.element_spec
-    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec):
-        rule = "must be null where an example is not (x, y) with labels of one output"
+    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
+        rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
         raise ConfigError("training.class_weight", rule, [type(part).__name__ for part in spec])
     one_hot = spec[1].shape.rank >= 1 and spec[1].shape[-1] != 1
     labels, weights = list(class_weight), [float(weight) for weight in class_weight.values()]

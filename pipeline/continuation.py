@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from pipeline import checkpoint
 from pipeline import config as configuration
@@ -149,10 +149,17 @@ def _of(run_dir: Path, config: DictConfig, cut: Batching, past: Past, required: 
 
 
 def _keep_in_memory(config: DictConfig, recorded: Mapping[str, Any]) -> None:
-    """Let `dataset.in_memory=auto` be what it was for the run, as the order of the examples depends on it."""
-    if config.dataset.get("in_memory") == "auto" and "in_memory" in recorded:
-        config.dataset.in_memory = recorded["in_memory"]
-        config.dataset.shuffle_buffer = recorded.get("shuffle_buffer")
+    """Let the order of the examples be that of the run where the config leaves it open, or the run knew no such key."""
+    node = config.dataset
+    with open_dict(node):
+        if node.get("in_memory") == "auto":
+            node.in_memory = recorded.get("in_memory", True)
+            if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
+                node.shuffle_buffer = recorded["shuffle_buffer"]
+        if "shuffle_files" not in recorded:
+            node.pop("shuffle_files", None)
+        if "checksum" not in recorded:
+            node.pop("checksum", None)
 
 
 def changes(recorded: dict[str, Any], config: DictConfig, cut: Batching, past: Past) -> list[str]:

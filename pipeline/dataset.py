@@ -95,7 +95,14 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     if made.shuffled is not None:
         of_files = made.shuffled
         made = replace(made, shuffled=lambda seed: _as_parts(of_files(seed)))
-    return replace(made, **{name: _checked(split, name) for name, split in made.splits.items()})
+    splits = {name: _checked(split, name) for name, split in made.splits.items()}
+    labelled = {name: len(split.element_spec) > 1 for name, split in splits.items()}
+    for name, found in labelled.items():
+        if found != labelled["train"]:
+            how = "with" if labelled["train"] else "without"
+            rule = f"must give its {name} split {how} labels, as its training split"
+            raise ConfigError("dataset._target_", rule, str(splits[name].element_spec))
+    return replace(made, **splits)
 
 
 def digits(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers
 from omegaconf import DictConfig
@@ -114,7 +115,8 @@ def tabular(
     if len(input_shape) != 1:
         raise ValueError(f"input_shape must be (measurements,). Received: {tuple(input_shape)}")
     inputs = keras.Input(tuple(input_shape))
-    normalisation = layers.Normalization()
+    # In full precision under a mixed policy: measurements and their variances may be larger than float16 holds.
+    normalisation = layers.Normalization(dtype=keras.config.floatx())
     normalisation.adapt(training_examples.map(lambda x, *_: x).batch(1024))
     x = _head(normalisation(inputs), 1, hidden, dropout, l2)
     return keras.Model(inputs, layers.Activation(activation, dtype=x.dtype)(x) if activation else x, name="tabular")
@@ -157,8 +159,8 @@ def application(
         input_shape: (height, width, channels).
         classes: width of the output, which are logits.
         name: such as `ResNet50` or `MobileNetV2`.
-        weights: your own, a `.keras` or `.weights.h5` file of this model, or of one with another last layer, whose
-            weights that fit are taken.
+        weights: your own, of this network: a `.keras` file, of which the layers that fit are taken by name, or a
+            `.weights.h5` file, of which they are taken in their order; the last layer may be another one.
         frozen: patterns, such as `conv1_*`, of the names of layers that are not trained.
     """
     build = getattr(keras.applications, name, None)
@@ -183,7 +185,10 @@ def _take_weights(model: keras.Model, file: str) -> None:
     if not Path(file).is_file():
         raise ValueError(f"weights must be a file that is there. Received: {file}")
     if file.endswith(".weights.h5"):
+        before = model.get_weights()
         model.load_weights(file, skip_mismatch=True)
+        if all(map(np.array_equal, before, model.get_weights())):
+            raise ValueError(f"weights must be of this model: no layer's fit. Received: {file}")
         return
     if not file.endswith(".keras"):
         raise ValueError(f"weights must be a .keras or .weights.h5 file. Received: {file}")

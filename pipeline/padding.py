@@ -8,48 +8,63 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipeline.errors import ConfigError
 
-def padder(pad: Mapping[str, Any]) -> Callable[..., tuple]:
+
+def _as(value: Any, dtype: tf.DType) -> tf.Tensor:
+    if dtype == tf.string:
+        return tf.constant("")
+    if dtype.is_integer and not (dtype.min <= value <= dtype.max and value == int(value)):
+        raise ConfigError("dataset.pad.value", f"must be a value of the inputs' type, {dtype.name}", value)
+    return tf.cast(value, dtype)
+
+
+def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
     """Return a function that pads a batch `(x, y, sample_weight)`, whose last two may be missing.
 
     Each ragged part is padded to the longest of the batch, rounded up to a multiple of `pad.multiple`: inputs with
-    `pad.value`, labels with 0 and sample weights with 0. Ragged labels without sample weights get some, 1 for each of
-    their elements; a weight for each example is spread over its elements.
+    `pad.value`, texts with "", labels with 0 and sample weights with 0. Ragged labels without sample weights get some,
+    1 for each of their steps; a weight for each example is spread over its steps. `spec` is that of an example: an axis
+    that has a size there stays as it is.
     """
     multiple, value = int(pad["multiple"]), pad["value"]
 
-    def dense(leaf: Any, filling: Any) -> Any:
+    def dense(leaf: Any, filling: Any, of_one: Any = None) -> Any:
         if not isinstance(leaf, tf.RaggedTensor):
             return leaf
-        longest = leaf.bounding_shape()
-        length = multiple * tf.maximum(tf.cast(1, longest.dtype), -(-longest[1] // multiple))
-        shape = tf.concat([longest[:1], [length], longest[2:]], 0)
-        made = leaf.to_tensor(tf.cast(filling, leaf.dtype) if leaf.dtype != tf.string else str(filling), shape=shape)
-        return tf.ensure_shape(made, [None, None, *leaf.shape[2:]])
+        longest, one = leaf.bounding_shape(), tf.cast(1, leaf.row_splits.dtype)
+        sizes = leaf.shape[1:] if of_one is None or of_one.shape.rank is None else of_one.shape[: leaf.shape.rank - 1]
+        rounded = [
+            multiple * tf.maximum(one, -(-longest[axis] // multiple)) if size is None else tf.cast(size, one.dtype)
+            for axis, size in enumerate(sizes, start=1)
+        ]
+        made = leaf.to_tensor(_as(filling, leaf.dtype), shape=tf.stack([longest[0], *rounded]))
+        return tf.ensure_shape(made, [None, *sizes])
 
-    def input_(leaf: Any) -> Any:
+    def input_(leaf: Any, of_one: Any) -> Any:
         if isinstance(leaf, tf.RaggedTensor) and leaf.dtype.is_integer:
             message = (
                 f"dataset.pad.value must not be a value of the inputs, which a mask could not tell from it: {value}"
             )
-            check = tf.debugging.assert_none_equal(leaf.flat_values, tf.cast(value, leaf.dtype), message=message)
+            check = tf.debugging.assert_none_equal(leaf.flat_values, _as(value, leaf.dtype), message=message)
             with tf.control_dependencies([] if check is None else [check]):
-                return dense(leaf, value)
-        return dense(leaf, value)
+                return dense(leaf, value, of_one)
+        return dense(leaf, value, of_one)
 
     def weights(labels: Any, given: Any) -> Any:
         if not isinstance(labels, tf.RaggedTensor):
             return dense(given, 0)
         if isinstance(given, tf.RaggedTensor):
             return dense(given, 0)
-        counting = dense(tf.ones_like(labels, keras.config.floatx()), 0)
+        steps = tf.ones(tf.shape(labels.flat_values)[:1], keras.config.floatx())  # one for each, whatever it is made of
+        counting = dense(labels.with_flat_values(steps), 0)
         if given is None:
             return counting
         return counting * tf.reshape(tf.cast(given, counting.dtype), [-1] + [1] * (counting.shape.rank - 1))
 
     @tf.autograph.experimental.do_not_convert
     def padded(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
-        inputs = tf.nest.map_structure(input_, x)
+        inputs = tf.nest.map_structure(input_, x, spec[0])
         if y is None:
             return (inputs,)
         labels = tf.nest.map_structure(lambda leaf: dense(leaf, 0), y)

@@ -156,6 +156,37 @@ def test_what_a_callback_has_ended_does_not_go_on(tmp_path):
     pipeline(*begun, cwd=folder)
 
 
+OWN = """
+import numpy as np, tensorflow as tf
+def data():
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    split = tf.data.Dataset.from_tensor_slices((x, (x.sum(1) > 0).astype("int64")))
+    return split, split.take(8), split.skip(56)
+def unlabelled():
+    split, validation, test = data()
+    return split, validation, test.map(lambda x, y: x)
+"""
+
+
+def test_data_of_ones_own_go_on_as_they_were(tmp_path):
+    """With the order that the first run had settled; a third split is the test's, and has labels as the others have."""
+    folder = folder_of(tmp_path)
+    (folder / "own.py").write_text(OWN)
+    (folder / "conf" / "dataset").mkdir(parents=True)
+    for name, more in {"own": "in_memory: auto\n", "plain": ""}.items():
+        (folder / "conf" / "dataset" / f"{name}.yaml").write_text(f"_target_: own.data\n{more}")
+    (folder / "conf" / "dataset" / "unlabelled.yaml").write_text("_target_: own.unlabelled\n")
+    short = ("--config-dir", "conf", "model=mlp", "accumulation.effective_batch_size=8", "tracking.log_model=false")
+    for name in ("own", "plain"):
+        own = (*short, f"dataset={name}", "+model.classes=2", f"hydra.run.dir={name}", "training.resume=auto")
+        pipeline("train", *own, "training.updates=6", cwd=folder)
+        said = pipeline("train", *own, "training.updates=9", cwd=folder).stderr
+        assert "goes on after update 6" in said
+        assert "test/accuracy" in said
+    refused = pipeline("train", *short, "dataset=unlabelled", "+model.classes=2", cwd=folder, status=2)
+    assert "dataset._target_ must give its test split with labels, as its training split." in refused.stderr
+
+
 def test_a_sweep_goes_on_inside_its_interrupted_jobs(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     sweep = ("train", "-m", *RUN[:-1], "seed=0,1", "hydra.sweep.dir=jobs")

@@ -121,4 +121,5 @@ def test_a_buffer_that_sees_one_class_is_told_of(files):
     assert said(shuffle_buffer=60).startswith("the first 60 examples that are streamed are all of class ")
     assert said(shuffle_buffer=60, shuffle_files=True) == ""
     assert said(shuffle_buffer=500) == ""
+    assert said(shuffle_buffer=None) == ""  # all of them
     assert said(in_memory=True) == ""

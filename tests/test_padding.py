@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from pipeline import batching
 from pipeline.accumulation import Update
 from pipeline.dataset import Data
+from pipeline.errors import ConfigError
 
 TOKENS, WIDTH = 12, 4
 LENGTHS = (3, 1, 7, 2, 5, 4, 6, 2, 9)
@@ -55,6 +56,26 @@ def test_weights_of_examples_and_of_elements_are_spread_and_padded():
     ((_, _, weights),) = batches(len(LENGTHS), Data(outputs, None))
     assert weights["next"].shape == (9, 12)
     assert weights["first"] is None
+
+
+def test_each_step_of_labels_that_have_an_axis_of_their_own_has_one_weight():
+    one_hot = texts().train.map(lambda x, y: (x, tf.one_hot(y, TOKENS)))
+    ((_, y, weights),) = batches(len(LENGTHS), Data(one_hot, None))
+    assert (y.shape, weights.shape) == ((9, 12, TOKENS), (9, 12))
+    assert weights.numpy().sum() == sum(LENGTHS)
+    images = texts().train.map(lambda x, y: (tf.ones([6, tf.size(x), 1]), y[0]))
+    ((x, _),) = batches(len(LENGTHS), Data(images, None), pad={"multiple": 16, "value": 0})
+    assert x.shape == (9, 6, 16, 1)  # what is of one size stays so
+    words = texts().train.map(lambda x, y: (tf.strings.as_string(x), y[0]))
+    ((x, _),) = batches(len(LENGTHS), Data(words, None))
+    assert x.numpy()[:, -1].tolist().count(b"") == 9
+
+
+def test_a_pad_value_that_its_type_has_not_is_refused():
+    small = texts().train.map(lambda x, y: (tf.cast(x, tf.uint8), y))
+    for value in (-1, 0.5):
+        with pytest.raises(ConfigError, match=r"dataset.pad.value must be a value of the inputs' type, uint8"):
+            batches(4, Data(small, None), pad={"multiple": 4, "value": value})
 
 
 def test_a_pad_value_that_is_a_value_of_the_inputs_is_refused():

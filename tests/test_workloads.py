@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlflow
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -46,6 +47,11 @@ def test_a_workload_gives_the_stated_result(tmp_path, name):
     metric, holds = RESULTS[name]
     assert holds(run.data.metrics[metric]), run.data.metrics[metric]
     assert "model.not_logged" not in run.data.tags
+    if name == "text":  # of whatever length
+        (logged,) = Store(tmp_path).client.search_logged_models([run.info.experiment_id])
+        loaded = mlflow.pyfunc.load_model(logged.artifact_location)
+        for length in (1, 40):
+            assert loaded.predict(np.ones((2, length), "int32")).shape == (2, length, 257)
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ import keras
 import mlflow
 import numpy as np
 import tensorflow as tf
-from mlflow.models import Model, infer_signature
+from mlflow.models import Model, ModelSignature, infer_signature
+from mlflow.types import TensorSpec
 
 from pipeline import imports
 from pipeline.accumulation import by_name, layers_of
@@ -65,7 +66,7 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         flavor=mlflow.tensorflow,
         run_id=run_id,
         model=model,
-        signature=infer_signature(example, outputs),
+        signature=_signature(model, example, outputs),
         input_example=example,
         pip_requirements=requirements,
         code_paths=list(code) or None,
@@ -82,6 +83,18 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     except Exception:
         mlflow.MlflowClient(uri).delete_logged_model(logged.model_id)
         raise
+
+
+def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature:
+    """Return the signature of the example, in which every axis is open that is open in the model."""
+    found = infer_signature(example, outputs)
+    for schema, tensors in ((found.inputs, "inputs"), (found.outputs, "outputs")):
+        symbolic = tf.nest.flatten(getattr(model, tensors, None) or [])
+        if len(symbolic) == len(schema.inputs) == 1:  # of several only their names say which is which
+            (spec,), (tensor,) = schema.inputs, symbolic
+            shape = tuple(-1 if size is None else size for size in tensor.shape)
+            schema.inputs[0] = TensorSpec(spec.type, shape, spec.name)
+    return found
 
 
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:

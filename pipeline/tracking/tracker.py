@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
 from pipeline.best import Best
+from pipeline.errors import say
+from pipeline.interruption import Terminated
 from pipeline.masking import mask, masked
 from pipeline.sizes import Plan
 from pipeline.tracking import provenance
@@ -161,7 +163,10 @@ class Tracker:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, if so."""
         if self._checksums is not None:
             if status == "FINISHED":
-                self._checksums.wait()
+                try:
+                    self._checksums.wait()
+                except (KeyboardInterrupt, Terminated):  # the run itself is done
+                    say("the checksums of the data are left out")
             if self._checksums.done:
                 self.journal.write({"artifact": DESCRIBED})
         if failure:
