@@ -29,7 +29,7 @@ class Pause(keras.callbacks.Callback):
 """
 TRAIN = ("train", *RUN, "tracking.patience=5", "+training.callbacks.pause={_target_: mine.Pause}")
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("impatient_requests")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("impatient_requests")]
 
 
 class Training:
