@@ -142,7 +142,8 @@ def assemble(
         network = model.build(config.model, data)
         goal = objective.build(config.training)
         stepping = optimizer.build(config, plan.updates, size)
-        first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
+        with refused("dataset", "must give examples", node._target_):
+            first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
         padded = node.get("pad") is not None
         seen = objective_checks.check(goal, network, data, first, config.training.class_weight, padded=padded)
         objective.compile(goal, network, stepping, *seen)

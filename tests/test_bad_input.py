@@ -351,7 +351,7 @@ PREPARED = {
     f"train {TWO} '+training.metrics={{c: {{m: {{_target_: keras.metrics.AUC}}}}}}'": "training.metrics.c.m must fit … "
     "(must be of an output, one of a, b. Received: c). Received: 'AUC'.",
     f"train {TWO} 'training.class_weight={{0: 1}}'": "training.class_weight must be null where an example is not (x, "
-    "y) with labels of one output. Received: …",
+    "y) with labels of one output, and of one length. Received: …",
     f"train {MLP} 'training.class_weight={{10: 2}}'": "training.class_weight must name classes from 0 to 9. "
     "Received: 10.",
     f"train {MLP} dataset._target_=mine.weighted +model.classes=3": "training.loss must fit … (sample "

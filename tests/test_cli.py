@@ -66,7 +66,7 @@ def test_help_names_every_verb(installed):
 
 def test_help_of_train_lists_the_groups_and_their_options(installed):
     said = installed.run("pipeline", "train", "--help")
-    assert "dataset: digits, digits_shifted, tfds" in said
+    assert "dataset: breast_cancer, cifar10, diabetes, digits, digits_shifted, mnist, tfds, topics" in said
     assert "optimizer: adam, adamw, lion, momentum, rmsprop, sgd" in said
 
 
@@ -121,8 +121,8 @@ def test_a_users_own_configs_by_config_dir(installed):
     ("line", "choices"),
     [
         ("pipeline tr", "train"),
-        ("pipeline train dataset=", "dataset=digits dataset=digits_shifted dataset=tfds"),
-        ("pipeline train dataset=t", "dataset=tfds"),
+        ("pipeline train dataset=d", "dataset=diabetes dataset=digits dataset=digits_shifted"),
+        ("pipeline train dataset=t", "dataset=tfds dataset=topics"),
         ("pipeline train dataset=digits training.ep", "training.epochs="),
         ("pipeline train model=mlp model.hi", "model.hidden."),
         ("pipeline sweep factor_w", "factor_with_linear_scaling factor_with_sqrt_scaling"),
