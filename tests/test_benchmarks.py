@@ -32,6 +32,7 @@ def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
         ("update", "mlp", "update ÷ limit, calls"),
         ("update", "mlp", "update ÷ limit, strict"),
         ("update", "mlp", "with noise scale, 1 in 10 ÷ without"),
+        ("update", "mlp", "time at factor 8 ÷ at factor 1"),
         ("fit", "mlp", "train ÷ fit, steps_per_execution=1"),
         ("fit", "mlp", "train ÷ fit, steps_per_execution=8"),
         ("tracking", "mlp", "tracked ÷ bare"),
