@@ -17,8 +17,10 @@ LONGEST = (
     *(
         "test_kills",
         "test_catalogue",
+        "test_workloads",
         "test_rerun",
         "test_sweep",
+        "test_streaming",
         "test_run",
         "test_local",
         "test_provenance",

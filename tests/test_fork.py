@@ -161,7 +161,7 @@ def test_what_no_run_can_begin_with_is_refused(folder):
     assert [run.info.run_id for run in Store(folder).runs()] == [run_id(folder, "run")]
 
 
-@pytest.mark.parametrize("ema", ["false", "true"])
+@pytest.mark.parametrize("ema", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_the_test_split_is_evaluated_once_with_the_best_weights(tmp_path, ema):
     """Equal to the bit to the test split of a run that ends where the best one was, and not to that of the last one."""
     rate = ("schedule=constant", "optimizer.learning_rate=0.3", f"+optimizer.use_ema={ema}", "optimizer.momentum=0.0")
