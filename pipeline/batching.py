@@ -20,6 +20,8 @@ from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 from pipeline.padding import padder
 
+AHEAD = 4  # effective batches: tuned by itself tf.data kept 3 GB of batches of 6 MB
+
 
 def effective_batches(
     node: DictConfig,
@@ -74,7 +76,7 @@ def effective_batches(
     batches = _prepared(epochs_ahead.flat_map(epoch_of), node.get("pad"), data.train.element_spec)
     if class_weight is not None:
         batches = batches.map(_weigher(class_weight, data), tf.data.AUTOTUNE)
-    batches = batches.prefetch(tf.data.AUTOTUNE)
+    batches = batches.prefetch(AHEAD)
     (given, *_), (made, *_) = in_order(data.train, 1, node.get("pad")).element_spec, batches.element_spec
     if augment is not None and not _alike(given, made):
         raise ConfigError("dataset.augment", f"must keep the shape and dtype of an input, {given}", str(made))
@@ -83,7 +85,7 @@ def effective_batches(
 
 def in_order(examples: tf.data.Dataset, batch_size: int, pad: Mapping[str, Any] | None = None) -> tf.data.Dataset:
     """Return a split once, unshuffled, in batches of `batch_size`, the last perhaps smaller; `pad` as in the config."""
-    return _prepared(_batch(examples, batch_size), pad, examples.element_spec).prefetch(tf.data.AUTOTUNE)
+    return _prepared(_batch(examples, batch_size), pad, examples.element_spec).prefetch(AHEAD)
 
 
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
