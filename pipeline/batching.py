@@ -20,7 +20,7 @@ from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 from pipeline.padding import padder
 
-AHEAD = 4  # effective batches: tuned by itself tf.data kept 3 GB of batches of 6 MB
+AHEAD = 2  # effective batches: tuned by itself tf.data kept 3 GB of batches of 6 MB
 
 
 def effective_batches(

@@ -17,6 +17,7 @@ from tests.running import Store, pipeline
 pytestmark = pytest.mark.slow
 SIDE, SHARDS, CLASSES = 64, 32, 8
 GIB = 2**30
+SIZE = "accumulation.effective_batch_size=64"
 
 
 def written(folder: Path, size: int) -> Path:
@@ -55,7 +56,7 @@ def written(folder: Path, size: int) -> Path:
 def run(folder: Path, *more: str) -> tuple[dict, float]:
     """What a short run over the files has logged, and the seconds to its first update."""
     given = ("dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={folder}", "dataset.validation_split=null")
-    small = ("model.filters=[4]", "model.hidden=[]", "training.updates=60", "tracking.log_model=false")
+    small = ("model.filters=[4]", "model.hidden=[]", "training.updates=60", "tracking.log_model=false", SIZE)
     began = time.time()
     pipeline(
         "train",
