@@ -181,7 +181,7 @@ def application(
 
 
 def _take_weights(model: keras.Model, file: str) -> None:
-    """Take the weights of the layers of a file that fit, by their names."""
+    """Take the weights of a file that fit: of a `.keras` file by the names of layers, else in their order."""
     if not Path(file).is_file():
         raise ValueError(f"weights must be a file that is there. Received: {file}")
     if file.endswith(".weights.h5"):
