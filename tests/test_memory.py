@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -52,6 +54,15 @@ def test_examples_of_unequal_length_are_measured():
         lambda text: (text, tf.strings.length(text))
     )
     assert settled(Data(texts, None))[1].startswith(f"{80 * 24 / 1024:.0f} KiB of training examples")  # 20 and an int32
+
+
+def test_the_peak_of_a_run_is_not_that_of_the_process_that_started_it():
+    """As that of a notebook may be: Linux passes `ru_maxrss` on."""
+    held = np.ones(2**30 + 2**29, np.uint8)
+    shown = "print(hardware.peak_memory(hardware.Hardware(None, False, '')))"
+    here = [sys.executable, "-c", f"from pipeline import hardware; {shown}"]
+    peak = int(subprocess.run(here, capture_output=True, text=True, check=True).stdout)
+    assert 2**26 < peak < held.size
 
 
 class Sorted(tfds.core.GeneratorBasedBuilder):
