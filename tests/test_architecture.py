@@ -22,8 +22,8 @@ LEVELS = (
     ("state",),
     ("recorder", "objective_checks", "checkpoint"),
     (
-        *("augmentation", "batching", "callbacks", "dataset", "datasets", "hardware", "instantiate", "model"),
-        *("memory", "metrics", "objective", "optimizer", "padding", "run_dirs"),
+        *("augmentation", "batching", "callbacks", "dataset", "dataset_checks", "datasets", "hardware"),
+        *("instantiate", "model", "memory", "metrics", "objective", "optimizer", "padding", "run_dirs"),
     ),
     ("accumulation", "tracking", "trust"),
     ("compose",),
