@@ -19,6 +19,8 @@ from pipeline.hardware import Hardware
 from pipeline.objective import Objective
 from pipeline.sizes import Batching, Plan
 from pipeline.tracking import provenance
+from pipeline.tracking.checksums import Files
+from pipeline.unreadable import located
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Parts:
     batches: tf.data.Dataset
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
+    files: Files  # of `data`, as they were before they were read
     best: Best | None = None  # where one is to be kept
     said: Sequence[str] = ()  # of the data, a line each, once the run begins
 
@@ -116,17 +119,18 @@ def assemble(
     """
     machine = hardware.setup(config.hardware, config.seed)
     data = dataset.load(config.dataset)
+    files = Files(data.files)
     # TensorFlow traces what the config names, and runs it to read the data.
-    with refused("dataset", "must give examples", config.dataset._target_):
+    with refused("dataset", "must give examples", config.dataset._target_), located(data, files):
         said = [memory.settle(config.dataset, data), batching.one_class(config.dataset, data, config.seed)]
         checksum = config.dataset.get("checksum", "full")
-        recorded_data = provenance.dataset(data, checksum, of_files=check_dataset is not None)
+        recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
     if check_dataset is not None:
         check_dataset(recorded_data)
     plan = sizes.plan(cut, data.examples, *sizes.settle_horizon(config.training))
     size, node, augment = cut.effective_batch_size, config.dataset, config.dataset.get("augment")
     key = "dataset" if augment is None else "dataset.augment"
-    with refused(key, "must give examples", (augment or node)._target_):
+    with refused(key, "must give examples", (augment or node)._target_), located(data, files):
         batches = batching.effective_batches(
             node,
             data,
@@ -142,7 +146,7 @@ def assemble(
         network = model.build(config.model, data)
         goal = objective.build(config.training)
         stepping = optimizer.build(config, plan.updates, size)
-        with refused("dataset", "must give examples", node._target_):
+        with refused("dataset", "must give examples", node._target_), located(data, files):
             first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
         padded = node.get("pad") is not None
         seen = objective_checks.check(goal, network, data, first, config.training.class_weight, padded=padded)
@@ -150,7 +154,7 @@ def assemble(
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(config.training.keep_best, goal, data, list(by_name(network, seen[1])))
-    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, best, [*filter(None, said)])
+    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, files, best, [*filter(None, said)])
 
 
 def _best(keep: DictConfig | None, goal: Objective, data: Data, outputs: list[str]) -> Best | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ _OURS = ("augment", "checksum", "in_memory", "pad", "shuffle_buffer", "shuffle_f
 
 
 @dataclass(frozen=True)
+class Shard:
+    """What a split has of a file: so many of its examples, after `first` others."""
+
+    path: Path
+    first: int
+    examples: int
+
+
+@dataclass(frozen=True)
 class Data:
     """The splits of a dataset, example by example, in a fixed order.
 
@@ -32,6 +41,7 @@ class Data:
         classes: number of labels, where the labels are classes.
         name, version: as the dataset calls itself.
         files: that the examples are read from, where they are prepared files.
+        shards: of the splits, by their names, in the order in which they are read.
         shuffled: takes a seed, a scalar of int64, and gives the training split with its files in an order that
             follows from the seed; None where it is not read from files.
     """
@@ -42,6 +52,7 @@ class Data:
     name: str = "custom"
     version: str = ""
     files: tuple[Path, ...] = ()
+    shards: Mapping[str, Sequence[Shard]] = field(default_factory=dict)
     test: tf.data.Dataset | None = None
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
 
@@ -256,6 +267,8 @@ def _from_builder(
         dataset = builder.as_dataset(split=train, shuffle_files=True, read_config=by_files)
         return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 
+    shards: dict[str, list[Shard]] = {}
+
     def split(name: str, key: str) -> tf.data.Dataset:
         try:
             dataset = builder.as_dataset(split=name, shuffle_files=False, read_config=read)
@@ -263,6 +276,8 @@ def _from_builder(
             choices = sorted(builder.info.splits)
             none = "" if key == "train_split" else ", or null for none"
             raise ConfigError(f"dataset.{key}", f"must be a split of {builder.name}{none}", name, choices) from error
+        parts = builder.info.splits[name].file_instructions
+        shards[key.removesuffix("_split")] = [Shard(Path(part.filename), part.skip, part.take) for part in parts]
         return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
 
     labels = dict(builder.info.features or {}).get(label_key)
@@ -276,6 +291,7 @@ def _from_builder(
         name=builder.name,
         version=str(builder.version),
         files=tuple(sorted(files)),
+        shards=shards,
         shuffled=shuffled,
     )
 

@@ -22,7 +22,9 @@ def checked(dataset: Any, split: str) -> tf.data.Dataset:
     if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
         rule = f"must give (x, y), (x, y, sample_weight) or x alone as an example of its {split} split"
         raise ConfigError(key, rule, spec)
-    if count < 1:
+    if count == 0:
+        raise ConfigError(key, f"must give at least one example in its {split} split", count)
+    if count < 0:
         rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
         raise ConfigError(key, rule, count)
     leaves = tf.nest.flatten(spec)

@@ -61,6 +61,10 @@ class ConfigError(Exception):
         return printable(" ".join(line.split()))
 
 
+class DataError(ValueError):
+    """The data cannot be read, or are not any more what they were; the message is one line."""
+
+
 class RunError(Exception):
     """A run failed while running. The message is one line and names the file with the traceback. Exit status 1."""
 

@@ -91,7 +91,7 @@ def run(
             if before is not None:
                 before.past.close()
             raise
-        tracker = Tracker(journal, run_dir, parts.plan)
+        tracker = Tracker(journal, run_dir, parts.plan, parts.files)
         loss = _train(parts, update, tracker, _Begin(overrides, tags, before, start), interruption)
     uri = config.tracking.uri
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
@@ -159,7 +159,7 @@ class _Begin:
 
 def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interruption: Interruption) -> float:
     """Train, from the first update or a checkpoint on, and close the run; return its last loss."""
-    from pipeline import hardware, training
+    from pipeline import hardware, training, unreadable
     from pipeline.checkpoint import Checkpoints
     from pipeline.progress import Progress
     from pipeline.recorder import Recorder
@@ -177,7 +177,7 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
     with _closing(tracker, recorder) as unshipped, checkpoints:
         begin(tracker, parts)
         recorder.restart_clock()
-        with interruption.between_updates():
+        with interruption.between_updates(), unreadable.located(parts.data, parts.files):
             loss = training.train(
                 parts.model,
                 parts.batches,
@@ -194,6 +194,7 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
                 stop=interruption.asked,
             )
         recorder.progress.close()
+        tracker.check_files()
         begin.link(tracker)  # once more: two runs that begin at one moment may have written over each other
         if config.tracking.log_model:
             _log_model(parts, tracker)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.errors import described, say
+from pipeline.errors import DataError, described, say
 
 SETTLED = 2.0  # seconds for which a file must not have changed: its date may be as coarse
 SILENCE = 10.0  # seconds of waiting, before it is said
@@ -37,30 +37,55 @@ def of(path: Path) -> str:
     return found
 
 
-class Beside:
-    """Computes the checksums of some files in a thread.
+class Files:
+    """The files that a run's data are read from, as they are when this is made.
 
     Args:
-        files: to read.
-        then: called in that thread with the checksums by the files' names.
+        paths: of the files.
+
+    Attributes:
+        checksums: by the files' names, where they are known.
     """
 
-    def __init__(self, files: Sequence[Path], then: Callable[[dict[str, str]], None]):
-        self._files, self._then, self.done = files, then, False
-        self._thread = threading.Thread(target=self._compute, name="checksums", daemon=True)
+    def __init__(self, paths: Sequence[Path] = ()):
+        self.paths = tuple(paths)
+        self.checksums: dict[str, str] = {}
+        self._stats = {path: _stat(path) for path in self.paths}
+        self._thread: threading.Thread | None = None
+
+    def compute(self, then: Callable[[dict[str, str]], None]) -> None:
+        """Compute the checksums in a thread, which then calls `then` with them."""
+        self._thread = threading.Thread(target=self._compute, args=(then,), name="checksums", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         """Return once they are computed, or could not be."""
+        if self._thread is None:
+            return
         self._thread.join(SILENCE)
         if self._thread.is_alive():
             say("waiting for the checksums of the data: dataset.checksum=none leaves them out")
             self._thread.join()
 
-    def _compute(self) -> None:
+    def check(self) -> None:
+        """Return if the files hold what they held: by their sizes and dates, else by their checksums.
+
+        One that is gone has been read for the last time before.
+
+        Raises:
+            DataError: one has changed.
+        """
+        for path, before in self._stats.items():
+            with suppress(FileNotFoundError):
+                if _stat(path)[:2] != before[:2] and of(path) != self.checksums.get(path.name):
+                    raise DataError(f"{path} has changed since the run began: not all of it was on the same data")
+
+    def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
-            self._then({path.name: of(path) for path in self._files})
-            self.done = True
+            found = {path.name: of(path) for path in self.paths}
+            self.check()  # what was read last may be other than what was trained on first
+            self.checksums = found
+            then(found)
         except Exception as error:  # the training needs none
             say(f"the data have no checksums: {described(error)}")
 

@@ -24,6 +24,7 @@ from pipeline.config import directory, leaves, plain
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
 from pipeline.tracking import checksums
+from pipeline.tracking.checksums import Files
 
 if TYPE_CHECKING:
     from pipeline.dataset import Data
@@ -122,23 +123,26 @@ def diff() -> str:
     return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
 
 
-def dataset(data: Data, checksum: str = "full", *, of_files: bool = True) -> dict[str, Any]:
+def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, of_files: bool = True) -> dict[str, Any]:
     """Return name, version, sizes and checksums of a dataset: of its files, or of its examples where it has none.
 
     Args:
         data: loaded.
         checksum: `full`, or `none` to leave checksums out.
+        files: of the data; takes their checksums.
         of_files: whether those of files are wanted now, for which all of them are read.
     """
     wanted = checksum == "full"
-    files = {path.name: checksums.of(path) for path in data.files if wanted and of_files}
+    files = files or Files(data.files)
+    if wanted and of_files:
+        files.checksums = {path.name: checksums.of(path) for path in files.paths}
     content = {name: _content_hash(split) for name, split in data.splits.items() if wanted and not data.files}
     return {
         "name": data.name,
         "version": data.version,
         "examples": {name: int(split.cardinality()) for name, split in data.splits.items()},
         "checksum": checksum,
-        "files": files,
+        "files": files.checksums,
         "content": content,
     }
 

@@ -18,7 +18,7 @@ from pipeline.interruption import Terminated
 from pipeline.masking import mask, masked
 from pipeline.sizes import Plan
 from pipeline.tracking import provenance
-from pipeline.tracking.checksums import Beside
+from pipeline.tracking.checksums import Files
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past
 
@@ -30,17 +30,24 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters."""
+    """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters.
 
-    def __init__(self, journal: Journal, run_dir: Path, plan: Plan):
-        self.journal, self.run_dir, self.plan = journal, run_dir, plan
+    Args:
+        journal: takes what the run leaves.
+        run_dir: of the run.
+        plan: of its updates.
+        files: that its data are read from.
+    """
+
+    def __init__(self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None):
+        self.journal, self.run_dir, self.plan, self._files = journal, run_dir, plan, files or Files()
         self.run_id = self.experiment_id = ""  # where a store has the run
         self.begun = False
         self._updates: Container[int] = ()  # whose rows were written before the run was resumed
         self._evaluations: Container[int] = ()
         self._tests: Container[int] = ()
         self._best: Container[int] = ()
-        self._checksums: Beside | None = None
+        self._late_checksums = False
 
     def start(
         self,
@@ -155,20 +162,26 @@ class Tracker:
         if best is not None and best.update not in self._best and (row := best.row()):
             self.journal.write({"step": best.update, "metrics": row})
 
+    def check_files(self) -> None:
+        """Wait for the checksums of the data's files, and see whether they are still what they were.
+
+        Raises:
+            DataError: one has changed.
+        """
+        try:
+            self._files.wait()
+        except (KeyboardInterrupt, Terminated):  # the run itself is done
+            say("the checksums of the data are left out")
+        self._files.check()
+
     def reaches_store(self) -> bool:
         """Return whether the store answers; what is waited for it counts as waited at the end of the run."""
         return bool(self.run_id) and self.journal.reaches_store(self.run_id)
 
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, if so."""
-        if self._checksums is not None:
-            if status == "FINISHED":
-                try:
-                    self._checksums.wait()
-                except (KeyboardInterrupt, Terminated):  # the run itself is done
-                    say("the checksums of the data are left out")
-            if self._checksums.done:
-                self.journal.write({"artifact": DESCRIBED})
+        if self._late_checksums and self._files.checksums:
+            self.journal.write({"artifact": DESCRIBED})
         if failure:
             self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
         return self.journal.close(status)
@@ -197,8 +210,9 @@ class Tracker:
         texts[DESCRIBED] = json.dumps(dataset, indent=1) + "\n"
         for name, text in texts.items():
             self._artifact(name, text)
-        if dataset["checksum"] == "full" and data.files and not dataset["files"]:
-            self._checksums = Beside(data.files, lambda found: self._describe_files({**dataset, "files": found}))
+        self._late_checksums = dataset["checksum"] == "full" and bool(data.files) and not dataset["files"]
+        if self._late_checksums:
+            self._files.compute(lambda found: self._describe_files({**dataset, "files": found}))
 
     def _describe_files(self, dataset: dict[str, Any]) -> None:
         """Write the checksums into the run directory, where a run that goes on looks for them; `end` logs them."""
