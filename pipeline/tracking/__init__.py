@@ -9,6 +9,7 @@ import logging
 import os
 
 __all__ = [
+    "checksums",
     "delivery",
     "foreign_store",
     "journal",
