@@ -85,13 +85,17 @@ class Fork:
             rule = "must be there until it is read: the run that it is of has gone on"
             raise ConfigError(f"the checkpoint {self.checkpoint.folder}", rule) from error
 
-    def restore(self, update: Update, recorder: Recorder, callbacks: Callbacks) -> dict[str, Any]:
+    def take(self) -> State:
+        """Return what `check` has read, once: its memory is the run's."""
+        assert self._state is not None
+        taken, self._state = self._state, None
+        return taken
+
+    def restore(self, taken: State, update: Update, recorder: Recorder, callbacks: Callbacks) -> dict[str, Any]:
         """Put what is taken of the checkpoint into the run; return what its loop begins with."""
         from pipeline import state
 
-        assert self._state is not None
-        loop = state.restore(self._state, update, recorder, callbacks, self._taken())
-        self._state = None  # its memory is the run's
+        loop = state.restore(taken, update, recorder, callbacks, self._taken())
         update.model.stop_training = False  # what ended the other run does not end this one
         # The best evaluation of the other run, whose checkpoint is in its directory, is none of this one.
         begun = {"open": loop.get("open", False), "validation": loop.get("validation", {})}

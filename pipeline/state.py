@@ -159,6 +159,18 @@ def restore(
     return dict(values["loop"])
 
 
+def adapt(model: keras.Model, state: State) -> None:
+    """Let the model normalise as that of a captured state did, whatever data it was adapted to when it was built.
+
+    `Normalization` computes with constants that it makes of its variables: what is traced keeps them as they are then.
+    """
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.Normalization):
+            for variable in layer.variables:
+                variable.assign(state.arrays[f"model/{variable.path}"])
+            layer.finalize_state()
+
+
 @contextmanager
 def lent(state: State, update: Update) -> Iterator[None]:
     """Let the model and the optimizer have the variables of a captured state meanwhile."""

@@ -82,6 +82,15 @@ def train(
         names[:] = results
         return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
 
+    def begin(start: Checkpoint | Fork, iterator: list[Any]) -> dict[str, Any]:
+        """Put the state back; return what the loop knew."""
+        there = state.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.take()
+        state.adapt(model, there)
+        next_update.get_concrete_function(*iterator)  # before: a layer may draw a seed when it is traced
+        if isinstance(start, Checkpoint):
+            return state.restore(there, update, recorder, callbacks)
+        return start.restore(there, update, recorder, callbacks)
+
     def validate(done: int, *, open: bool) -> dict[str, float]:
         assert evaluate is not None
         with _averaged(update.optimizer, model):
@@ -153,11 +162,7 @@ def train(
     hooks.on_train_begin()
     with _iterating(batches) as iterator:
         if start is not None:
-            next_update.get_concrete_function(*iterator)  # first: a layer may draw a seed when it is traced
-            if isinstance(start, Checkpoint):
-                loop = state.restore(state.read(start.folder, start.meta), update, recorder, callbacks)
-            else:
-                loop = start.restore(update, recorder, callbacks)
+            loop = begin(start, iterator)
             done, open, validation, stopped.by = start.update, loop["open"], loop["validation"], loop["stopped_by"]
             if best is not None and loop["best"] is not None:
                 best.set_state(loop["best"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from pipeline import checkpoint, compose, state
 from pipeline.checkpoint import BEST
-from tests.running import Store, one_process, pipeline
+from tests.running import Store, one_process, pipeline, python
 from tests.test_continuation import RUN, UPDATES, folder_of, interrupted, weights
 
 AT = 21
@@ -259,3 +260,51 @@ def test_the_best_and_the_stop_survive_a_kill(stopping, tmp_path):
     assert tags[0]["stopped_by"] == tags[1]["stopped_by"]
     then, now = (last_weights(each, "run", done) for each in (stopping, folder))
     assert bits(then) == bits(now)
+
+
+OTHER_UNITS = """
+import numpy as np
+import tensorflow as tf
+
+
+def table(offset):
+    numbers = np.random.default_rng(0)
+    x = numbers.normal(offset, 1.0, (96, 5)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, (x.sum(1) > 5 * offset).astype("float32")))
+    return data.take(64), data.skip(64)
+"""
+
+
+def test_a_fork_onto_other_data_normalises_as_what_it_began_with(tmp_path):
+    """What it trains, and what it logs as its model, has the means that the checkpoint's weights were trained with."""
+    (tmp_path / "units.py").write_text(OTHER_UNITS)
+    given = (
+        *(
+            "dataset=breast_cancer",
+            "dataset._target_=units.table",
+            "model=tabular",
+            "model.activation=sigmoid",
+            "model.dropout=0",
+        ),
+        *("model.hidden=[8]", "objective=binary", "training.epochs=2", "accumulation.effective_batch_size=32"),
+        *("tracking.system_metrics=false", "training.checkpoint_every=epoch"),
+    )
+    pipeline("train", *given, "+dataset.offset=0", "hydra.run.dir=run", cwd=tmp_path)
+    more = ("+dataset.offset=3", "start.run=run", "start.weights_only=true", "hydra.run.dir=fork")
+    pipeline("train", *given, *more, cwd=tmp_path)
+    store = Store(tmp_path)
+    run = run_in(tmp_path, "fork")
+    (logged,) = store.client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    file = next(Path(logged.artifact_location.removeprefix("file://")).rglob("*.keras"))
+    check = (
+        "import keras, numpy as np, units\n"
+        "x, y = (np.array([example[part] for example in units.table(3)[1].as_numpy_iterator()]) for part in (0, 1))\n"
+        f"model = keras.models.load_model({str(file)!r}, compile=False)\n"
+        "loss = keras.losses.BinaryCrossentropy()(y[:, None], model(x))\n"
+        "print(float(loss), np.ravel(model.layers[1].mean).tolist())\n"
+    )
+    out, err = python("-c", check, cwd=tmp_path).communicate(timeout=120)
+    loss, means = out.strip().splitlines()[-1].split(" ", 1)
+    assert max(map(abs, json.loads(means))) < 1, err  # of the first table: those of the second are about 3
+    last = list(store.history(run, "val/loss").values())[-1]
+    assert float(loss) == pytest.approx(last, rel=1e-5)  # the mean of 32 float32, in another order
