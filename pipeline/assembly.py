@@ -125,6 +125,9 @@ def assemble(
         said = [memory.settle(config.dataset, data), batching.one_class(config.dataset, data, config.seed)]
         checksum = config.dataset.get("checksum", "full")
         recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
+    if data.shards:  # what is kept in memory is read once
+        held = ("train",) if config.dataset.get("in_memory", True) else ()
+        files.again = tuple({s.path for name, shards in data.shards.items() if name not in held for s in shards})
     if check_dataset is not None:
         check_dataset(recorded_data)
     plan = sizes.plan(cut, data.examples, *sizes.settle_horizon(config.training))

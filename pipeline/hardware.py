@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,9 @@ def peak_memory(hardware: Hardware) -> int:
     if hardware.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     with suppress(OSError):  # Linux; its ru_maxrss begins with that of the process that started this one
-        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return int(peak) * 1024
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) * 1024
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

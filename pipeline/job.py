@@ -177,7 +177,7 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
     with _closing(tracker, recorder) as unshipped, checkpoints:
         begin(tracker, parts)
         recorder.restart_clock()
-        with interruption.between_updates(), unreadable.located(parts.data, parts.files):
+        with unreadable.located(parts.data, parts.files), interruption.between_updates():
             loss = training.train(
                 parts.model,
                 parts.batches,

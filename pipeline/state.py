@@ -26,6 +26,7 @@ from pipeline.recorder import Recorder
 Callbacks = Mapping[str, keras.callbacks.Callback]
 
 _SEED = "keras' global seed"
+_SAME = " #"  # between the path of several variables and the number of all but the first
 _REPLICA = " on replica "  # between a variable's name and the number of one that differs from the first
 _ARRAY = "__array__"  # the key under which the name of an array stands in its place
 # What Keras' own callbacks know from one epoch to the next; for `best_weights` a list of arrays.
@@ -142,9 +143,8 @@ def restore(
     variables = _variables(update)
     _check({name: _spec(array) for name, array in state.arrays.items()}, variables, taken)
     for name, copies in variables.items():
-        for replica, copy in enumerate(copies):
-            if name in state.arrays and taken.has(name):
-                copy.assign(state.arrays.get(_on(replica, name), state.arrays[name]))
+        if name in state.arrays and taken.has(name):
+            _assign(state, name, copies)
     if taken.weights_only:
         return {}
     values = state.values
@@ -159,16 +159,23 @@ def restore(
     return dict(values["loop"])
 
 
-def adapt(model: keras.Model, state: State) -> None:
+def _assign(state: State, name: str, copies: Sequence[Any]) -> None:
+    for replica, copy in enumerate(copies):
+        copy.assign(state.arrays.get(_on(replica, name), state.arrays[name]))
+
+
+def adapt(update: Update, state: State) -> None:
     """Let the model normalise as that of a captured state did, whatever data it was adapted to when it was built.
 
     `Normalization` computes with constants that it makes of its variables: what is traced keeps them as they are then.
     """
-    for layer in layers_of(model):
-        if isinstance(layer, keras.layers.Normalization):
-            for variable in layer.variables:
-                variable.assign(state.arrays[f"model/{variable.path}"])
-            layer.finalize_state()
+    made = [layer for layer in layers_of(update.model) if isinstance(layer, keras.layers.Normalization)]
+    own = {f"model/{variable.path}" for layer in made for variable in layer.variables}
+    for name, copies in _variables(update).items():
+        if name.partition(_SAME)[0] in own:
+            _assign(state, name, copies)
+    for layer in made:
+        layer.finalize_state()
 
 
 @contextmanager
@@ -229,8 +236,8 @@ def _variables(update: Update) -> dict[str, Sequence[Any]]:
     model, found = update.model, dict[str, Sequence[Any]]()
 
     def add(name: str, copies: Sequence[Any]) -> None:
-        same = sum(other.partition(" #")[0] == name for other in found)
-        found[name if not same else f"{name} #{same + 1}"] = copies
+        same = sum(other.partition(_SAME)[0] == name for other in found)
+        found[name if not same else f"{name}{_SAME}{same + 1}"] = copies
 
     def on_replicas(variable: tf.Variable) -> Sequence[Any]:
         return update.strategy.experimental_local_results(variable)

@@ -85,7 +85,7 @@ def train(
     def begin(start: Checkpoint | Fork, iterator: list[Any]) -> dict[str, Any]:
         """Put the state back; return what the loop knew."""
         there = state.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.take()
-        state.adapt(model, there)
+        state.adapt(update, there)
         next_update.get_concrete_function(*iterator)  # before: a layer may draw a seed when it is traced
         if isinstance(start, Checkpoint):
             return state.restore(there, update, recorder, callbacks)

@@ -12,9 +12,11 @@ import tensorflow as tf
 
 from pipeline.dataset import Data
 from pipeline.errors import DataError, first_line, say
+from pipeline.interruption import Terminated
 from pipeline.tracking.checksums import Files
 
 SECONDS = 120.0  # of reading the splits once more
+SILENCE = 5.0  # seconds of it, before it is said
 
 
 @contextmanager
@@ -27,29 +29,32 @@ def located(data: Data, files: Files) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if "Iterator" not in str(error) and not isinstance(error, tf.errors.DataLossError):
+        of_data = "Iterator::" in str(error) or isinstance(error, tf.errors.DataLossError)
+        if not of_data and ("Iterator" not in str(error) or isinstance(error, tf.errors.ResourceExhaustedError)):
             raise  # of the model
         files.check()
-        found = _first(data)
-        if not found and "Iterator::" not in str(error):
+        try:
+            found = "" if "[dataset.pad" in str(error) else _first(data)  # that is of a whole batch
+        except (KeyboardInterrupt, Terminated):  # of the search alone
+            found = ""
+        if not found and not of_data:
             raise  # of the model, too: an error after the batch was got may name that step
         raise DataError(f"the data cannot be read: {found or _cause(error)}") from error
 
 
 def _cause(error: tf.errors.OpError) -> str:
     """Return what was wrong, without where in its graph and in which of its iterators TensorFlow was."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [said for line in str(error).splitlines() if (said := line.strip())]
     before = next((number for number, line in enumerate(lines) if "[[{{node" in line), 0)
     said = lines[before - 1] if before else first_line(error)
     said = re.sub(r"\{\{.*?\}\} | \[Op:.*$", "", said)
-    said = re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", said)
-    return re.sub(r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said).rstrip(".")
+    said = re.sub(r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said)
+    return re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", said).rstrip(".")
 
 
 def _first(data: Data) -> str:
     """Return the first example that cannot be read, and why; empty where all can, or the search takes too long."""
-    say("an example could not be read: looking for it")
-    until = time.monotonic() + SECONDS
+    begun, silent = time.monotonic(), True
     for name, split in data.splits.items():
         examples = iter(split)
         for number in itertools.count():
@@ -57,16 +62,23 @@ def _first(data: Data) -> str:
                 if next(examples, None) is None:
                     break
             except tf.errors.OpError as error:
-                return (
-                    f"example {number} of the {name} split{_file(data, name, number)}, counted from 0: {_cause(error)}"
-                )
-            if time.monotonic() > until:
+                # One split is shorter than it says: no example of a file is at fault.
+                place = "" if "expected to contain" in str(error) else _file(data, name, number)
+                return f"example {number} of the {name} split{place}, counted from 0: {_cause(error)}"
+            taken = time.monotonic() - begun
+            if taken > SECONDS:
                 return ""
+            if silent and taken > SILENCE:
+                say("an example could not be read: looking for it")
+                silent = False
     return ""
 
 
 def _file(data: Data, name: str, number: int) -> str:
-    for shard in data.shards.get(name, ()):
+    shards = data.shards.get(name, ())
+    if sum(shard.examples for shard in shards) != int(data.splits[name].cardinality()):
+        return ""  # some were left out, or others added
+    for shard in shards:
         if number < shard.examples:
             return f", which is example {shard.first + number} of {shard.path}"
         number -= shard.examples

@@ -264,14 +264,16 @@ PREPARED = {
     "dtype of an input, … Received: '…(None, 4, 8, 1)…'.",
     "train 'dataset.augment={_target_: mine.counted, _partial_: true}'": "dataset.augment must keep the shape and "
     "dtype of an input, … Received: '…tf.int32…'.",
-    "train dataset._target_=mine.unreadable": "dataset must give examples (InvalidArgumentError: …). "
+    "train dataset._target_=mine.unreadable": "dataset must give examples (the data cannot be read: example 3 of the "
+    "train split, counted from 0: …). "
     "Received: 'mine.unreadable'.",
     # workloads
     "train experiment=text training.loss.reduction=sum_over_batch_size": "training.loss.reduction must be "
     "mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: this one divides by "
     "the padding as well. Received: 'sum_over_batch_size'.",
-    "train experiment=text dataset.pad.value=102": "dataset must give examples (…dataset.pad.value must not be a value "
-    "of the inputs, which a mask could not tell from it: 102…). Received: 'pipeline.dataset.topics'.",
+    "train experiment=text dataset.pad.value=102": "dataset must give examples (the data cannot be read: dataset.pad.value "
+    "must not be a value of the inputs, which a mask could not tell from it: 102). Received: "
+    "'pipeline.dataset.topics'.",
     "train experiment=text model.width=66": "model must be what pipeline.model.decoder takes (ValueError: width must "
     "be a multiple of heads, 4. Received: 66). Received: …",
     "train model=tabular": "model must be what pipeline.model.tabular takes (ValueError: input_shape must be "

@@ -72,6 +72,22 @@ def test_an_example_that_cannot_be_decoded_is_named_with_its_file(tmp_path):
     assert steps == [1, 2, 3, 4]  # of 8 examples each, as the 35th is in the fifth
 
 
+OWN = """
+import tensorflow as tf
+
+
+def rows():
+    for number in range(40):
+        if number == 17:
+            raise ValueError("row 17 has no label")
+        yield [float(number)] * 4, number % 2
+
+
+def table():
+    spec = (tf.TensorSpec((4,), tf.float32), tf.TensorSpec((), tf.int64))
+    made = tf.data.Dataset.from_generator(rows, output_signature=spec)
+    return made.apply(tf.data.experimental.assert_cardinality(40)), None
+"""
 NOTHING = """
 import numpy as np
 import tensorflow_datasets as tfds
@@ -98,6 +114,7 @@ def test_what_can_be_known_before_is_refused_before(tmp_path):
     own = tmp_path / "run"
     own.mkdir()
     (own / "nothing.py").write_text(NOTHING)
+    (own / "own.py").write_text(OWN)
     none = [
         "dataset=tfds",
         "+dataset.builder=nothing.Nothing",
@@ -106,7 +123,8 @@ def test_what_can_be_known_before_is_refused_before(tmp_path):
         *SMALL,
         *CUT,
     ]
-    lines = {"bad": line(tmp_path / "bad", "dataset.in_memory=true"), "none": none}
+    table = ["dataset=breast_cancer", "dataset._target_=own.table", "model=mlp", *CUT]
+    lines = {"table": table, "bad": line(tmp_path / "bad", "dataset.in_memory=true"), "none": none}
     found = one_process({name: " ".join(["train", *given]) for name, given in lines.items()}, own)
     for answer in found.values():
         assert (answer["status"], answer["changed"]) == (2, [])
@@ -114,6 +132,8 @@ def test_what_can_be_known_before_is_refused_before(tmp_path):
         assert "Traceback" not in answer["err"]
     where = f"example 21 of the train split, which is example 5 of {file(place, 1)}, counted from 0: "
     assert f"dataset must give examples (the data cannot be read: {where}" in found["bad"]["err"]
+    rows = "example 17 of the train split, counted from 0: ValueError: row 17 has no label)"
+    assert f"dataset must give examples (the data cannot be read: {rows}" in found["table"]["err"]
     assert "No examples were yielded" in found["none"]["err"]
 
 

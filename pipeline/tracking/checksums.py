@@ -45,12 +45,17 @@ class Files:
 
     Attributes:
         checksums: by the files' names, where they are known.
+        again: those that are read again while the run trains.
     """
 
     def __init__(self, paths: Sequence[Path] = ()):
-        self.paths = tuple(paths)
+        self.paths = self.again = tuple(paths)
         self.checksums: dict[str, str] = {}
-        self._stats = {path: _stat(path) for path in self.paths}
+        self._of: dict[Path, str] = {}
+        self._stats: dict[Path, list[int]] = {}
+        for path in self.paths:
+            with suppress(OSError):  # it may be where TensorFlow alone can read it
+                self._stats[path] = _stat(path)
         self._thread: threading.Thread | None = None
 
     def compute(self, then: Callable[[dict[str, str]], None]) -> None:
@@ -68,26 +73,42 @@ class Files:
             self._thread.join()
 
     def check(self) -> None:
-        """Return if the files hold what they held: by their sizes and dates, else by their checksums.
-
-        One that is gone has been read for the last time before.
+        """Return if those that are read `again` hold what they held.
 
         Raises:
             DataError: one has changed.
         """
-        for path, before in self._stats.items():
-            with suppress(FileNotFoundError):
-                if _stat(path)[:2] != before[:2] and of(path) != self.checksums.get(path.name):
-                    raise DataError(f"{path} has changed since the run began: not all of it was on the same data")
+        if changed := self._changed(self.again):
+            raise DataError(f"{changed} has changed since the run began: not all of it was on the same data")
+
+    def known(self) -> dict[str, str]:
+        """Compute the checksums here, and return them."""
+        self._of = {path: of(path) for path in self.paths}
+        self.checksums = {path.name: found for path, found in self._of.items()}
+        return self.checksums
 
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
-            found = {path.name: of(path) for path in self.paths}
-            self.check()  # what was read last may be other than what was trained on first
-            self.checksums = found
+            found = self.known()
+            if changed := self._changed(self.paths):  # so what was read here may be other than what was trained on
+                say(f"{changed} has changed since the run began: its checksum is not known")
+                found[changed.name] = "changed while the run began"  # which is that of no file
             then(found)
         except Exception as error:  # the training needs none
             say(f"the data have no checksums: {described(error)}")
+
+    def _changed(self, paths: Sequence[Path]) -> Path | None:
+        """Return the first that has changed, by its size and date, and by its checksum where that is known.
+
+        One that is gone has been read for the last time before.
+        """
+        for path in paths:
+            with suppress(OSError):
+                if path in self._stats and _stat(path)[:2] != self._stats[path][:2]:
+                    before = self._of.get(path)
+                    if before is None or of(path) != before:
+                        return path
+        return None
 
 
 def _stat(path: Path) -> list[int]:

@@ -23,7 +23,6 @@ from pipeline import __version__
 from pipeline.config import directory, leaves, plain
 from pipeline.errors import ConfigError
 from pipeline.masking import mask
-from pipeline.tracking import checksums
 from pipeline.tracking.checksums import Files
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, o
     wanted = checksum == "full"
     files = files or Files(data.files)
     if wanted and of_files:
-        files.checksums = {path.name: checksums.of(path) for path in files.paths}
+        files.known()
     content = {name: _content_hash(split) for name, split in data.splits.items() if wanted and not data.files}
     return {
         "name": data.name,
