@@ -271,8 +271,8 @@ PREPARED = {
     "train experiment=text training.loss.reduction=sum_over_batch_size": "training.loss.reduction must be "
     "mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: this one divides by "
     "the padding as well. Received: 'sum_over_batch_size'.",
-    "train experiment=text dataset.pad.value=102": "dataset must give examples (the data cannot be read: dataset.pad.value "
-    "must not be a value of the inputs, which a mask could not tell from it: 102). Received: "
+    "train experiment=text dataset.pad.value=102": "dataset must give examples (the data cannot be read: "
+    "dataset.pad.value must not be a value of the inputs, which a mask could not tell from it: 102). Received: "
     "'pipeline.dataset.topics'.",
     "train experiment=text model.width=66": "model must be what pipeline.model.decoder takes (ValueError: width must "
     "be a multiple of heads, 4. Received: 66). Received: …",
