@@ -56,8 +56,8 @@ def effective_batches(
             order = key[0] ^ key[1]
             by_files = data.shuffled if node.get("shuffle_files") else None
             read = data.train if by_files is None else by_files(order)
-            examples = read.enumerate().shuffle(buffer, seed=order, reshuffle_each_iteration=False)
-            examples = examples.skip(left_out)
+            numbered = read if augment is None else read.enumerate()
+            examples = numbered.shuffle(buffer, seed=order, reshuffle_each_iteration=False).skip(left_out)
         else:
             shuffled = tf.random.experimental.stateless_shuffle(tf.range(count, dtype=tf.int64), seed=key)
             numbers = tf.data.Dataset.from_tensor_slices(shuffled[left_out:])
@@ -65,9 +65,10 @@ def effective_batches(
                 return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))
             examples = numbers.map(lambda number: (number, _take(whole, number)))
 
+        if augment is None:
+            return _batch(examples, effective_batch_size)
+
         def augmented(number: tf.Tensor, example: tuple) -> tuple:
-            if augment is None:
-                return example
             return (augment(example[0], tf.random.experimental.stateless_fold_in(key, number)), *example[1:])
 
         return _batch(examples.map(augmented, tf.data.AUTOTUNE), effective_batch_size)
