@@ -2,7 +2,7 @@
 
 Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]     (`make bench`)
 Run time:  about 17 minutes on two CPU cores.
-Expect:    a table with every target met, and the same as JSON in benchmarks/results/.
+Expect:    a table that says of each target whether it is met, and the same as JSON in benchmarks/results/.
 
 Parts:
     update       the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone

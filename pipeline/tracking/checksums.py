@@ -83,17 +83,21 @@ class Files:
 
     def known(self) -> dict[str, str]:
         """Compute the checksums here, and return them."""
-        self._of = {path: of(path) for path in self.paths}
-        self.checksums = {path.name: found for path, found in self._of.items()}
+        self.checksums = self._computed()
         return self.checksums
+
+    def _computed(self) -> dict[str, str]:
+        self._of = {path: of(path) for path in self.paths}
+        return {path.name: found for path, found in self._of.items()}
 
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
-            found = self.known()
+            found = self._computed()
             if changed := self._changed(self.paths):  # so what was read here may be other than what was trained on
                 say(f"{changed} has changed since the run began: its checksum is not known")
                 found[changed.name] = "changed while the run began"  # which is that of no file
             then(found)
+            self.checksums = found  # last: a run that ends now logs what `then` has written
         except Exception as error:  # the training needs none
             say(f"the data have no checksums: {described(error)}")
 
