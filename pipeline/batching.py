@@ -44,6 +44,8 @@ def effective_batches(
     whole = _batch(data.train, data.examples).get_single_element() if node.get("in_memory", True) else None
     count = data.examples
     buffer = node.get("shuffle_buffer") or count
+    by_files = data.shuffled if whole is None and node.get("shuffle_files") else None
+    from_stored = None if by_files is None else data.from_stored
     first_epoch, batches_before = divmod(first_update, -(-count // effective_batch_size))
     before = batches_before * effective_batch_size  # examples of the first epoch that is read
 
@@ -54,7 +56,6 @@ def effective_batches(
         if whole is None:
             tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
             order = key[0] ^ key[1]
-            by_files = data.shuffled if node.get("shuffle_files") else None
             read = data.train if by_files is None else by_files(order)
             numbered = read if augment is None else read.enumerate()
             examples = numbered.shuffle(buffer, seed=order, reshuffle_each_iteration=False).skip(left_out)
@@ -66,10 +67,12 @@ def effective_batches(
             examples = numbers.map(lambda number: (number, _take(whole, number)))
 
         if augment is None:
-            return _batch(examples, effective_batch_size)
+            batches = _batch(examples, effective_batch_size)
+            return batches if from_stored is None else batches.map(from_stored, tf.data.AUTOTUNE)
 
-        def augmented(number: tf.Tensor, example: tuple) -> tuple:
-            return (augment(example[0], tf.random.experimental.stateless_fold_in(key, number)), *example[1:])
+        def augmented(number: tf.Tensor, example: Any) -> tuple:
+            x, *rest = example if from_stored is None else from_stored(example)
+            return (augment(x, tf.random.experimental.stateless_fold_in(key, number)), *rest)
 
         return _batch(examples.map(augmented, tf.data.AUTOTUNE), effective_batch_size)
 
@@ -99,7 +102,10 @@ def one_class(node: DictConfig, data: Data, seed: int) -> str:
         or label.shape.rank
     ):
         return ""
-    read = data.shuffled(tf.constant(seed, tf.int64)) if node.get("shuffle_files") and data.shuffled else data.train
+    by_files = data.shuffled if node.get("shuffle_files") else None
+    read = data.train if by_files is None else by_files(tf.constant(seed, tf.int64))
+    if by_files is not None and data.from_stored is not None:
+        read = read.map(data.from_stored)
     count = min(node.get("shuffle_buffer") or data.examples, data.examples)
     labels = (int(example[1]) for example in read.take(count))
     first = next(labels)

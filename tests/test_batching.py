@@ -147,6 +147,28 @@ def digits(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("augment", [{}, SHIFT], ids=["plain", "augmented"])
+def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(digits, augment):
+    """Without augmentation a batch at a time; x · scale is rounded once either way, so to the bit."""
+    data = dataset.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
+    assert data.shuffled(tf.constant(0, tf.int64)).element_spec["image"].dtype == tf.uint8  # a quarter of the memory
+    settings = {"seed": 3, "effective_batch_size": 100, "epochs": 1}
+    node = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200, **augment})
+    batches = list(batching.effective_batches(node, data, **settings).as_numpy_iterator())
+    examples = [(x.tobytes(), int(y)) for x, y in data.train.as_numpy_iterator()]
+    seen = [(x[number].tobytes(), int(y[number])) for x, y in batches for number in range(len(y))]
+    assert seen != examples
+    if not augment:
+        assert sorted(seen) == sorted(examples)
+    else:  # the same order, each image moved
+        plain = batching.effective_batches(OmegaConf.create({**node, "augment": None}), data, **settings)
+        assert [label for _, label in seen] == np.concatenate([y for _, y in plain.as_numpy_iterator()]).tolist()
+        assert (
+            len({image for image, _ in seen} & {image for image, _ in examples}) < 1437 / 10
+        )  # of 49 places one is none
+        assert {x.dtype for x, _ in batches} == {np.dtype("float32")}
+
+
 def test_the_digits_are_split_once_and_for_all(digits):
     from sklearn.datasets import load_digits
 

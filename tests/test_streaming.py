@@ -25,7 +25,7 @@ def written(folder: Path, size: int) -> Path:
     shape = (SIDE, SIDE, 3)
     features = tfds.features.FeaturesDict(
         {
-            "image": tfds.features.Tensor(shape=shape, dtype=np.uint8),
+            "image": tfds.features.Tensor(shape=shape, dtype=np.uint8, encoding="bytes"),
             "label": tfds.features.ClassLabel(num_classes=CLASSES),
         }
     )
