@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import batching, dataset, hardware, memory, model, objective, objective_checks, optimizer, sizes, training
-from pipeline.accumulation import Evaluation, Update, by_name, measured, spread
+from pipeline.accumulation import Evaluation, Update, by_name, global_seed, measured, spread
 from pipeline.best import Best
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError, refused
@@ -32,7 +33,8 @@ class Parts:
     data: Data
     recorded_data: dict[str, Any]  # what `provenance.dataset` says of `data`
     plan: Plan
-    batches: tf.data.Dataset
+    batches_after: Callable[[int], tf.data.Dataset]  # the batches of the updates that follow so many
+    batches: tf.data.Dataset  # of those that are to come
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
     files: Files  # of `data`, as they were before they were read
@@ -77,14 +79,26 @@ class Parts:
     def _in_order(self, split: tf.data.Dataset, size: int) -> tf.data.Dataset:
         return batching.in_order(split, size, self.config.dataset.get("pad"))
 
-    def evaluate(self, name: str = "validation") -> Callable[..., dict[str, float]] | None:
-        """Return what evaluates a split; None where there is no such split."""
+    def evaluate(self, tell: Callable[[int], None], name: str = "validation") -> Callable[..., dict[str, float]] | None:
+        """Return what evaluates a split, as `training.evaluator` says; None where there is no such split."""
         batches = self.evaluation_batches(name)
-        return None if batches is None else training.evaluator(self.evaluation(), batches)
+        return None if batches is None else training.evaluator(self.evaluation(), batches, tell)
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""
-        return model.batch_dependent_layers(self.model, next(iter(self._in_order(self.data.train, 2)))[0])
+        return model.batch_dependent_layers(self.model, self._two())
+
+    def changed(self) -> list[tf.Variable]:
+        """Return the variables that a forward pass in training changes, each copy of them."""
+        local = self.machine.strategy.experimental_local_results
+        seen = model.assigned(self.model, self._two())
+        seed = global_seed()  # made by the first draw from it, as in the line above
+        of_keras = [variable.value for variable in (*seen, *([] if seed is None else [seed]))]
+        others = [variable for _, variable in model.unknown_to_keras(self.model)]
+        return [copy for variable in (*of_keras, *others) for copy in local(variable)]
+
+    def _two(self) -> Any:
+        return next(iter(self._in_order(self.data.train, 2)))[0]
 
     def example(self) -> Any:
         """Return the inputs of four examples, as NumPy arrays.
@@ -134,15 +148,16 @@ def assemble(
     size, node, augment = cut.effective_batch_size, config.dataset, config.dataset.get("augment")
     key = "dataset" if augment is None else "dataset.augment"
     with refused(key, "must give examples", (augment or node)._target_), located(data, files):
-        batches = batching.effective_batches(
+        batches_after = partial(
+            batching.effective_batches,
             node,
             data,
             seed=config.seed,
             effective_batch_size=size,
             epochs=plan.epochs,
-            first_update=first_update,
             class_weight=config.training.class_weight,
         )
+        batches = batches_after(first_update)
     # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
     keras.utils.set_random_seed(config.seed)
     with machine.strategy.scope():
@@ -157,7 +172,20 @@ def assemble(
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(config.training.keep_best, goal, data, list(by_name(network, seen[1])))
-    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, files, best, [*filter(None, said)])
+    return Parts(
+        config,
+        machine,
+        data,
+        recorded_data,
+        plan,
+        batches_after,
+        batches,
+        network,
+        goal,
+        files,
+        best,
+        [*filter(None, said)],
+    )
 
 
 def _best(keep: DictConfig | None, goal: Objective, data: Data, outputs: list[str]) -> Best | None:

@@ -65,6 +65,10 @@ class DataError(ValueError):
     """The data cannot be read, or are not any more what they were; the message is one line."""
 
 
+class OutOfMemoryError(Exception):
+    """Memory ran out where no smaller micro-batch helps; the message is one line."""
+
+
 class RunError(Exception):
     """A run failed while running. The message is one line and names the file with the traceback. Exit status 1."""
 
@@ -110,6 +114,16 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
+
+
+def cause(error: BaseException) -> str:
+    """Return what TensorFlow says was wrong, without where in its graph and in which of its iterators it was."""
+    lines = [said for line in str(error).splitlines() if (said := line.strip())]
+    before = next((number for number, line in enumerate(lines) if "[[{{node" in line), 0)
+    said = lines[before - 1] if before else first_line(error)
+    said = re.sub(r"\{\{.*?\}\} | \[Op:.*$", "", said)
+    said = re.sub(r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said)
+    return re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", said).rstrip(".")
 
 
 def _shown(value: object) -> str:

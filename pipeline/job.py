@@ -163,6 +163,7 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
     from pipeline.checkpoint import Checkpoints
     from pipeline.progress import Progress
     from pipeline.recorder import Recorder
+    from pipeline.smaller import Smaller
 
     config, plan = parts.config, parts.plan
     recorder = Recorder(
@@ -184,13 +185,14 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
                 update,
                 plan,
                 recorder,
-                evaluate=parts.evaluate(),
-                test=parts.evaluate("test"),
+                evaluate=parts.evaluate(tracker.evaluation_halved),
+                test=parts.evaluate(tracker.evaluation_halved, "test"),
                 evaluate_every=config.training.evaluate_every,
                 callbacks=parts.objective.callbacks,
                 checkpoints=checkpoints,
                 start=begin.start,
                 best=parts.best,
+                smaller=Smaller(update, parts.changed(), parts.batches_after),
                 stop=interruption.asked,
             )
         recorder.progress.close()

@@ -227,11 +227,10 @@ def batch_dependent_layers(model: keras.Model, x: Any) -> list[str]:
         model: built; it does not change.
         x: inputs of a few examples.
     """
-    with keras.StatelessScope() as scope:
-        tf.function(lambda: model(x, training=True), autograph=False).get_concrete_function()
+    changed = {id(variable) for variable in assigned(model, x)}
 
     def owners(layer: keras.Layer) -> Iterator[str]:
-        assigns = any(scope.get_current_value(weight) is not None for weight in layer.weights)
+        assigns = any(id(weight) in changed for weight in layer.weights)
         if assigns and isinstance(layer, keras.Model):
             for inner in layer.layers:
                 yield from owners(inner)
@@ -239,6 +238,30 @@ def batch_dependent_layers(model: keras.Model, x: Any) -> list[str]:
             yield layer.name
 
     return sorted(owners(model))
+
+
+def assigned(model: keras.Model, x: Any) -> list[keras.Variable]:
+    """Return the variables that a forward pass in training assigns: moving statistics, and the seeds of layers.
+
+    Args:
+        model: built; it does not change.
+        x: inputs of a few examples.
+    """
+    with keras.StatelessScope() as scope:
+        tf.function(lambda: model(x, training=True), autograph=False).get_concrete_function()
+    return [variable for variable in model.variables if scope.get_current_value(variable) is not None]
+
+
+def unknown_to_keras(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
+    """Yield TensorFlow's own variables and generators in the attributes of layers, with names that may repeat."""
+    for layer in (model, *layers_of(model)):
+        for attribute, value in vars(layer).items():
+            several = list(value.values()) if isinstance(value, dict) else value
+            for entry in several if isinstance(several, list | tuple) else [several]:
+                if isinstance(entry, tf.Variable):
+                    yield f"{layer.path}/{attribute}", entry
+                elif isinstance(entry, tf.random.Generator):
+                    yield f"{layer.path}/{attribute}", entry.state
 
 
 def _head(x: keras.KerasTensor, classes: int, hidden: Sequence[int], dropout: float, l2: float) -> keras.KerasTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class Log(Protocol):
     ) -> None: ...
 
     def validation(self, update: int, results: Mapping[str, float]) -> None: ...
+
+    def halved(self, plan: Plan) -> None: ...
 
     def test(self, update: int, results: Mapping[str, float]) -> None: ...
 
@@ -98,6 +100,17 @@ class Recorder:
         self.fetch()
         self._log_last()
 
+    def halved(self, update: int, micro_batch_size: int) -> None:
+        """Go on with a plan of smaller micro-batches, from `update` on."""
+        self.fetch()
+        self.cut_before([*self.plan.cuts(update - 1)], micro_batch_size)
+        self.restart_clock()
+
+    def cut_before(self, cuts: Sequence[Sequence[int]], micro_batch_size: int | None = None) -> None:
+        """Count with `cuts`, as `Plan.cuts` gives them, and from then on with the plan's or the given micro-batch."""
+        self.plan = self.plan.after(cuts, micro_batch_size)
+        self.log.halved(self.plan)
+
     def restart_clock(self) -> None:
         """Exclude the time since the last fetch from the update times."""
         self._since = time.perf_counter()
@@ -133,6 +146,7 @@ class Recorder:
             "update_seconds": seconds / len(updates),
             "examples_per_second": sum(map(self.plan.batch_size, updates)) / seconds,
             "peak_memory_bytes": self.peak_memory(),
+            **({"micro_batch_size": self.plan.batching.micro_batch_size} if self.plan.before else {}),
         }
 
     def _results(self, results: dict[str, float]) -> dict[str, float]:

@@ -6,8 +6,8 @@ examples, so it can be checked by hand, and imports no TensorFlow, so that a wro
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -81,6 +81,22 @@ class Plan:
     batching: Batching
     examples: int  # in one epoch
     updates: int  # in the whole run
+    before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
+
+    def cuts(self, update: int) -> Iterator[tuple[int, int]]:
+        """Yield up to which update which micro-batch size was in force, the last one up to `update`."""
+        for last, cut in (*self.before, (update, self.batching)):
+            yield last, cut.micro_batch_size
+
+    def after(self, cuts: Iterable[Sequence[int]], micro_batch_size: int | None = None) -> Plan:
+        """Return the plan of a run that was cut like this, as `cuts` gives it, and goes on with other micro-batches."""
+        now = self.batching
+
+        def of(size: int) -> Batching:
+            return derive(now.effective_batch_size, None, size, now.replicas)
+
+        before = tuple((last, of(size)) for last, size in cuts)
+        return replace(self, batching=now if micro_batch_size is None else of(micro_batch_size), before=before)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -103,8 +119,15 @@ class Plan:
 
     def micro_steps(self, update: int) -> int:
         """Return the micro-steps on each replica in the first `update` updates."""
+        steps, done = 0, 0
+        for last, cut in (*self.before, (update, self.batching)):
+            steps += self._micro_steps(min(last, update), cut) - self._micro_steps(done, cut)
+            done = min(last, update)
+        return steps
+
+    def _micro_steps(self, update: int, cut: Batching) -> int:
         epochs, rest = divmod(update, self.updates_per_epoch)
-        cut, share = self.batching, _ceil(self.batch_size(self.updates_per_epoch), self.batching.replicas)
+        share = _ceil(self.batch_size(self.updates_per_epoch), cut.replicas)
         tail = _ceil(share, cut.micro_batch_size)
         return epochs * ((self.updates_per_epoch - 1) * cut.factor + tail) + rest * cut.factor
 

@@ -9,7 +9,7 @@ The order of the data follows from the update alone, and metrics start anew in e
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import MODEL_CHECKPOINT_KEEPS, Update, global_seed, layers_of, make_global_seed
 from pipeline.errors import ConfigError
+from pipeline.model import unknown_to_keras
 from pipeline.recorder import Recorder
 
 Callbacks = Mapping[str, keras.callbacks.Callback]
@@ -248,24 +249,13 @@ def _variables(update: Update) -> dict[str, Sequence[Any]]:
     for variable in model.variables:  # with the seeds
         if id(variable) not in trained:
             add(f"model/{variable.path}", on_replicas(variable.value))
-    for layer in (model, *layers_of(model)):  # Keras does not know of TensorFlow's own variables
-        for attribute, value in vars(layer).items():
-            for entry in _entries(value):
-                if isinstance(entry, tf.Variable):
-                    add(f"model/{layer.path}/{attribute}", on_replicas(entry))
-                elif isinstance(entry, tf.random.Generator):
-                    add(f"model/{layer.path}/{attribute}", on_replicas(entry.state))
+    for name, own in unknown_to_keras(model):
+        add(f"model/{name}", on_replicas(own))
     for variable in update.optimizer.variables:
         add(f"optimizer/{variable.path}", [variable.value])
     if (seed := global_seed()) is not None:
         add(_SEED, on_replicas(seed.value))
     return found
-
-
-def _entries(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _on(replica: int, name: str) -> str:

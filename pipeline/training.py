@@ -18,6 +18,7 @@ from pipeline.callbacks import Stopped, watches_updates
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.recorder import Recorder
 from pipeline.sizes import Plan
+from pipeline.smaller import Smaller, halved
 
 if TYPE_CHECKING:
     from pipeline.fork import Fork
@@ -44,6 +45,7 @@ def train(
     start: Checkpoint | Fork | None = None,
     best: Best | None = None,
     stop: Stop = lambda: None,
+    smaller: Smaller | None = None,
 ) -> float:
     """Train to the end of `plan`, or until a callback sets `model.stop_training`.
 
@@ -60,6 +62,7 @@ def train(
         checkpoints: written where they are due; every row up to a checkpoint is in the log before it.
         start: a checkpoint to go on from, so that what follows is what would have followed; or where to begin.
         best: takes every evaluation; the checkpoint of the best one is kept.
+        smaller: lets an update that does not fit into memory be tried again; without it that ends the run.
         stop: looked at after each update and each batch of an evaluation. Where it gives an exception the rows so far
             are written, then a checkpoint, and it is raised.
 
@@ -76,11 +79,27 @@ def train(
     watched = any(map(watches_updates, callbacks.values()))
     names: list[str] = []
 
-    @tf.function(autograph=False)
-    def next_update(iterator: Any) -> tf.Tensor:
-        results = update(next(iterator))
+    def step(iterator: Any) -> tf.Tensor:
+        with tf.control_dependencies([] if smaller is None else smaller.begin()):
+            results = update(next(iterator))
         names[:] = results
         return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
+
+    next_update = tf.function(step, autograph=False)
+
+    def fitting(iterator: list[Any], done: int) -> tf.Tensor:
+        """Return the results of the next update, in smaller micro-batches where it does not fit into memory."""
+        nonlocal next_update
+        while True:
+            if smaller is None:
+                return next_update(*iterator)
+            smaller.trying()
+            try:
+                return next_update(*iterator)
+            except tf.errors.ResourceExhaustedError as error:
+                recorder.halved(done, smaller.halve(error, done))
+                next_update = tf.function(step, autograph=False)
+                iterator[:] = [iter(smaller.batches(done - 1))]
 
     def begin(start: Checkpoint | Fork, iterator: list[Any]) -> dict[str, Any]:
         """Put the state back; return what the loop knew."""
@@ -108,7 +127,7 @@ def train(
         if watched:
             hooks.on_train_batch_begin(index)
 
-        results = next_update(*iterator)
+        results = fitting(iterator, done)
 
         recorder.names = tuple(names)
         recorder.add(done, results)
@@ -152,6 +171,8 @@ def train(
     def save(done: int, *, open: bool, validation: dict[str, float], best: bool = False) -> None:
         assert checkpoints is not None
         loop = {"open": open, "validation": validation, "stopped_by": stopped.by, "best": best_so_far()}
+        if recorder.plan.before:
+            loop["cuts"] = list(recorder.plan.cuts(done))
         checkpoints.save(done, lambda: state.capture(update, recorder, callbacks, loop), best=best)
 
     def best_so_far() -> dict[str, Any] | None:
@@ -167,6 +188,8 @@ def train(
             if best is not None and loop["best"] is not None:
                 best.set_state(loop["best"])
             recorder.progress.done = done
+            if "cuts" in loop:  # with the config's micro-batch again: what memory was short of may be gone
+                recorder.cut_before(loop["cuts"])
         while open or (done < plan.updates and not model.stop_training):
             if not open:
                 done += 1
@@ -209,19 +232,31 @@ def _iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
             threading.Thread(target=held.clear, daemon=True).start()
 
 
-def evaluator(evaluation: Evaluation, batches: tf.data.Dataset) -> Callable[..., dict[str, float]]:
+def evaluator(
+    evaluation: Evaluation, batches: tf.data.Dataset, tell: Callable[[int], None] = lambda size: None
+) -> Callable[..., dict[str, float]]:
     """Return a function that evaluates the loss and the metrics over all of `batches`, each example exactly once.
 
-    It takes a function, looked at after each batch: an exception that this gives is raised.
+    It takes a function, looked at after each batch: an exception that this gives is raised. Where a micro-batch does
+    not fit into memory it begins again with smaller ones, and gives their size to `tell`.
     """
 
-    @tf.function(autograph=False)
-    def next_batch(iterator: Any) -> Any:
+    def step(iterator: Any) -> Any:
         return evaluation(next(iterator))
 
+    next_batch = tf.function(step, autograph=False)
     count = int(batches.cardinality())
 
     def evaluate(stop: Stop = _never) -> dict[str, float]:
+        nonlocal next_batch
+        while True:
+            try:
+                return evaluate_once(stop)
+            except tf.errors.ResourceExhaustedError as error:
+                tell(halved(evaluation, "an evaluation", error))
+                next_batch = tf.function(step, autograph=False)
+
+    def evaluate_once(stop: Stop) -> dict[str, float]:
         for metric in evaluation.measured.values():
             metric.reset_state()
         with _iterating(batches) as iterator:

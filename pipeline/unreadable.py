@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 import tensorflow as tf
 
 from pipeline.dataset import Data
-from pipeline.errors import DataError, first_line, say
+from pipeline.errors import DataError, cause, say
 from pipeline.interruption import Terminated
 from pipeline.tracking.checksums import Files
 
@@ -39,17 +38,7 @@ def located(data: Data, files: Files) -> Iterator[None]:
             found = ""
         if not found and not of_data:
             raise  # of the model, too: an error after the batch was got may name that step
-        raise DataError(f"the data cannot be read: {found or _cause(error)}") from error
-
-
-def _cause(error: tf.errors.OpError) -> str:
-    """Return what was wrong, without where in its graph and in which of its iterators TensorFlow was."""
-    lines = [said for line in str(error).splitlines() if (said := line.strip())]
-    before = next((number for number, line in enumerate(lines) if "[[{{node" in line), 0)
-    said = lines[before - 1] if before else first_line(error)
-    said = re.sub(r"\{\{.*?\}\} | \[Op:.*$", "", said)
-    said = re.sub(r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said)
-    return re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", said).rstrip(".")
+        raise DataError(f"the data cannot be read: {found or cause(error)}") from error
 
 
 def _first(data: Data) -> str:
@@ -64,7 +53,7 @@ def _first(data: Data) -> str:
             except tf.errors.OpError as error:
                 # One split is shorter than it says: no example of a file is at fault.
                 place = "" if "expected to contain" in str(error) else _file(data, name, number)
-                return f"example {number} of the {name} split{place}, counted from 0: {_cause(error)}"
+                return f"example {number} of the {name} split{place}, counted from 0: {cause(error)}"
             taken = time.monotonic() - begun
             if taken > SECONDS:
                 return ""

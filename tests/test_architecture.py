@@ -20,7 +20,7 @@ LEVELS = (
     ("assembly",),
     ("training",),
     ("state",),
-    ("recorder", "objective_checks", "checkpoint", "unreadable"),
+    ("recorder", "objective_checks", "checkpoint", "smaller", "unreadable"),
     (
         *("augmentation", "batching", "callbacks", "dataset", "dataset_checks", "datasets", "hardware"),
         *("instantiate", "model", "memory", "metrics", "objective", "optimizer", "padding", "run_dirs"),

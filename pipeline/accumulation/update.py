@@ -131,6 +131,8 @@ class Update:
         self.measured = measured(metrics, weighted_metrics, layer_metrics)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.noise_every = noise_every
+        # Updates whose gradient was whole, so that applying it may have begun: such a one cannot be tried again.
+        self.applying = tf.Variable(0, dtype=tf.int64, trainable=False)
         # Keras' `apply` divides by the factor of any optimizer that has one.
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
         self._scale_loss = optimizer.scale_loss if scales else None
@@ -160,7 +162,9 @@ class Update:
         if self._scale_loss is not None:
             scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
             norm /= scale
-        with tf.control_dependencies([learning_rate]):
+        with tf.control_dependencies([learning_rate, norm]):
+            applying = self.applying.assign_add(1)
+        with tf.control_dependencies([applying]):
             self.optimizer.apply(gradients, variables)
         results = {"loss": sums.mean_loss(), **sums.output_losses()}
         results |= {name: metric.result() for name, metric in self.measured.items()}

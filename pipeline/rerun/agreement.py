@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline import metric_names
+from pipeline.tracking.tracker import HALVED
 
 # Precision → relative difference that counts as rounding: at the first update, where both runs have the same weights,
 # and at most. In between it doubles with every update, since training amplifies rounding: SGD(0.1, momentum 0.9) in
@@ -128,13 +129,14 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Ag
         for run in (old, new)
     )
     then, now = old.data.params, new.data.params
+    halved = [run.data.tags.get(HALVED) for run in (old, new)]
     precisions = {params.get("hardware.precision") for params in (then, now)}
     found = compare(
         before,
         after,
         max(precisions & {*ROUNDING}, key=[*ROUNDING].index, default="float32"),
         validation=validation,
-        same_cut=all(then.get(key) == now.get(key) for key in CUT),
+        same_cut=halved[0] == halved[1] and all(then.get(key) == now.get(key) for key in CUT),
         until=None if old.info.status == "FINISHED" else max((max(h, default=0) for h in before.values()), default=0),
     )
     return found, drawn(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from pipeline.dataset import Data
 
 
+HALVED = "micro_batch_size.halved"  # the tag that says which micro-batches did not fit into memory
+EVALUATION_HALVED = "micro_batch_size.evaluation"  # the same of evaluations
+
+
 class Tracker:
     """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters.
 
@@ -133,6 +137,16 @@ class Tracker:
         row["train/epoch"] = self.plan.epoch(update)
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self.journal.write({"time": int(at * 1000), "step": update, "metrics": row})
+
+    def halved(self, plan: Plan) -> None:
+        """Write which cuts were in force before that of `plan`, whose micro-batches did not fit into memory."""
+        self.plan = plan
+        sizes = [f"{cut.micro_batch_size} up to update {last}" for last, cut in plan.before]
+        self.journal.write({"tags": {HALVED: ", ".join([*sizes, f"{plan.batching.micro_batch_size} then"])}})
+
+    def evaluation_halved(self, micro_batch_size: int) -> None:
+        """Write that evaluations go on in micro-batches of this size, as larger ones did not fit."""
+        self.journal.write({"tags": {EVALUATION_HALVED: str(micro_batch_size)}})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of one evaluation after `update` updates."""
