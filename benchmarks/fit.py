@@ -23,6 +23,7 @@ from pipeline.checkpoint import Checkpoints
 from pipeline.progress import Progress
 from pipeline.recorder import Recorder
 from pipeline.sizes import Batching, Plan
+from pipeline.smaller import Smaller
 
 EXECUTIONS = (1, 8)
 FOREVER = 10**9
@@ -59,7 +60,7 @@ class Nowhere:
 
     def validation(self, update: int, results: Mapping) -> None: ...
 
-    def halved(self, plan: Plan) -> None: ...
+    def cut(self, plan: Plan) -> None: ...
 
     def test(self, update: int, results: Mapping) -> None: ...
 
@@ -102,7 +103,10 @@ def ours(
                 recorder.restart_clock()
 
         batches = models.batches(name, EFFECTIVE)
-        return training.train(model, batches, update, plan(), recorder, checkpoints=checkpoints, stop=between)
+        smaller = Smaller(update, [], batches.element_spec)
+        return training.train(
+            model, batches, update, plan(), recorder, checkpoints=checkpoints, smaller=smaller, stop=between
+        )
 
     return body
 

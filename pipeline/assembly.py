@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import keras
@@ -33,8 +32,7 @@ class Parts:
     data: Data
     recorded_data: dict[str, Any]  # what `provenance.dataset` says of `data`
     plan: Plan
-    batches_after: Callable[[int], tf.data.Dataset]  # the batches of the updates that follow so many
-    batches: tf.data.Dataset  # of those that are to come
+    batches: tf.data.Dataset  # of the updates that are to come
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
     files: Files  # of `data`, as they were before they were read
@@ -79,10 +77,12 @@ class Parts:
     def _in_order(self, split: tf.data.Dataset, size: int) -> tf.data.Dataset:
         return batching.in_order(split, size, self.config.dataset.get("pad"))
 
-    def evaluate(self, tell: Callable[[int], None], name: str = "validation") -> Callable[..., dict[str, float]] | None:
+    def evaluate(
+        self, name: str, tell: Callable[[str, int], None], changed: Sequence[tf.Variable]
+    ) -> Callable[..., dict[str, float]] | None:
         """Return what evaluates a split, as `training.evaluator` says; None where there is no such split."""
         batches = self.evaluation_batches(name)
-        return None if batches is None else training.evaluator(self.evaluation(), batches, tell)
+        return None if batches is None else training.evaluator(self.evaluation(), batches, name, tell, changed)
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""
@@ -148,16 +148,15 @@ def assemble(
     size, node, augment = cut.effective_batch_size, config.dataset, config.dataset.get("augment")
     key = "dataset" if augment is None else "dataset.augment"
     with refused(key, "must give examples", (augment or node)._target_), located(data, files):
-        batches_after = partial(
-            batching.effective_batches,
+        batches = batching.effective_batches(
             node,
             data,
             seed=config.seed,
             effective_batch_size=size,
             epochs=plan.epochs,
+            first_update=first_update,
             class_weight=config.training.class_weight,
         )
-        batches = batches_after(first_update)
     # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
     keras.utils.set_random_seed(config.seed)
     with machine.strategy.scope():
@@ -172,20 +171,7 @@ def assemble(
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(config.training.keep_best, goal, data, list(by_name(network, seen[1])))
-    return Parts(
-        config,
-        machine,
-        data,
-        recorded_data,
-        plan,
-        batches_after,
-        batches,
-        network,
-        goal,
-        files,
-        best,
-        [*filter(None, said)],
-    )
+    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, files, best, [*filter(None, said)])
 
 
 def _best(keep: DictConfig | None, goal: Objective, data: Data, outputs: list[str]) -> Best | None:

@@ -26,11 +26,11 @@ AHEAD = 2  # effective batches: tuned by itself tf.data kept 3 GB of batches of 
 def effective_batches(
     node: DictConfig,
     data: Data,
-    first_update: int = 0,
     *,
     seed: int,
     effective_batch_size: int,
     epochs: int,
+    first_update: int = 0,
     class_weight: Mapping[int, float] | None = None,
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.

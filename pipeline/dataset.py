@@ -42,7 +42,7 @@ class Data:
         name, version: as the dataset calls itself.
         files: that the examples are read from, where they are prepared files.
         shards: of the splits, by their names, in the order in which they are read.
-        shuffled: takes a seed, a scalar of int64, and gives the training split as it is stored, with its files in an
+        shuffled: takes a seed, a scalar of int64, and gives the training split with its files in an
             order that follows from the seed; None where it is not read from files.
         from_stored: where `shuffled` gives dicts, makes an example of one, and a batch of a batch of them; else None.
     """
@@ -221,7 +221,8 @@ def from_tfds(
         if resize is None and len(sizes) == 3 and None in sizes:
             raise ConfigError("dataset.resize", f"must be [height, width]: the images of {made.name} differ in size")
         preprocess = _features(input_key, label_key, scale, resize)
-        if resize is None and None not in (*sizes, *features[label_key].shape):
+        small = tf.as_dtype(features[input_key].dtype).size < tf.float32.size  # else it would take more as it is
+        if small and resize is None and None not in (*sizes, *features[label_key].shape):
             of_batches = (input_key, label_key)
     _prepare(made, download and gate.downloads())
     return _from_builder(made, (train_split, validation_split, test_split), preprocess, label_key, of_batches)
@@ -261,7 +262,7 @@ def _from_builder(
 ) -> Data:
     """`of_batches` are the features that `preprocess` takes, where it makes a batch of a batch of them, too.
 
-    Images are then shuffled as the bytes that they are stored as, a quarter of what their floats take.
+    Images are then shuffled as bytes, a quarter of what their floats take.
     """
     import tensorflow_datasets as tfds
 

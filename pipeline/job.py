@@ -26,7 +26,7 @@ from pipeline.sizes import Batching
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.shipping import sync_run
-from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.tracker import HALVED, Tracker
 
 if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened
     from pipeline.accumulation import Update
@@ -177,6 +177,10 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
     checkpoints = Checkpoints(tracker.run_dir / "checkpoints", config.training.checkpoint_every, plan)
     with _closing(tracker, recorder) as unshipped, checkpoints:
         begin(tracker, parts)
+        changed = parts.changed()
+        if begin.before is not None and (cuts := begin.before.past.tags.get(HALVED)):
+            # From here on as the config says again: what the memory was short of may be gone.
+            recorder.cut(plan.after(cuts, max(begin.before.past.updates, default=0)))
         recorder.restart_clock()
         with unreadable.located(parts.data, parts.files), interruption.between_updates():
             loss = training.train(
@@ -185,14 +189,14 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
                 update,
                 plan,
                 recorder,
-                evaluate=parts.evaluate(tracker.evaluation_halved),
-                test=parts.evaluate(tracker.evaluation_halved, "test"),
+                evaluate=parts.evaluate("validation", tracker.evaluation_halved, changed),
+                test=parts.evaluate("test", tracker.evaluation_halved, changed),
                 evaluate_every=config.training.evaluate_every,
                 callbacks=parts.objective.callbacks,
                 checkpoints=checkpoints,
                 start=begin.start,
                 best=parts.best,
-                smaller=Smaller(update, parts.changed(), parts.batches_after),
+                smaller=Smaller(update, changed, parts.batches.element_spec),
                 stop=interruption.asked,
             )
         recorder.progress.close()

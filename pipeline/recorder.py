@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Log(Protocol):
 
     def validation(self, update: int, results: Mapping[str, float]) -> None: ...
 
-    def halved(self, plan: Plan) -> None: ...
+    def cut(self, plan: Plan) -> None: ...
 
     def test(self, update: int, results: Mapping[str, float]) -> None: ...
 
@@ -51,7 +51,7 @@ class Recorder:
     skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
-    _traced: bool = False  # an update of this process was
+    _traced: bool = False  # an update that is cut like this was
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
     _unlogged: tuple[Any, ...] = ()  # the latest row, where `log_every` left it out
@@ -100,16 +100,10 @@ class Recorder:
         self.fetch()
         self._log_last()
 
-    def halved(self, update: int, micro_batch_size: int) -> None:
-        """Go on with a plan of smaller micro-batches, from `update` on."""
-        self.fetch()
-        self.cut_before([*self.plan.cuts(update - 1)], micro_batch_size)
-        self.restart_clock()
-
-    def cut_before(self, cuts: Sequence[Sequence[int]], micro_batch_size: int | None = None) -> None:
-        """Count with `cuts`, as `Plan.cuts` gives them, and from then on with the plan's or the given micro-batch."""
-        self.plan = self.plan.after(cuts, micro_batch_size)
-        self.log.halved(self.plan)
+    def cut(self, plan: Plan) -> None:
+        """Go on with a plan that is cut otherwise; call it with nothing left to fetch."""
+        self.plan, self._traced = plan, False
+        self.log.cut(plan)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last fetch from the update times."""

@@ -6,7 +6,7 @@ examples, so it can be checked by hand, and imports no TensorFlow, so that a wro
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,11 @@ class Batching:
     micro_batch_size: int
     factor: int
     replicas: int = 1
+
+    def of(self, micro_batch_size: int) -> Batching:
+        """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
+        factor = _ceil(_ceil(self.effective_batch_size, self.replicas), micro_batch_size)
+        return Batching(self.effective_batch_size, micro_batch_size, factor, self.replicas)
 
     def __str__(self) -> str:
         replicas = f"{self.replicas} replica" + ("s" if self.replicas > 1 else "")
@@ -83,20 +88,24 @@ class Plan:
     updates: int  # in the whole run
     before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
 
-    def cuts(self, update: int) -> Iterator[tuple[int, int]]:
-        """Yield up to which update which micro-batch size was in force, the last one up to `update`."""
-        for last, cut in (*self.before, (update, self.batching)):
-            yield last, cut.micro_batch_size
+    def halved(self, update: int, micro_batch_size: int) -> Plan:
+        """Return the plan of a run that from after `update` on is cut into other micro-batches."""
+        return replace(
+            self, batching=self.batching.of(micro_batch_size), before=(*self.before, (update, self.batching))
+        )
 
-    def after(self, cuts: Iterable[Sequence[int]], micro_batch_size: int | None = None) -> Plan:
-        """Return the plan of a run that was cut like this, as `cuts` gives it, and goes on with other micro-batches."""
-        now = self.batching
+    @property
+    def cuts(self) -> str:
+        """Which micro-batches were in force when, for `after`."""
+        sizes = [f"{cut.micro_batch_size} up to update {last}" for last, cut in self.before]
+        return ", ".join([*sizes, f"{self.batching.micro_batch_size} then"])
 
-        def of(size: int) -> Batching:
-            return derive(now.effective_batch_size, None, size, now.replicas)
-
-        before = tuple((last, of(size)) for last, size in cuts)
-        return replace(self, batching=now if micro_batch_size is None else of(micro_batch_size), before=before)
+    def after(self, cuts: str, update: int) -> Plan:
+        """Return the plan of a run that up to `update` was cut as the `cuts` of its plan say, and then as this one."""
+        *sizes, now = (int(each.split()[0]) for each in cuts.split(", "))
+        last = [int(each.split()[-1]) for each in cuts.split(", ")[:-1]]
+        before = zip([*last, max([update, *last])], [*sizes, now], strict=True)
+        return replace(self, before=tuple((until, self.batching.of(size)) for until, size in before))
 
     @property
     def updates_per_epoch(self) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.errors import OutOfMemoryError, cause, say
+
+Step = Callable[[Any], tf.Tensor]  # an effective batch → the results of its update
 
 
 class Smaller:
@@ -16,45 +19,56 @@ class Smaller:
     Args:
         update: tried.
         changed: the variables that a forward pass changes: moving statistics and the seeds of layers.
-        batches: gives the batches that follow so many updates.
+        spec: of an effective batch.
     """
 
-    def __init__(self, update: Update, changed: Sequence[tf.Variable], batches: Callable[[int], tf.data.Dataset]):
-        self.batches = batches
-        self._update, self._now = update, [update.applying, *changed]
+    def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any):
+        self._update, self._spec = update, spec
+        self._now = [update.applying, *changed]
         self._before = [_copy(variable) for variable in self._now]
-        self._begun = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._tried = 0
+        parts = tf.nest.flatten(spec, expand_composites=True)
+        # Holds the batch from when it was read until its gradient is whole: an update that fails meanwhile has changed
+        # nothing but what is kept, and one that fails with nothing in here has failed to read.
+        self._batch = tf.queue.FIFOQueue(1, [part.dtype for part in parts])
 
-    def trying(self) -> None:
-        """Call it before each try."""
-        self._tried += 1
-
-    def begin(self) -> list[tf.Tensor]:
-        """Keep what an update may change; call it inside its `tf.function`.
-
-        Returns:
-            What all of the update, the reading of its batch too, must wait for: `tf.control_dependencies`.
-        """
+    def begin(self, iterator: Any, step: Step) -> tf.Tensor:
+        """Return what `step` gives for the next batch; call it inside a `tf.function`."""
         kept = [before.assign(now) for before, now in zip(self._before, self._now, strict=True)]
         with tf.control_dependencies(kept):
-            return [tf.identity(self._begun.assign_add(1))]
+            batch = next(iterator)
+            parts = [part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None]
+            held = self._batch.enqueue(parts)
+        with tf.control_dependencies([held]):
+            results = step(batch)
+        with tf.control_dependencies([self._update.applying.read_value()]):
+            self._batch.dequeue()
+        return results
 
-    def halve(self, error: tf.errors.ResourceExhaustedError, number: int) -> int:
-        """Put back what the failed update `number` has changed, and halve its micro-batches; return their size.
+    def again(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
+        """Return what `step` gives for the batch of update `number`, which failed, in micro-batches that fit.
 
         Raises:
-            OutOfMemoryError: that is not enough, or some of the update may be applied.
+            ResourceExhaustedError: the one that is given, where it is of reading the batch.
+            OutOfMemoryError: not even one example fits, or some of the update may be applied.
         """
-        begun = int(self._begun) == self._tried  # else it has changed nothing, and what was kept is of one before
-        if begun and int(self._before[0]) != int(self._now[0]):
-            raise OutOfMemoryError(f"memory ran out while update {number} was applied: {cause(error)}") from error
-        size = halved(self._update, f"update {number}", error)
-        if begun:
+        self._check(error, number)
+        if int(self._batch.size()) == 0:
+            raise error
+        held = self._batch.dequeue()
+        batch = tf.nest.pack_sequence_as(self._spec, held if isinstance(held, list) else [held], expand_composites=True)
+        while True:
+            halved(self._update, f"update {number}", error)
             for before, now in zip(self._before, self._now, strict=True):
                 now.assign(before)
-        self._begun.assign(self._tried)
-        return size
+            try:
+                return tf.function(step, autograph=False, input_signature=[self._spec])(batch)
+            except tf.errors.ResourceExhaustedError as another:
+                error = another
+                self._check(error, number)
+
+    def _check(self, error: tf.errors.ResourceExhaustedError, number: int) -> None:
+        if int(self._before[0]) != int(self._now[0]):
+            raise OutOfMemoryError(f"memory ran out while update {number} was applied: {cause(error)}") from error
 
 
 def halved(what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from pipeline import state
-from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation import Evaluation, GradientSums, Update
 from pipeline.best import Best
 from pipeline.callbacks import Stopped, watches_updates
 from pipeline.checkpoint import Checkpoint, Checkpoints
@@ -79,27 +79,29 @@ def train(
     watched = any(map(watches_updates, callbacks.values()))
     names: list[str] = []
 
-    def step(iterator: Any) -> tf.Tensor:
-        with tf.control_dependencies([] if smaller is None else smaller.begin()):
-            results = update(next(iterator))
+    def step(batch: Any) -> tf.Tensor:
+        results = update(batch)
         names[:] = results
         return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
 
-    next_update = tf.function(step, autograph=False)
+    def next_step(iterator: Any) -> tf.Tensor:
+        return step(next(iterator)) if smaller is None else smaller.begin(iterator, step)
+
+    next_update = tf.function(next_step, autograph=False)
 
     def fitting(iterator: list[Any], done: int) -> tf.Tensor:
         """Return the results of the next update, in smaller micro-batches where it does not fit into memory."""
         nonlocal next_update
-        while True:
+        try:
+            return next_update(*iterator)
+        except tf.errors.ResourceExhaustedError as error:
             if smaller is None:
-                return next_update(*iterator)
-            smaller.trying()
-            try:
-                return next_update(*iterator)
-            except tf.errors.ResourceExhaustedError as error:
-                recorder.halved(done, smaller.halve(error, done))
-                next_update = tf.function(step, autograph=False)
-                iterator[:] = [iter(smaller.batches(done - 1))]
+                raise
+            recorder.fetch()
+            results = smaller.again(error, done, step)
+        recorder.cut(recorder.plan.halved(done - 1, update.micro_batch_size))
+        next_update = tf.function(next_step, autograph=False)
+        return results
 
     def begin(start: Checkpoint | Fork, iterator: list[Any]) -> dict[str, Any]:
         """Put the state back; return what the loop knew."""
@@ -171,8 +173,6 @@ def train(
     def save(done: int, *, open: bool, validation: dict[str, float], best: bool = False) -> None:
         assert checkpoints is not None
         loop = {"open": open, "validation": validation, "stopped_by": stopped.by, "best": best_so_far()}
-        if recorder.plan.before:
-            loop["cuts"] = list(recorder.plan.cuts(done))
         checkpoints.save(done, lambda: state.capture(update, recorder, callbacks, loop), best=best)
 
     def best_so_far() -> dict[str, Any] | None:
@@ -188,8 +188,6 @@ def train(
             if best is not None and loop["best"] is not None:
                 best.set_state(loop["best"])
             recorder.progress.done = done
-            if "cuts" in loop:  # with the config's micro-batch again: what memory was short of may be gone
-                recorder.cut_before(loop["cuts"])
         while open or (done < plan.updates and not model.stop_training):
             if not open:
                 done += 1
@@ -233,43 +231,66 @@ def _iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
 
 
 def evaluator(
-    evaluation: Evaluation, batches: tf.data.Dataset, tell: Callable[[int], None] = lambda size: None
+    evaluation: Evaluation,
+    batches: tf.data.Dataset,
+    name: str = "validation",
+    tell: Callable[[str, int], None] = lambda name, size: None,
+    changed: Sequence[tf.Variable] = (),
 ) -> Callable[..., dict[str, float]]:
     """Return a function that evaluates the loss and the metrics over all of `batches`, each example exactly once.
 
     It takes a function, looked at after each batch: an exception that this gives is raised. Where a micro-batch does
-    not fit into memory it begins again with smaller ones, and gives their size to `tell`.
+    not fit into memory it begins again with smaller ones, and gives the name of the split and their size to `tell`.
+    The variables `changed`, which a forward pass may change, are put back then.
     """
-
-    def step(iterator: Any) -> Any:
-        return evaluation(next(iterator))
-
-    next_batch = tf.function(step, autograph=False)
+    spec = batches.element_spec
+    next_batch = tf.function(lambda iterator: evaluation(next(iterator)), autograph=False)
+    this_batch: Any = None  # in place of it where memory has run out once: what failed, reading or evaluating, is known
     count = int(batches.cardinality())
 
     def evaluate(stop: Stop = _never) -> dict[str, float]:
-        nonlocal next_batch
+        nonlocal this_batch
+        before = [tf.identity(variable) for variable in changed]
         while True:
             try:
                 return evaluate_once(stop)
             except tf.errors.ResourceExhaustedError as error:
-                tell(halved(evaluation, "an evaluation", error))
-                next_batch = tf.function(step, autograph=False)
+                if this_batch is not None:
+                    raise error  # of reading
+            except _DoesNotFit as error:
+                tell(name, halved(evaluation, f"the {name} split", error.error))
+            this_batch = tf.function(lambda batch: evaluation(batch), autograph=False, input_signature=[spec])
+            for kept, now in zip(before, changed, strict=True):
+                now.assign(kept)
+
+    def evaluate_next(iterator: Any) -> GradientSums:
+        if this_batch is None:
+            return next_batch(iterator)
+        batch = next(iterator)
+        try:
+            return this_batch(batch)
+        except tf.errors.ResourceExhaustedError as error:
+            raise _DoesNotFit(error) from error
 
     def evaluate_once(stop: Stop) -> dict[str, float]:
         for metric in evaluation.measured.values():
             metric.reset_state()
         with _iterating(batches) as iterator:
-            sums = next_batch(*iterator)
+            sums = evaluate_next(*iterator)
             for _ in range(count - 1):
                 if (reason := stop()) is not None:
                     raise reason
-                sums = tf.nest.map_structure(tf.add, sums, next_batch(*iterator))
+                sums = tf.nest.map_structure(tf.add, sums, evaluate_next(*iterator))
         results = {"loss": sums.mean_loss(), **sums.output_losses()}
         results |= {name: metric.result() for name, metric in evaluation.measured.items()}
         return {name: float(value) for name, value in results.items()}
 
     return evaluate
+
+
+class _DoesNotFit(Exception):
+    def __init__(self, error: tf.errors.ResourceExhaustedError):
+        self.error = error
 
 
 def _due(update: int, every: int | str, plan: Plan) -> bool:

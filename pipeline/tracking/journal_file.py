@@ -191,6 +191,7 @@ class Past:
         run: its `run_id` and `experiment_id`; empty where no store has had it.
         updates, evaluations, tests, best: the steps whose rows are written.
         last: the latest value of each metric.
+        tags: those that were set while it ran.
         resumed: what each of the segments but the first began with.
         described: whether all artifacts are logged that a run logs before it trains.
         status: FINISHED, FAILED or KILLED; None for one that ended without a word.
@@ -206,6 +207,7 @@ class Past:
     tests: set[int] = field(default_factory=set)
     best: set[int] = field(default_factory=set)
     last: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
     resumed: list[dict[str, Any]] = field(default_factory=list)
     described: bool = False
     status: str | None = None
@@ -263,6 +265,7 @@ class Past:
         elif "resume" in line:
             self.resumed.append(line["resume"])
             self.status = None
+        self.tags |= line.get("tags", {})
         self.described |= line.get("artifact") == DESCRIBED
         self.start = line.get("start", self.start)
         self.run = line.get("run", self.run)

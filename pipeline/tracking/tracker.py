@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from pipeline.dataset import Data
 
 
-HALVED = "micro_batch_size.halved"  # the tag that says which micro-batches did not fit into memory
-EVALUATION_HALVED = "micro_batch_size.evaluation"  # the same of evaluations
+HALVED = "micro_batch_size.halved"  # the tag that says when an update was cut how, where one did not fit into memory
 
 
 class Tracker:
@@ -138,15 +137,14 @@ class Tracker:
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self.journal.write({"time": int(at * 1000), "step": update, "metrics": row})
 
-    def halved(self, plan: Plan) -> None:
-        """Write which cuts were in force before that of `plan`, whose micro-batches did not fit into memory."""
+    def cut(self, plan: Plan) -> None:
+        """Go on with a plan that is cut otherwise than before, and write when it was cut how."""
         self.plan = plan
-        sizes = [f"{cut.micro_batch_size} up to update {last}" for last, cut in plan.before]
-        self.journal.write({"tags": {HALVED: ", ".join([*sizes, f"{plan.batching.micro_batch_size} then"])}})
+        self.journal.write({"tags": {HALVED: plan.cuts}})
 
-    def evaluation_halved(self, micro_batch_size: int) -> None:
-        """Write that evaluations go on in micro-batches of this size, as larger ones did not fit."""
-        self.journal.write({"tags": {EVALUATION_HALVED: str(micro_batch_size)}})
+    def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
+        """Write that a split is evaluated in micro-batches of this size from now on, as larger ones did not fit."""
+        self.journal.write({"tags": {f"micro_batch_size.{name}": str(micro_batch_size)}})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of one evaluation after `update` updates."""
