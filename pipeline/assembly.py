@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -86,19 +87,20 @@ class Parts:
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""
-        return model.batch_dependent_layers(self.model, self._two())
+        return model.batch_dependent_layers(self.model, self._assigned)
 
     def changed(self) -> list[tf.Variable]:
         """Return the variables that a forward pass in training changes, each copy of them."""
         local = self.machine.strategy.experimental_local_results
-        seen = model.assigned(self.model, self._two())
+        seen = self._assigned
         seed = global_seed()  # made by the first draw from it, as in the line above
         of_keras = [variable.value for variable in (*seen, *([] if seed is None else [seed]))]
         others = [variable for _, variable in model.unknown_to_keras(self.model)]
         return [copy for variable in (*of_keras, *others) for copy in local(variable)]
 
-    def _two(self) -> Any:
-        return next(iter(self._in_order(self.data.train, 2)))[0]
+    @cached_property  # one reading and one trace: data or a layer may draw while they are
+    def _assigned(self) -> list[keras.Variable]:
+        return model.assigned(self.model, next(iter(self._in_order(self.data.train, 2)))[0])
 
     def example(self) -> Any:
         """Return the inputs of four examples, as NumPy arrays.

@@ -177,12 +177,12 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
     checkpoints = Checkpoints(tracker.run_dir / "checkpoints", config.training.checkpoint_every, plan)
     with _closing(tracker, recorder) as unshipped, checkpoints:
         begin(tracker, parts)
-        changed = parts.changed()
         if begin.before is not None and (cuts := begin.before.past.tags.get(HALVED)):
             # From here on as the config says again: what the memory was short of may be gone.
-            recorder.cut(plan.after(cuts, max(begin.before.past.updates, default=0)))
+            recorder.cut(plan.after(cuts, max([begin.before.update, *begin.before.past.updates])))
         recorder.restart_clock()
         with unreadable.located(parts.data, parts.files), interruption.between_updates():
+            changed = parts.changed()
             loss = training.train(
                 parts.model,
                 parts.batches,

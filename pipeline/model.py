@@ -218,19 +218,19 @@ def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
         raise ValueError(f"l2 must be a number of at least 0. Received: {l2}")
 
 
-def batch_dependent_layers(model: keras.Model, x: Any) -> list[str]:
+def batch_dependent_layers(model: keras.Model, changed: Sequence[keras.Variable]) -> list[str]:
     """Return the names of the layers that assign state while they train, random seeds left out.
 
     Their statistics are of a micro-batch, so they differ between factors at one effective batch.
 
     Args:
-        model: built; it does not change.
-        x: inputs of a few examples.
+        model: built.
+        changed: what `assigned` gives for it.
     """
-    changed = {id(variable) for variable in assigned(model, x)}
+    ids = {id(variable) for variable in changed}
 
     def owners(layer: keras.Layer) -> Iterator[str]:
-        assigns = any(id(weight) in changed for weight in layer.weights)
+        assigns = any(id(weight) in ids for weight in layer.weights)
         if assigns and isinstance(layer, keras.Model):
             for inner in layer.layers:
                 yield from owners(inner)

@@ -89,10 +89,13 @@ class Plan:
     before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
-        """Return the plan of a run that from after `update` on is cut into other micro-batches."""
-        return replace(
-            self, batching=self.batching.of(micro_batch_size), before=(*self.before, (update, self.batching))
-        )
+        """Return the plan of a run that from after `update` on is cut into other micro-batches.
+
+        Updates that are done again keep the count that their rows have.
+        """
+        update = max([update, *(last for last, _ in self.before)])
+        before = (*self.before, (update, self.batching))
+        return replace(self, batching=self.batching.of(micro_batch_size), before=before)
 
     @property
     def cuts(self) -> str:

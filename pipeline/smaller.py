@@ -23,25 +23,39 @@ class Smaller:
     """
 
     def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any):
-        self._update, self._spec = update, spec
-        self._now = [update.applying, *changed]
-        self._before = [_copy(variable) for variable in self._now]
+        self._update, self._spec, self._now = update, spec, changed
+        self._before = [_copy(variable) for variable in changed]
+        # On its own, and only where there is something to keep: ordered by a control edge to the reading of the batch
+        # it would let the host wait for a GPU at every update.
+        self._keep = tf.function(self._kept, autograph=False) if changed else None
+        self._applied, self._tries = int(update.applying), 0
         parts = tf.nest.flatten(spec, expand_composites=True)
-        # Holds the batch from when it was read until its gradient is whole: an update that fails meanwhile has changed
-        # nothing but what is kept, and one that fails with nothing in here has failed to read.
-        self._batch = tf.queue.FIFOQueue(1, [part.dtype for part in parts])
+        with tf.device("CPU:0"):
+            self._number = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # Holds the number of a try and its batch until the next one: a try that fails without being in here has
+            # failed to read.
+            self._batch = tf.queue.FIFOQueue(1, [tf.int64, *(part.dtype for part in parts)])
+            self._nothing = [tf.zeros((), dtype) for dtype in self._batch.dtypes]
+            self._batch.enqueue(self._nothing)
 
     def begin(self, iterator: Any, step: Step) -> tf.Tensor:
-        """Return what `step` gives for the next batch; call it inside a `tf.function`."""
-        kept = [before.assign(now) for before, now in zip(self._before, self._now, strict=True)]
-        with tf.control_dependencies(kept):
+        """Return what `step` gives for the next batch; call it inside the `tf.function` that `tried` takes."""
+        with tf.device("CPU:0"):
+            number = self._number.assign_add(1)
+            self._batch.dequeue()
             batch = next(iterator)
             parts = [part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None]
-            held = self._batch.enqueue(parts)
+            held = self._batch.enqueue([number, *parts])
         with tf.control_dependencies([held]):
-            results = step(batch)
-        with tf.control_dependencies([self._update.applying.read_value()]):
-            self._batch.dequeue()
+            return step(batch)
+
+    def tried(self, next_update: Callable[[Any], tf.Tensor], iterator: Any) -> tf.Tensor:
+        """Return what the next update gives; `again` is for one that fails."""
+        if self._keep is not None:
+            self._keep()
+        self._tries += 1
+        results = next_update(iterator)
+        self._applied += 1
         return results
 
     def again(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
@@ -54,20 +68,30 @@ class Smaller:
         self._check(error, number)
         if int(self._batch.size()) == 0:
             raise error
-        held = self._batch.dequeue()
-        batch = tf.nest.pack_sequence_as(self._spec, held if isinstance(held, list) else [held], expand_composites=True)
+        tried, *parts = self._batch.dequeue()
+        if int(tried) != self._tries:
+            raise error
+        self._batch.enqueue(self._nothing)
+        batch = tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True)
         while True:
             halved(self._update, f"update {number}", error)
             for before, now in zip(self._before, self._now, strict=True):
                 now.assign(before)
             try:
-                return tf.function(step, autograph=False, input_signature=[self._spec])(batch)
+                results = tf.function(step, autograph=False, input_signature=[self._spec])(batch)
             except tf.errors.ResourceExhaustedError as another:
                 error = another
                 self._check(error, number)
+            else:
+                self._applied += 1
+                return results
+
+    def _kept(self) -> None:
+        for before, now in zip(self._before, self._now, strict=True):
+            before.assign(now)
 
     def _check(self, error: tf.errors.ResourceExhaustedError, number: int) -> None:
-        if int(self._before[0]) != int(self._now[0]):
+        if int(self._update.applying) != self._applied:
             raise OutOfMemoryError(f"memory ran out while update {number} was applied: {cause(error)}") from error
 
 
@@ -88,4 +112,4 @@ def halved(what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaus
 
 def _copy(variable: tf.Variable) -> tf.Variable:
     with tf.device(variable.device):
-        return tf.Variable(variable, trainable=False)
+        return tf.Variable(variable, trainable=False, shape=variable.shape)

@@ -92,11 +92,11 @@ def train(
     def fitting(iterator: list[Any], done: int) -> tf.Tensor:
         """Return the results of the next update, in smaller micro-batches where it does not fit into memory."""
         nonlocal next_update
-        try:
+        if smaller is None:
             return next_update(*iterator)
+        try:
+            return smaller.tried(next_update, *iterator)
         except tf.errors.ResourceExhaustedError as error:
-            if smaller is None:
-                raise
             recorder.fetch()
             results = smaller.again(error, done, step)
         recorder.cut(recorder.plan.halved(done - 1, update.micro_batch_size))

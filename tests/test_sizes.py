@@ -99,3 +99,18 @@ def test_the_counters_are_what_counting_gives(examples, effective, micro, replic
 def test_an_effective_batch_larger_than_the_split_is_refused():
     with pytest.raises(ConfigError, match=r"effective_batch_size must be at most the 100 examples .* Received: 128"):
         sizes.plan(sizes.derive(128, 4, None), 100, "epochs", 1)
+
+
+def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_written():
+    whole = sizes.plan(sizes.derive(128, None, 16), 128 * 300, "updates", 300)
+    halved = whole.halved(119, 8)
+    assert halved.cuts == "16 up to update 119, 8 then"
+    assert [halved.micro_steps(update) for update in (1, 119, 120, 170)] == [8, 952, 968, 1768]
+    # Resumed from a checkpoint before it, with the size of the config again, while rows up to 170 are written.
+    resumed = whole.after(halved.cuts, 170)
+    assert resumed.cuts == "16 up to update 119, 8 up to update 170, 16 then"
+    assert [resumed.micro_steps(update) for update in (120, 170, 171)] == [968, 1768, 1776]
+    # What did not fit does not fit again: the rows that there are keep their count.
+    again = resumed.halved(119, 8)
+    assert again.cuts == "16 up to update 119, 8 up to update 170, 16 up to update 170, 8 then"
+    assert [again.micro_steps(update) for update in (119, 170, 171)] == [952, 1768, 1784]

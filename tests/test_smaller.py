@@ -176,11 +176,12 @@ def in_steps(update, changed, x, y):
     """A function that does the next update on these data, and one that does it again after it failed."""
     batches = tf.data.Dataset.from_tensors((x, y)).repeat()
     smaller = Smaller(update, changed, batches.element_spec)
-    results = tf.function(
-        lambda iterator: smaller.begin(iterator, lambda batch: update(batch)["loss"]), autograph=False
-    )
-    iterator = iter(batches)
-    return lambda: results(iterator), lambda error: smaller.again(error, 2, lambda batch: update(batch)["loss"])
+
+    def loss(batch):
+        return update(batch)["loss"]
+
+    step, iterator = tf.function(lambda each: smaller.begin(each, loss), autograph=False), iter(batches)
+    return lambda: smaller.tried(step, iterator), lambda error: smaller.again(error, 2, loss)
 
 
 def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
@@ -264,9 +265,9 @@ def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
     smaller = Smaller(update, [], batches.element_spec)
     loss = lambda batch: update(batch)["loss"]  # noqa: E731
     step, iterator = tf.function(lambda each: smaller.begin(each, loss), autograph=False), iter(batches)
-    step(iterator)
+    smaller.tried(step, iterator)
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
-        step(iterator)
+        smaller.tried(step, iterator)
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
         smaller.again(caught.value, 2, loss)
     assert update.micro_batch_size == 2
