@@ -20,6 +20,7 @@ from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 from pipeline.padding import padder
 
+SMALL = 2**16  # bytes of an example: below, a step of tf.data takes as long as to decode it
 AHEAD = 2  # effective batches: tuned by itself tf.data kept 3 GB of batches of 6 MB
 
 
@@ -66,9 +67,12 @@ def effective_batches(
                 return numbers.batch(effective_batch_size).map(lambda batch: _take(whole, batch))
             examples = numbers.map(lambda number: (number, _take(whole, number)))
 
+        if augment is None and from_stored is not None and _small(data.train.element_spec):
+            stored = examples.batch(effective_batch_size)
+            return stored.map(lambda records: _each(from_stored, records, data.train.element_spec), tf.data.AUTOTUNE)
         if augment is None:
-            batches = _batch(examples, effective_batch_size)
-            return batches if from_stored is None else batches.map(from_stored, tf.data.AUTOTUNE)
+            made = examples if from_stored is None else examples.map(from_stored, tf.data.AUTOTUNE)
+            return _batch(made, effective_batch_size)
 
         def augmented(number: tf.Tensor, example: Any) -> tuple:
             x, *rest = example if from_stored is None else from_stored(example)
@@ -159,6 +163,17 @@ def _alike(given: Any, made: Any) -> bool:
 
 def _take(nest: Any, numbers: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, numbers), nest)
+
+
+def _small(spec: tuple) -> bool:
+    """Return whether examples cost more one by one than what is done to them."""
+    leaves = tf.nest.flatten(spec)
+    dense = all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
+    return dense and sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves) <= SMALL
+
+
+def _each(function: Callable[[Any], tuple], batch: Any, spec: tuple) -> Any:
+    return tf.map_fn(function, batch, fn_output_signature=spec)
 
 
 def _batch(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
