@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from pipeline import batching, dataset, hardware, memory, model, objective, objective_checks, optimizer, sizes, training
 from pipeline.accumulation import Evaluation, Update, by_name, global_seed, measured, spread
 from pipeline.best import Best
-from pipeline.dataset import Data
+from pipeline.data import Data
 from pipeline.errors import ConfigError, refused
 from pipeline.hardware import Hardware
 from pipeline.objective import Objective

@@ -16,7 +16,7 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import instantiate
-from pipeline.dataset import Data
+from pipeline.data import Data
 from pipeline.errors import ConfigError
 from pipeline.padding import padder
 

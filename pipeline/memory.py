@@ -10,7 +10,7 @@ import psutil
 import tensorflow as tf
 from omegaconf import DictConfig, open_dict
 
-from pipeline.dataset import Data
+from pipeline.data import Data
 
 SHARE = 4  # the training split is kept in memory where it fits in one part of so many
 BUFFER = 128 * 2**20  # bytes of examples among which those that are streamed are shuffled

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from pipeline import instantiate
 from pipeline.accumulation import layers_of
-from pipeline.dataset import Data
+from pipeline.data import Data
 from pipeline.errors import ConfigError
 
 

@@ -22,7 +22,7 @@ from pipeline.accumulation import (
     update_metrics,
     weighted_sum,
 )
-from pipeline.dataset import Data
+from pipeline.data import Data
 from pipeline.errors import ConfigError, refused
 from pipeline.metric_names import UPDATE_METRICS, is_name
 from pipeline.objective import Objective

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from pipeline.dataset import Data
+from pipeline.data import Data
 from pipeline.errors import DataError, cause, say
 from pipeline.interruption import Terminated
 from pipeline.tracking.checksums import Files

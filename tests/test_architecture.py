@@ -22,8 +22,8 @@ LEVELS = (
     ("state",),
     ("recorder", "objective_checks", "checkpoint", "smaller", "unreadable"),
     (
-        *("augmentation", "batching", "callbacks", "dataset", "dataset_checks", "datasets", "hardware"),
-        *("instantiate", "model", "memory", "metrics", "objective", "optimizer", "padding", "run_dirs"),
+        *("augmentation", "batching", "callbacks", "data", "dataset", "dataset_checks", "datasets", "hardware"),
+        *("instantiate", "model", "memory", "metrics", "objective", "optimizer", "padding", "prepared", "run_dirs"),
     ),
     ("accumulation", "tracking", "trust"),
     ("compose",),

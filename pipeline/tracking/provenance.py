@@ -26,7 +26,7 @@ from pipeline.masking import mask
 from pipeline.tracking.checksums import Files
 
 if TYPE_CHECKING:
-    from pipeline.dataset import Data
+    from pipeline.data import Data
     from pipeline.sizes import Batching
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff

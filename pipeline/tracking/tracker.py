@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from pipeline.dataset import Data
+    from pipeline.data import Data
 
 
 HALVED = "micro_batch_size.halved"  # the tag that says when an update was cut how, where one did not fit into memory

@@ -1,0 +1,64 @@
+"""The splits of a dataset, example by example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a split has of a file: so many of its examples, after `first` others."""
+
+    path: Path
+    first: int
+    examples: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """The splits of a dataset, example by example, in a fixed order.
+
+    Attributes:
+        train, validation, test: elements are `(x, y)`, `(x, y, sample_weight)` or, without labels, `(x,)` of one
+            example; each is a tensor or a nest of tensors without a batch axis. The number of examples is known.
+        classes: number of labels, where the labels are classes.
+        name, version: as the dataset calls itself.
+        files: that the examples are read from, where they are prepared files.
+        shards: of the splits, by their names, in the order in which they are read.
+        shuffled: takes a seed, a scalar of int64, and gives the training split with its files in an
+            order that follows from the seed; None where it is not read from files.
+        from_stored: makes an example of what `shuffled` gives; None where that gives examples.
+    """
+
+    train: tf.data.Dataset
+    validation: tf.data.Dataset | None
+    classes: int | None = None
+    name: str = "custom"
+    version: str = ""
+    files: tuple[Path, ...] = ()
+    shards: Mapping[str, Sequence[Shard]] = field(default_factory=dict)
+    test: tf.data.Dataset | None = None
+    shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
+    from_stored: Callable[[Any], tuple] | None = None
+
+    @property
+    def splits(self) -> dict[str, tf.data.Dataset]:
+        """The splits that there are, by their names."""
+        found = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: split for name, split in found.items() if split is not None}
+
+    @property
+    def input_shape(self) -> tuple[int | None, ...] | None:
+        """Shape of one example's input; None where the input is a nest."""
+        spec = self.train.element_spec[0]
+        return tuple(spec.shape) if isinstance(spec, tf.TypeSpec) else None
+
+    @property
+    def examples(self) -> int:
+        """Examples in the training split."""
+        return int(self.train.cardinality())
