@@ -11,11 +11,12 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import batching, dataset, hardware, memory, model, objective, objective_checks, optimizer, sizes, training
+from pipeline import batching, dataset, hardware, memory, model, objective, objective_checks, optimizer, sizes
 from pipeline.accumulation import Evaluation, Update, by_name, global_seed, measured, spread
 from pipeline.best import Best
 from pipeline.data import Data
 from pipeline.errors import ConfigError, refused
+from pipeline.evaluator import evaluator
 from pipeline.hardware import Hardware
 from pipeline.objective import Objective
 from pipeline.sizes import Batching, Plan
@@ -81,9 +82,9 @@ class Parts:
     def evaluate(
         self, name: str, tell: Callable[[str, int], None], changed: Sequence[tf.Variable]
     ) -> Callable[..., dict[str, float]] | None:
-        """Return what evaluates a split, as `training.evaluator` says; None where there is no such split."""
+        """Return what evaluates a split, as `pipeline.evaluator` says; None where there is no such split."""
         batches = self.evaluation_batches(name)
-        return None if batches is None else training.evaluator(self.evaluation(), batches, name, tell, changed)
+        return None if batches is None else evaluator(self.evaluation(), batches, name, tell, changed)
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""

@@ -8,7 +8,9 @@ device; only where it is cut depends on the effective batch size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
@@ -94,6 +96,21 @@ def effective_batches(
 def in_order(examples: tf.data.Dataset, batch_size: int, pad: Mapping[str, Any] | None = None) -> tf.data.Dataset:
     """Return a split once, unshuffled, in batches of `batch_size`, the last perhaps smaller; `pad` as in the config."""
     return _prepared(_batch(examples, batch_size), pad, examples.element_spec).prefetch(AHEAD)
+
+
+@contextmanager
+def iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
+    """Yield a list of one iterator over `batches`, whose end nobody waits for; keep no other reference to it.
+
+    TensorFlow 2.21 wakes the thread that tunes an iterator before it notes that this is the end: one time in four to
+    twenty that thread slept on, for as long as it had lived, up to a minute. A process may end in the meantime.
+    """
+    held = [iter(batches)]
+    try:
+        yield held
+    finally:
+        with suppress(RuntimeError):  # no thread is to be had
+            threading.Thread(target=held.clear, daemon=True).start()
 
 
 def one_class(node: DictConfig, data: Data, seed: int) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,22 +11,18 @@ import keras
 import tensorflow as tf
 
 from pipeline import state
-from pipeline.accumulation import Evaluation, GradientSums, Update
+from pipeline.accumulation import Update
+from pipeline.batching import iterating
 from pipeline.best import Best
 from pipeline.callbacks import Stopped, watches_updates
 from pipeline.checkpoint import Checkpoint, Checkpoints
+from pipeline.evaluator import Stop, never
 from pipeline.recorder import Recorder
 from pipeline.sizes import Plan
-from pipeline.smaller import Smaller, halved
+from pipeline.smaller import Smaller
 
 if TYPE_CHECKING:
     from pipeline.fork import Fork
-
-Stop = Callable[[], BaseException | None]
-
-
-def _never() -> None:
-    return None
 
 
 def train(
@@ -116,7 +111,7 @@ def train(
         assert evaluate is not None
         with _averaged(update.optimizer, model):
             hooks.on_test_begin()
-            results = evaluate(stop if open else _never)
+            results = evaluate(stop if open else never)
             hooks.on_test_end(results)
         if best is not None and best.take(done, results) and checkpoints is not None:
             save(done, open=open, validation=results, best=True)
@@ -181,7 +176,7 @@ def train(
     done, open, validation = 0, False, dict[str, float]()
     model.stop_training = False
     hooks.on_train_begin()
-    with _iterating(batches) as iterator:
+    with iterating(batches) as iterator:
         if start is not None:
             loop = begin(start, iterator)
             done, open, validation, stopped.by = start.update, loop["open"], loop["validation"], loop["stopped_by"]
@@ -213,84 +208,6 @@ def train(
         recorder.log.test(at, results)
         recorder.progress.tested(at, results)
     return validation["loss"] if validation else recorder.last["loss"]
-
-
-@contextmanager
-def _iterating(batches: tf.data.Dataset) -> Iterator[list[Any]]:
-    """Yield a list of one iterator over `batches`, whose end nobody waits for; keep no other reference to it.
-
-    TensorFlow 2.21 wakes the thread that tunes an iterator before it notes that this is the end: one time in four to
-    twenty that thread slept on, for as long as it had lived, up to a minute. A process may end in the meantime.
-    """
-    held = [iter(batches)]
-    try:
-        yield held
-    finally:
-        with suppress(RuntimeError):  # no thread is to be had
-            threading.Thread(target=held.clear, daemon=True).start()
-
-
-def evaluator(
-    evaluation: Evaluation,
-    batches: tf.data.Dataset,
-    name: str = "validation",
-    tell: Callable[[str, int], None] = lambda name, size: None,
-    changed: Sequence[tf.Variable] = (),
-) -> Callable[..., dict[str, float]]:
-    """Return a function that evaluates the loss and the metrics over all of `batches`, each example exactly once.
-
-    It takes a function, looked at after each batch: an exception that this gives is raised. Where a micro-batch does
-    not fit into memory it begins again with smaller ones, and gives the name of the split and their size to `tell`.
-    The variables `changed`, which a forward pass may change, are put back then.
-    """
-    spec = batches.element_spec
-    next_batch = tf.function(lambda iterator: evaluation(next(iterator)), autograph=False)
-    this_batch: Any = None  # in place of it where memory has run out once: what failed, reading or evaluating, is known
-    count = int(batches.cardinality())
-
-    def evaluate(stop: Stop = _never) -> dict[str, float]:
-        nonlocal this_batch
-        before = [tf.identity(variable) for variable in changed]
-        while True:
-            try:
-                return evaluate_once(stop)
-            except tf.errors.ResourceExhaustedError as error:
-                if this_batch is not None:
-                    raise error  # of reading
-            except _DoesNotFit as error:
-                tell(name, halved(evaluation, f"the {name} split", error.error))
-            this_batch = tf.function(lambda batch: evaluation(batch), autograph=False, input_signature=[spec])
-            for kept, now in zip(before, changed, strict=True):
-                now.assign(kept)
-
-    def evaluate_next(iterator: Any) -> GradientSums:
-        if this_batch is None:
-            return next_batch(iterator)
-        batch = next(iterator)
-        try:
-            return this_batch(batch)
-        except tf.errors.ResourceExhaustedError as error:
-            raise _DoesNotFit(error) from error
-
-    def evaluate_once(stop: Stop) -> dict[str, float]:
-        for metric in evaluation.measured.values():
-            metric.reset_state()
-        with _iterating(batches) as iterator:
-            sums = evaluate_next(*iterator)
-            for _ in range(count - 1):
-                if (reason := stop()) is not None:
-                    raise reason
-                sums = tf.nest.map_structure(tf.add, sums, evaluate_next(*iterator))
-        results = {"loss": sums.mean_loss(), **sums.output_losses()}
-        results |= {name: metric.result() for name, metric in evaluation.measured.items()}
-        return {name: float(value) for name, value in results.items()}
-
-    return evaluate
-
-
-class _DoesNotFit(Exception):
-    def __init__(self, error: tf.errors.ResourceExhaustedError):
-        self.error = error
 
 
 def _due(update: int, every: int | str, plan: Plan) -> bool:

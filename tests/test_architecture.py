@@ -20,7 +20,7 @@ LEVELS = (
     ("assembly",),
     ("training",),
     ("state",),
-    ("recorder", "objective_checks", "checkpoint", "smaller", "unreadable"),
+    ("recorder", "objective_checks", "checkpoint", "evaluator", "smaller", "unreadable"),
     (
         *("augmentation", "batching", "callbacks", "data", "dataset", "dataset_checks", "datasets", "hardware"),
         *("instantiate", "model", "memory", "metrics", "objective", "optimizer", "padding", "prepared", "run_dirs"),

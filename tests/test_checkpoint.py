@@ -22,11 +22,12 @@ from pipeline.accumulation import Evaluation, Update
 from pipeline.checkpoint import Checkpoints
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
+from pipeline.evaluator import evaluator
 from pipeline.progress import Progress
 from pipeline.recorder import Recorder
 from pipeline.sizes import Batching, Plan
 from pipeline.state import State
-from pipeline.training import evaluator, train
+from pipeline.training import train
 from tests.test_training import Rows
 
 EXAMPLES, SIZE, UPDATES = 43, 8, 15  # 6 updates an epoch, the last one of 3 examples

@@ -12,9 +12,9 @@ from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.errors import OutOfMemoryError
+from pipeline.evaluator import evaluator
 from pipeline.model import assigned
 from pipeline.smaller import Smaller
-from pipeline.training import evaluator
 from tests.running import Store, pipeline
 
 SCARCE = """

@@ -12,10 +12,11 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
+from pipeline.evaluator import evaluator
 from pipeline.progress import Progress
 from pipeline.recorder import NonFiniteError, Recorder
 from pipeline.sizes import Batching, Plan
-from pipeline.training import evaluator, train
+from pipeline.training import train
 
 EXAMPLES, SIZE = 40, 8
 PER_EPOCH = EXAMPLES // SIZE

@@ -17,7 +17,7 @@ from pipeline import optimizer as optimizers
 from pipeline.accumulation.evaluation import Evaluation
 from pipeline.accumulation.update import Update, accumulate_gradients
 from pipeline.compose import composed
-from pipeline.training import evaluator
+from pipeline.evaluator import evaluator
 
 # One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
 # add up to 1e-13 where the training does not amplify, which these rates see to. Ten times for that.
