@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, described, say
+from pipeline.errors import ConfigError, described, first_line, say
 from pipeline.sizes import Plan
 
 if TYPE_CHECKING:
@@ -91,7 +91,11 @@ class Checkpoints:
         """
         began = time.monotonic()
         self.wait()
-        state = capture()
+        try:
+            state = capture()
+        except MemoryError as error:
+            say(f"the checkpoint after update {update} was left out: {first_line(error)}")
+            return
         folder = self.folder / BEST if best else self.folder
         # No daemon: the interpreter waits for what is being written.
         self._writer = threading.Thread(target=self._write, args=(folder, update, state), name="checkpoint")

@@ -17,8 +17,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline import memory_limit, sizes
 from pipeline import objective_nodes as objective
-from pipeline import sizes
 from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
 from pipeline.masking import remember
@@ -122,9 +122,17 @@ _CHECKS: dict[str, Check] = {
     "tracking.experiment": ("a name of 1 to 250 characters", lambda value: value.strip() and len(value) <= 250),
     "schema": (f"{SCHEMA}, the one of this program", lambda value: value == SCHEMA),
     "seed": ("from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+    "accumulation.micro_batch_size": (
+        f"an integer, {' or '.join(sizes.SEARCHED)}, or null",
+        lambda value: value is None or _is_integer(value) or value in sizes.SEARCHED,
+    ),
+    "hardware.memory": (
+        "a size such as 8GiB, or null",
+        lambda value: value is None or memory_limit.parsed(value) is not None,
+    ),
     "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }
-_COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.\w+|dataset\.shuffle_buffer")
+_COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.(?!memory$)\w+|dataset\.shuffle_buffer")
 
 
 @refusing()
@@ -142,6 +150,8 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
     _check_keys(config)
     remember(config.tracking.uri)  # before anything fails to read it
     _check_targets(config)
+    if isinstance(micro := config.accumulation.micro_batch_size, str) and micro.isdecimal():
+        config.accumulation.micro_batch_size = int(micro)  # as it comes out of the environment
     _check_values(config)
     for key, value in leaves(plain(config)).items():
         if _COUNTING.fullmatch(key) and _is_integer(value) and value > LARGEST:

@@ -16,7 +16,7 @@ from pipeline.checkpoint import Checkpoint
 from pipeline.errors import ConfigError
 from pipeline.masking import mask, masked, remember
 from pipeline.run_dirs import recorded_config
-from pipeline.sizes import EFFECTIVE, HORIZONS, Batching, Plan
+from pipeline.sizes import EFFECTIVE, HORIZONS, SEARCHED, Batching, Plan
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
 
@@ -41,7 +41,7 @@ _FREE = (
         "training.resume",
         "training.checkpoint_every",
     ),
-    *("hardware.parallel_jobs", "hardware.gpus_per_job"),
+    *("hardware.parallel_jobs", "hardware.gpus_per_job", "hardware.memory"),
 )
 _SIZES = ("accumulation.effective_batch_size", "accumulation.factor", "accumulation.micro_batch_size")
 
@@ -133,6 +133,9 @@ def _of(run_dir: Path, config: DictConfig, cut: Batching, past: Past, required: 
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
         _keep_in_memory(config, recorded["dataset"])
+        if config.accumulation.micro_batch_size in SEARCHED:
+            then = past.start["segment"]["cut"]["micro_batch_size"]
+            config.accumulation.micro_batch_size = min(then, cut.share)  # on more replicas each gets less
         found = changes(recorded, config, cut, past)
         longer = any(recorded["training"].get(name) != config.training[name] for name in HORIZONS)
         if past.status == "FINISHED" and not longer:

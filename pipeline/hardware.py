@@ -37,7 +37,7 @@ def setup(config: DictConfig, seed: int) -> Hardware:
     if config.device == Device.gpu and not gpus:
         rule = "must be a device of this machine, which has no GPU"
         raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
-    on_gpu = bool(gpus) and config.device != Device.cpu
+    on_gpu = uses_gpu(config)
     if on_gpu:
         if config.replicas > len(gpus):
             rule = f"must be at most the {len(gpus)} GPUs of this machine"
@@ -68,6 +68,11 @@ def setup(config: DictConfig, seed: int) -> Hardware:
         what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus)
     why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
     return Hardware(strategy, on_gpu, f"{what}{why}, {precision}")
+
+
+def uses_gpu(config: DictConfig) -> bool:
+    """Return whether a run with this `hardware` group computes on a GPU."""
+    return config.device != Device.cpu and bool(tf.config.list_physical_devices("GPU"))
 
 
 def peak_memory(hardware: Hardware) -> int:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from pipeline import config as configuration
-from pipeline import continuation, fork, imports
+from pipeline import continuation, fitting, fork, imports, sizes
 from pipeline.checkpoint import Checkpoint
 from pipeline.continuation import Continuation
 from pipeline.errors import NotShippedError, first_line, say
+from pipeline.fitting import Found
 from pipeline.fork import Fork
 from pipeline.interruption import Interruption, Terminated
 from pipeline.masking import mask
@@ -75,6 +76,12 @@ def run(
             when_unreachable=tracking.when_unreachable.name,
         )
         try:
+            found = None
+            if searching := config.accumulation.micro_batch_size in sizes.SEARCHED:
+                journal.ready()  # what takes minutes is not for nothing
+                found = fitting.settle(config, cut)
+                overrides = [f"{sizes.MICRO}={found.micro_batch_size}" if _is_micro(o) else o for o in overrides]
+            cut = sizes.settle_sizes(config)
             with imports.without_chatter():
                 from pipeline import assembly
 
@@ -85,18 +92,23 @@ def run(
                 before.check(update, parts.plan)
             if isinstance(start, Fork):
                 start.check(update, parts.plan)
-            journal.ready()
+            if not searching:
+                journal.ready()
         except BaseException:
             journal.abandon()
             if before is not None:
                 before.past.close()
             raise
         tracker = Tracker(journal, run_dir, parts.plan, parts.files)
-        loss = _train(parts, update, tracker, _Begin(overrides, tags, before, start), interruption)
+        loss = _train(parts, update, tracker, _Begin(overrides, tags, before, start, found), interruption)
     uri = config.tracking.uri
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
     return tracker.run_id, loss
+
+
+def _is_micro(override: str) -> bool:
+    return override.lstrip("+").startswith(f"{sizes.MICRO}=")
 
 
 def _finished(before: Continuation, config: DictConfig) -> float:
@@ -131,6 +143,7 @@ class _Begin:
     tags: Mapping[str, str]
     before: Continuation | None
     start: Checkpoint | Fork | None
+    found: Found | None
 
     def link(self, tracker: Tracker) -> None:
         """Name the run in the one that it begins with."""
@@ -150,6 +163,9 @@ class _Begin:
         else:
             tracker.resume(self.before.past, segment, config, self.overrides, *data)
             say(f"{parts.machine.description}; {parts.plan}", *self.before.said(parts.objective.callbacks))
+        if self.found is not None:
+            tracker.table(fitting.TABLE, fitting.COLUMNS, self.found.tries)
+            tracker.journal.write({"tags": {fitting.TAG: self.found.how}})
         if isinstance(self.start, Fork):
             say(*self.start.said(parts.objective.callbacks))
         self.link(tracker)

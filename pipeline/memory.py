@@ -1,16 +1,13 @@
-"""How much memory this process may use, and how much of the data is kept in it: `dataset.in_memory=auto`."""
+"""How much of the data is kept in memory: `dataset.in_memory=auto`."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
-
 import numpy as np
-import psutil
 import tensorflow as tf
 from omegaconf import DictConfig, open_dict
 
 from pipeline.data import Data
+from pipeline.memory_limit import limit, readable
 
 SHARE = 4  # the training split is kept in memory where it fits in one part of so many
 BUFFER = 128 * 2**20  # bytes of examples among which those that are streamed are shuffled
@@ -28,30 +25,12 @@ def settle(node: DictConfig, data: Data) -> str:
             node.in_memory = size * data.examples <= limit() / SHARE
             if not node.in_memory and node.get("shuffle_buffer") is None:
                 node.shuffle_buffer = max(1, min(data.examples, int(BUFFER / size)))
-        what = f"{_readable(size * data.examples)} of training examples"
+        what = f"{readable(size * data.examples)} of training examples"
         if node.in_memory:
             return f"{what} are kept in memory"
         buffer = f"shuffled by file and in a buffer of {node.shuffle_buffer} examples"
-        return f"{what} are streamed, as a quarter of the memory is {_readable(limit() / SHARE)}; {buffer}"
+        return f"{what} are streamed, as a quarter of the memory is {readable(limit() / SHARE)}; {buffer}"
     return ""
-
-
-def limit() -> int:
-    """Return the bytes that this process may use: of the machine, or of its control group."""
-    found = [psutil.virtual_memory().total]
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-            if "memory" in controllers.split(","):
-                root, name = root / "memory", "memory.limit_in_bytes"
-            elif controllers:
-                continue
-            group = Path(path.lstrip("/"))
-            for folder in (group, *group.parents):
-                with suppress(OSError, ValueError):  # `max`, or a group that is not seen from inside a container
-                    found.append(int((root / folder / name).read_text()))
-    return min(found)
 
 
 def _example_bytes(split: tf.data.Dataset) -> float:
@@ -67,11 +46,3 @@ def _example_bytes(split: tf.data.Dataset) -> float:
 
 def _bytes(array: np.ndarray) -> int:
     return sum(map(len, array.ravel().tolist())) if array.dtype.hasobject else array.nbytes
-
-
-def _readable(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

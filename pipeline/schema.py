@@ -29,7 +29,7 @@ class ScalingConfig:
 class AccumulationConfig:
     effective_batch_size: int | None = None
     factor: int | None = None
-    micro_batch_size: int | None = None
+    micro_batch_size: Any = None  # a number, or how it is found
 
 
 @dataclass
@@ -68,6 +68,7 @@ class HardwareConfig:
     precision: Precision = Precision.float32
     parallel_jobs: int | None = None
     gpus_per_job: int = 1
+    memory: Any = None  # a number of bytes, or a text such as 8GiB
     xla: bool = False
     deterministic: bool = False
 

@@ -18,6 +18,7 @@ EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
 HORIZONS = ("epochs", "updates", "examples")
+SEARCHED = ("auto", "auto_fastest")  # a micro-batch size that is found on the machine
 
 
 def _ceil(numerator: int, denominator: int) -> int:
@@ -33,9 +34,14 @@ class Batching:
     factor: int
     replicas: int = 1
 
+    @property
+    def share(self) -> int:
+        """Examples of an effective batch that each replica gets: the largest micro-batch that there can be."""
+        return _ceil(self.effective_batch_size, self.replicas)
+
     def of(self, micro_batch_size: int) -> Batching:
         """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
-        factor = _ceil(_ceil(self.effective_batch_size, self.replicas), micro_batch_size)
+        factor = _ceil(self.share, micro_batch_size)
         return Batching(self.effective_batch_size, micro_batch_size, factor, self.replicas)
 
     def __str__(self) -> str:
@@ -194,6 +200,8 @@ def settle_horizon(training: DictConfig, named: Container[str] = ()) -> tuple[st
 def settle_sizes(config: DictConfig, named: Container[str] = ()) -> Batching:
     """Return how an effective batch is cut; set a size that does not count to null in `config`.
 
+    A micro-batch size that is still to be found is taken for the whole of what a replica gets.
+
     Raises:
         ConfigError: the sizes that count do not give one cut.
     """
@@ -203,4 +211,11 @@ def settle_sizes(config: DictConfig, named: Container[str] = ()) -> Batching:
     if explicit:  # defaults fill up to two, the effective batch before the factor
         defaults = [name for name in given if name not in explicit]
         sizes.update(dict.fromkeys(defaults[max(0, 2 - len(explicit)) :]))
+    if (micro := sizes.micro_batch_size) in SEARCHED:
+        if sizes.factor is not None and (FACTOR in named or sizes.effective_batch_size is not None):
+            rule = f"must be null with {MICRO}={micro}, else the effective batch would depend on the machine"
+            raise ConfigError(FACTOR, rule, sizes.factor)
+        if sizes.effective_batch_size is None:
+            raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
+        return derive(sizes.effective_batch_size, 1, None, config.hardware.replicas)
     return derive(sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, config.hardware.replicas)

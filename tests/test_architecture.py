@@ -16,19 +16,20 @@ LEVELS = (
     ("rerun", "report", "verify", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
-    ("continuation", "fork"),
+    ("continuation", "fitting", "fork", "probe"),
     ("assembly",),
     ("training",),
     ("state",),
     ("recorder", "objective_checks", "checkpoint", "evaluator", "smaller", "unreadable"),
     (
         *("augmentation", "batching", "callbacks", "data", "dataset", "dataset_checks", "datasets", "hardware"),
-        *("instantiate", "model", "memory", "metrics", "objective", "optimizer", "padding", "prepared", "run_dirs"),
+        *("instantiate", "longest", "model", "memory", "metrics", "objective", "optimizer", "padding"),
+        *("prepared", "run_dirs"),
     ),
     ("accumulation", "tracking", "trust"),
     ("compose",),
     ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "schema", "sizes"),
-    ("best", "errors", "imports", "interruption", "masking", "mlflow_internals", "progress"),
+    ("best", "cache", "errors", "imports", "interruption", "masking", "memory_limit", "mlflow_internals", "progress"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -88,6 +88,19 @@ CONFIG = {
     "train accumulation.effective_batch_size=64 accumulation.micro_batch_size=65": (
         "accumulation.micro_batch_size must be at most the 64 examples … Received: 65."
     ),
+    "train accumulation.micro_batch_size=most": "accumulation.micro_batch_size must be an integer, auto or "
+    "auto_fastest, or null. Received: 'most'.",
+    "train accumulation.micro_batch_size=auto accumulation.factor=4": (
+        "accumulation.factor must be null with accumulation.micro_batch_size=auto, else the effective batch would "
+        "depend on the machine. Received: 4."
+    ),
+    "train accumulation.micro_batch_size=auto_fastest accumulation.effective_batch_size=null": (
+        "accumulation.effective_batch_size must be given with accumulation.micro_batch_size=auto_fastest."
+    ),
+    "train hardware.memory=much": "hardware.memory must be a size such as 8GiB, or null. Received: 'much'.",
+    "verify accumulation.micro_batch_size=auto": "accumulation.micro_batch_size must be a number: what is verified "
+    "is that cut, in float64. Received: 'auto'.",
+    "train hardware.memory=0": "hardware.memory must be a size such as 8GiB, or null. Received: 0.",
     "train training.epochs=0": "training.epochs must be at least 1. Received: 0.",
     "train training.epochs=null": "training must set exactly one of epochs, updates, examples. "
     "Received: {epochs: null, updates: null, examples: null}.",

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config as configuration
-from pipeline import fork, hydra_errors, imports
+from pipeline import fork, hydra_errors, imports, sizes
 from pipeline.errors import ConfigError, first_line, printable, say
 from pipeline.masking import HIDDEN, mask
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
@@ -154,6 +154,8 @@ class Rerun:
             with strict(self.gate):
                 with hydra_errors.refusing():  # once more: a link of the record led somewhere
                     check_config(configuration.plain(composed), self.gate, imports=False)
+                if (size := composed.accumulation.micro_batch_size) in sizes.SEARCHED:
+                    raise ConfigError(sizes.MICRO, "must be a number: a rerun does what the record says", size)
                 if self.request.dry:
                     self._check_without_running(composed, overrides)
                     return 0.0

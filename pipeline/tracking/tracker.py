@@ -146,6 +146,11 @@ class Tracker:
         """Write that a split is evaluated in micro-batches of this size from now on, as larger ones did not fit."""
         self.journal.write({"tags": {f"micro_batch_size.{name}": str(micro_batch_size)}})
 
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table, as MLflow's `log_table` does."""
+        self._artifact(name, json.dumps({"columns": columns, "data": rows}) + "\n")
+        self.journal.write({"tags": {"mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"}])}})
+
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of one evaluation after `update` updates."""
         if update in self._evaluations:

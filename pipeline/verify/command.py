@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, open_dict
 
 from pipeline import config as configuration
-from pipeline import imports
+from pipeline import imports, sizes
 from pipeline.errors import ConfigError, Parser, described, refused, say
 from pipeline.masking import mask
 from pipeline.objective_nodes import METRIC_GROUPS, metrics_of
@@ -32,6 +32,8 @@ def verify(arguments: Sequence[str]) -> int:
     options, given = parser.parse_known_args(list(arguments))
     config = compose.composed([*given, "hardware.precision=float64"])
     cut = configuration.check(config, given)
+    if (size := config.accumulation.micro_batch_size) in sizes.SEARCHED:
+        raise ConfigError(sizes.MICRO, "must be a number: what is verified is that cut, in float64", size)
     with imports.without_chatter():
         from pipeline.verify import engine, layers
 

@@ -1,0 +1,36 @@
+"""What is remembered between runs, a file each under the user's cache folder; it can be deleted at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def place(kind: str, key: str) -> Path:
+    """Return the file of what is remembered under `key`."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "pipeline" / kind / hashlib.sha256(key.encode()).hexdigest()
+
+
+def recall(file: Path) -> dict[str, Any]:
+    """Return what is remembered there; nothing where it cannot be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def remember(file: Path, entry: Mapping[str, object]) -> None:
+    """Remember `entry`, if there is room for it and a home: else it is found out again."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:
+            json.dump(entry, new)
+        os.replace(new.name, file)

@@ -1,0 +1,59 @@
+"""How much memory this process may use: of the machine, its control group, its address space."""
+
+from __future__ import annotations
+
+import math
+import re
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+MARGIN = 0.9  # of the memory that there is may be filled by what is tried: a run has more to do than its updates
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.ASCII)
+
+
+def limit() -> int:
+    """Return the bytes that may be resident: of the machine, or of this process' control group."""
+    found = [psutil.virtual_memory().total]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            if "memory" in controllers.split(","):
+                root, name = root / "memory", "memory.limit_in_bytes"
+            elif controllers:
+                continue
+            group = Path(path.lstrip("/"))
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # `max`, or a group that is not seen from inside a container
+                    found.append(int((root / folder / name).read_text()))
+    return min(found)
+
+
+def address_space() -> int | None:
+    """Return the bytes of address space that this process may have; None where nothing limits them."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def parsed(size: object) -> int | None:
+    """Return the bytes that a size such as `8GiB`, `500MB` or `1048576` means; None where it is none."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size if size > 0 else None
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if found is None:
+        return None
+    number, prefix, binary = found.groups()
+    count = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
+    return int(count) if 1 <= count < math.inf else None
+
+
+def readable(size: float) -> str:
+    """Return a number of bytes for a person."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
