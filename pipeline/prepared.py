@@ -51,7 +51,6 @@ def read(
     from tensorflow_datasets.core import file_adapters
 
     read = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False, add_tfds_id=False)
-
     adapter = file_adapters.ADAPTER_FOR_FORMAT[builder.info.file_format or file_adapters.DEFAULT_FILE_FORMAT]
 
     def shuffled(seed: tf.Tensor) -> tf.data.Dataset:

@@ -88,7 +88,9 @@ def _tried(
             elif time.monotonic() > at + STILL:
                 process.kill()
                 found["why"] = f"it stood still for {STILL:.0f} s"
-        except (EOFError, psutil.Error):  # it is dead
+        except psutil.Error:
+            pass  # it has just ended: what it has said is still to be read
+        except EOFError:  # it is dead
             process.join()
             status = process.exitcode
             found["why"] = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
