@@ -77,6 +77,7 @@ class Smaller:
             halved(self._update, f"update {number}", error)
             for before, now in zip(self._before, self._now, strict=True):
                 now.assign(before)
+            self._update.begun.assign(number - 1)
             try:
                 results = tf.function(step, autograph=False, input_signature=[self._spec])(batch)
             except tf.errors.ResourceExhaustedError as another:

@@ -103,6 +103,7 @@ def train(
         there = state.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.take()
         state.adapt(update, there)
         next_update.get_concrete_function(*iterator)  # before: a layer may draw a seed when it is traced
+        update.begun.assign(start.update)
         if isinstance(start, Checkpoint):
             return state.restore(there, update, recorder, callbacks)
         return start.restore(there, update, recorder, callbacks)

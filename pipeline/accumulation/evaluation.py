@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
 from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
-from .sums import GradientSums, micro_batch_losses
+from .sums import GradientSums, known_of, micro_batch_losses
 from .update import reduce
 
 
@@ -41,7 +41,7 @@ class Evaluation:
         return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))
 
     def _evaluate(self, batch: Nest) -> GradientSums:
-        share, whole = share_of(batch, self.strategy.num_replicas_in_sync), parts_of(batch)
+        share, whole = share_of(batch, self.strategy.num_replicas_in_sync), known_of(parts_of(batch))
 
         def micro_step(*parts: Nest) -> GradientSums:
             x, y, sample_weight = parts

@@ -33,6 +33,32 @@ class LossSum(NamedTuple):
     weight: tf.Tensor
 
 
+class Known(NamedTuple):
+    """What is known of a whole effective batch before any forward pass.
+
+    Attributes:
+        examples: their number, scalar.
+        weights: Σ wᵢ, scalar, of the sample weights of each output, as `fit` takes them; None where there are none.
+    """
+
+    examples: tf.Tensor
+    weights: Nest
+
+
+def known_of(batch: Nest) -> Known:
+    """Return what is known of `(x, y, sample_weight)`; on the host, so that no device receives all of it."""
+    x, _, weights = batch
+
+    def total(leaf: Any) -> tf.Tensor | None:
+        if leaf is None:
+            return None
+        dtype = leaf.dtype if leaf.dtype.is_floating and leaf.dtype.size >= 4 else tf.as_dtype(keras.config.floatx())
+        return tf.reduce_sum(tf.cast(leaf, tf.float32 if dtype.size < 4 else dtype))
+
+    with tf.device("CPU:0"):
+        return Known(examples_in(x), tf.nest.map_structure(total, weights))
+
+
 class GradientSums(NamedTuple):
     """The sums over one effective batch, or over one replica's share of it.
 
@@ -95,7 +121,7 @@ class Part(NamedTuple):
 
 
 def micro_batch_losses(
-    model: keras.Model, loss: Losses, loss_weights: Any, outputs: Mapping[str, Nest], batch: Nest, whole: Nest
+    model: keras.Model, loss: Losses, loss_weights: Any, outputs: Mapping[str, Nest], batch: Nest, whole: Known
 ) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
     """Return the loss of each output, what the model adds, and both as parts of what is minimised.
 
@@ -104,13 +130,13 @@ def micro_batch_losses(
         loss, loss_weights: as `outputs.terms` takes them.
         outputs: of the micro-batch, by name.
         batch: `(x, y, sample_weight)` of the micro-batch.
-        whole: the effective batch that it is a part of.
+        whole: of the effective batch that it is a part of.
     """
-    (x, y, sample_weight), (of_whole, _, weights_of_whole) = batch, whole
+    x, y, sample_weight = batch
     dtype = tf.as_dtype(keras.config.floatx())
-    count, examples = tf.cast(examples_in(x), dtype), tf.cast(examples_in(of_whole), dtype)
+    count, examples = tf.cast(examples_in(x), dtype), tf.cast(whole.examples, dtype)
     losses, parts = {}, []
-    weights = spread(weights_of_whole, list(outputs), to_all=True)
+    weights = spread(whole.weights, list(outputs), to_all=True)
     found = terms(loss, loss_weights, y, outputs, sample_weight) if loss is not None else []
     alone = len(found) + bool(model.losses) == 1  # then no weight has to be known ahead
     for term in found:

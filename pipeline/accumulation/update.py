@@ -24,7 +24,7 @@ import tensorflow as tf
 from . import noise_scale
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
 from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
-from .sums import Gradients, GradientSums, Part, means, micro_batch_losses
+from .sums import Gradients, GradientSums, Part, known_of, means, micro_batch_losses
 
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
@@ -73,7 +73,7 @@ def accumulate_gradients(
             positive.
     """
     variables = [_tensor_variable(variable) for variable in model.trainable_variables]
-    effective = parts_of(batch if whole is None else whole)
+    effective = known_of(parts_of(batch if whole is None else whole))
 
     def micro_step(*parts: Nest) -> GradientSums:
         x, y, sample_weight = parts
@@ -106,7 +106,8 @@ class Update:
         metrics, weighted_metrics: reset at each update, so that their results are over exactly its examples.
         layer_metrics: those that the model's layers update in their calls, reset likewise.
         strategy: the strategy in whose scope the model was built; the default one where it is not given.
-        noise_every: updates from one measurement of the gradient noise to the next; 0 measures none.
+        noise_every: updates from one measurement of the gradient noise to the next; 0 measures none. They are counted
+            in `begun`, a variable, which is to be set where training goes on from a checkpoint.
         jit_compile: compile each forward+backward with XLA.
     """
 
@@ -131,6 +132,9 @@ class Update:
         self.measured = measured(metrics, weighted_metrics, layer_metrics)
         self.strategy = strategy or tf.distribute.get_strategy()
         self.noise_every = noise_every
+        # On the host, where it decides: read from a GPU it would let the host wait for the update before.
+        with tf.device("CPU:0"):
+            self.begun = tf.Variable(0, dtype=tf.int64, trainable=False)
         # Updates whose gradient was whole, so that applying it may have begun: such a one cannot be tried again.
         self.applying = tf.Variable(0, dtype=tf.int64, trainable=False)
         # Keras' `apply` divides by the factor of any optimizer that has one.
@@ -182,7 +186,8 @@ class Update:
     def _measures(self) -> tf.Tensor | bool:
         if not self.noise_every:
             return False
-        return tf.convert_to_tensor(self.optimizer.iterations) % self.noise_every == 0
+        with tf.device("CPU:0"):
+            return (self.begun.assign_add(1) - 1) % self.noise_every == 0
 
     def _accumulate(self, batch: Nest, measure_noise: tf.Tensor | bool) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync

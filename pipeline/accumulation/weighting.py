@@ -45,8 +45,8 @@ def weighted_sum(
         loss: its `call` gives one value per example, or per element of an example.
         y_true, outputs: as `loss` takes them, with the examples on axis 0.
         sample_weight: (examples,) or of the values' shape.
-        whole: the number of examples and the sample weights of the batch that these are a part of, where `whole` of
-            the result is wanted.
+        whole: the number of examples and the sum of the sample weights of the batch that these are a part of, where
+            `whole` of the result is wanted.
 
     Raises:
         ValueError: the loss reduces nothing, or has already reduced its values to a scalar, or the sample weights do
@@ -90,7 +90,7 @@ def weighted_sum(
     by_weights, ahead = loss.reduction == "mean_with_sample_weight" and weights is not None, None
     if whole is not None and mask is None:
         if by_weights:
-            ahead = tf.reduce_sum(tf.cast(whole[1], dtype))
+            ahead = tf.cast(whole[1], dtype)
         elif (per_example := _values_per_example(loss, y_true, outputs)) is not None:
             ahead = tf.cast(whole[0], dtype) * per_example
     return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead)
