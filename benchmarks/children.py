@@ -91,7 +91,7 @@ def _main(connection: Connection, function: str, arguments: dict[str, Any]) -> N
             connection.send((False, value))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        why = f"{type(error).__name__}: {lines[0][:200]}"
+        why = f"{type(error).__name__}: {lines[0][:120]}"
     connection.send((True, why))
 
 

@@ -44,7 +44,12 @@ def measure(tiny: bool) -> Iterator[Figure]:
     common = [
         "~dataset",
         f"+dataset={{_target_: benchmarks.micro_batches.examples, count: {2 * effective}, in_memory: true}}",
-        *("model=cnn", f"model.filters={filters}".replace(" ", ""), f"accumulation.effective_batch_size={effective}"),
+        *(
+            "model=cnn",
+            f"model.filters={filters}".replace(" ", ""),
+            "+model.classes=10",
+            f"accumulation.effective_batch_size={effective}",
+        ),
         *("tracking.log_model=false", "tracking.system_metrics=false"),
     ]
     key = "accumulation.micro_batch_size"
@@ -54,7 +59,7 @@ def measure(tiny: bool) -> Iterator[Figure]:
         table = json.loads((folder / "search" / TABLE).read_text())
         tries = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
         fastest = min(row["update_seconds"] for row in tries if row["update_seconds"])
-        sizes = [effective >> power for power in range(2 if tiny else 5)]
+        sizes = [effective >> power for power in range(2 if tiny else 4)]
         updates = max(5, math.ceil((0.1 if tiny else SECONDS) / fastest))
         swept = ",".join(map(str, ["auto_fastest", *sizes]))
         _train(folder, "-m", *common, f"{key}={swept}", f"training.updates={updates}", "hydra.sweep.dir=sweep")

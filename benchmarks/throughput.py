@@ -8,6 +8,7 @@ weight, whose share of the copy bandwidth says how far the apply is from the lea
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 
@@ -82,17 +83,23 @@ def logging(tiny: bool) -> Iterator[Figure]:
 def _rates(of: Workload, model: keras.Model, xla: bool, seconds: float) -> tuple[int, list[float]]:
     """Return the micro-batch size, halved until it fits, and examples/s of each turn."""
     micro = of.micro
-    while True:
-        try:
-            step = updates(model, of.examples(FACTOR * micro), micro, xla)
-            count = repeats(step, seconds / ROUNDS)
-            times = alternate({"": update.repeated(step, count)}, ROUNDS)[""]
-            break
-        except tf.errors.ResourceExhaustedError:
-            if micro == 1:
-                raise
-            micro //= 2
+    while (rates := _tried(of, model, micro, xla, seconds)) is None:
+        gc.collect()  # the optimizer's moments
+        micro //= 2
+    return micro, rates
+
+
+def _tried(of: Workload, model: keras.Model, micro: int, xla: bool, seconds: float) -> list[float] | None:
+    """Return examples/s of each turn; None where it does not fit into memory."""
+    step = updates(model, of.examples(FACTOR * micro), micro, xla)
+    try:
+        count = repeats(step, seconds / ROUNDS)
+        times = alternate({"": update.repeated(step, count)}, ROUNDS)[""]
+    except tf.errors.ResourceExhaustedError:
+        if micro == 1:
+            raise
+        return None
     loss = float(step()["loss"])
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
-    return micro, [count * FACTOR * micro / each for each in times]
+    return [count * FACTOR * micro / each for each in times]
