@@ -9,6 +9,7 @@ the forkserver cannot be used, or its forks cannot use the GPU, each piece is a 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -46,7 +47,7 @@ def run(function: str, arguments: Mapping[str, Any], seconds: float) -> tuple[li
         What it has yielded, and why that is not all of it: empty where it is.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = _started(theirs, function, arguments)
+    process = _started(theirs, function, arguments, seconds)
     theirs.close()
     found: list[Any] = []
     deadline = time.monotonic() + seconds
@@ -67,9 +68,9 @@ def run(function: str, arguments: Mapping[str, Any], seconds: float) -> tuple[li
         _end(process)
 
 
-def _started(theirs: Connection, function: str, arguments: Mapping[str, Any]) -> Any:
+def _started(theirs: Connection, function: str, arguments: Mapping[str, Any], seconds: float) -> Any:
     context: Any = multiprocessing.get_context(methods[0])
-    process = context.Process(target=_main, args=(theirs, function, dict(arguments)), name=function)
+    process = context.Process(target=_main, args=(theirs, function, dict(arguments), seconds))
     try:
         with importing_only_this_package():
             process.start()
@@ -77,13 +78,14 @@ def _started(theirs: Connection, function: str, arguments: Mapping[str, Any]) ->
         if len(methods) == 1:
             raise
         del methods[0]
-        return _started(theirs, function, arguments)
+        return _started(theirs, function, arguments, seconds)
     return process
 
 
-def _main(connection: Connection, function: str, arguments: dict[str, Any]) -> None:
+def _main(connection: Connection, function: str, arguments: dict[str, Any], seconds: float) -> None:
     """Be the process: send (False, value) for each value, then (True, what went wrong)."""
     os.setsid()  # so that it is ended with all that it has started
+    signal.alarm(math.ceil(seconds + GRACE))  # where nobody is left to end it
     os.dup2(2, 1)  # standard output is for the table
     why = ""
     try:
