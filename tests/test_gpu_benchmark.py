@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import psutil
 import pytest
+import tensorflow as tf
 from keras import Input, Model, layers
 
 from benchmarks import children, flops, gpu, networks
@@ -101,10 +102,30 @@ def test_how_a_process_ends_is_said(monkeypatch, function, arguments, found, why
 
 def test_what_a_process_has_started_ends_with_it(monkeypatch):
     monkeypatch.setattr(children, "methods", ["spawn"])
-    sleeping = ["sleep", "98765"]
+    sleeping = ["sleep", f"9{os.getpid()}"]
     _, why = children.run("subprocess:Popen", {"args": sleeping}, 60)
     assert why.startswith("TypeError")  # it yields nothing, but it has started a process
     assert not any(process.info["cmdline"] == sleeping for process in psutil.process_iter(["cmdline"]))
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
+    from benchmarks import throughput, workloads
+
+    tried = []
+
+    def updates(model, batch, micro, xla):
+        def step():
+            if len(batch[0]) > 4 * 16:
+                raise tf.errors.ResourceExhaustedError(None, None, "no memory")
+            return {"loss": tf.constant(1.0)}
+
+        tried.append(micro)
+        return step
+
+    monkeypatch.setattr(throughput, "updates", updates)
+    micro, rates = throughput._rates(workloads.workload("transformer10m", tiny=False), None, False, 0.01)
+    assert (micro, tried) == (16, [64, 32, 16])
+    assert len(rates) == throughput.ROUNDS
 
 
 @pytest.mark.parametrize(
