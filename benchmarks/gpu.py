@@ -1,7 +1,7 @@
 """What a GPU has to show: checks first, then how fast, beside the targets.
 
 Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S] [--output FILE]
-Run time:  under 8 minutes on one GPU; with --tiny about 3 on two CPU cores.
+Run time:  under 8 minutes on one GPU; with --tiny about 4 on two CPU cores.
 Expect:    a table that says of each target whether it is met, and the same as JSON in benchmarks/results/. The exit
            status is 1 where a target is missed or a figure is missing.
 

@@ -62,8 +62,8 @@ def workload(name: str, tiny: bool) -> Workload:
         return Workload(lambda: networks.resnet(depth, side, classes), (side, side, 3), 0, classes, micro)
     layers, width, heads, vocabulary, length, micro = {
         "transformer": (2, 64, 4, 256, 64, 32),
-        "transformer10m": (8, 256, 4, 8192, 256, 64),  # 10.5 million weights
-        "transformer350m": (24, 1024, 16, 24576, 512, 8),  # 354 million weights
+        "transformer10m": (8, 256, 4, 8192, 256, 64),  # 10.6 million weights
+        "transformer350m": (24, 1024, 16, 24576, 512, 8),  # 353 million weights
     }[name]
     if tiny:
         layers, width, heads, vocabulary, length, micro = 1, 16, 2, 32, 8, 2
