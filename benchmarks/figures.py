@@ -53,13 +53,22 @@ class Figure:
         return dataclasses.asdict(self) | computed
 
 
+@dataclasses.dataclass
+class Missing:
+    """A line of the table for a figure that there is not, and why."""
+
+    part: str
+    subject: str
+    why: str
+
+
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Round by round."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
-def table(figures: Sequence[Figure]) -> str:
-    """All figures for a person, one a line."""
+def table(figures: Sequence[Figure | Missing]) -> str:
+    """All figures for a person, one a line, and those that are missing."""
     head = ("part", "of", "figure", "median", "quartiles", "target", "", "best round of each")
     rows = [head, *(_row(figure) for figure in figures)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -67,14 +76,16 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join([lines[0], "─" * max(len(line) for line in lines), *lines[1:]])
 
 
-def _row(figure: Figure) -> tuple[str, ...]:
+def _row(figure: Figure | Missing) -> tuple[str, ...]:
+    if isinstance(figure, Missing):
+        return figure.part, figure.subject, "no figure", *[""] * 4, figure.why
     first, third = figure.quartiles
     unit = f" {figure.unit}" if figure.unit else ""
     target = ""
     if figure.at_least is not None:
-        target = f"≥ {figure.at_least:.2f}{unit}"
+        target = f"≥ {_fixed(figure.at_least)}{unit}"
     elif figure.at_most is not None:
-        target = f"≤ {figure.at_most:.2f}{unit}"
+        target = f"≤ {_fixed(figure.at_most)}{unit}"
     best = ", ".join(f"{name} {_number(value)}" for name, value in figure.best.items())
     if best and figure.best_unit:
         best += f" {figure.best_unit}"
@@ -82,12 +93,16 @@ def _row(figure: Figure) -> tuple[str, ...]:
         figure.part,
         figure.subject,
         figure.what,
-        f"{figure.median:.2f}{unit}",
-        f"{first:.2f} … {third:.2f}",
+        f"{_fixed(figure.median)}{unit}",
+        f"{_fixed(first)} … {_fixed(third)}",
         target,
         {None: "", True: "met", False: "MISSED"}[figure.met],
         "; ".join(text for text in (best, figure.note) if text),
     )
+
+
+def _fixed(value: float) -> str:
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.005 else f"{value:.1e}"
 
 
 def _number(value: float) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import keras
 
-RESNETS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}  # blocks in each of the four stages; from 50 on bottlenecks
+RESNETS = {
+    10: (1, 1, 1, 1),
+    18: (2, 2, 2, 2),
+    50: (3, 4, 6, 3),
+}  # blocks in each of the four stages; from 50 on bottlenecks
 IMAGENET = 64  # pixels from which on the first convolution is that for ImageNet
 
 

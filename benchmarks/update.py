@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from benchmarks import models
@@ -30,9 +31,10 @@ from pipeline.schema import TrackingConfig
 
 def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     """A figure for each form of the limit, one for the gradient noise scale, and one for the factor."""
-    parts = contenders(name, xla)
+    x, y = map(tf.constant, models.examples(name, EFFECTIVE))
+    parts = contenders(models.build(name), x, y, MICRO, xla)
     count = repeats(parts["update"], seconds)
-    times = alternate({part: _repeated(call, count) for part, call in parts.items()}, rounds)
+    times = alternate({part: repeated(call, count) for part, call in parts.items()}, rounds)
     best = {part: min(values) / count for part, values in times.items()}
     figures = []
     for form in ("calls", "strict"):
@@ -55,12 +57,14 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     return figures
 
 
-def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
-    """What is measured alone, for one effective batch each."""
-    model, loss, optimizer = models.build(name), models.loss(), models.optimizer()
+def contenders(
+    model: keras.Model, x: tf.Tensor, y: tf.Tensor, micro_batch_size: int, xla: bool
+) -> dict[str, Callable[[], Any]]:
+    """What is measured alone, for the effective batch (x, y) each; its examples are a multiple of a micro-batch."""
+    loss, optimizer = models.loss(), models.optimizer()
     optimizer.build(model.trainable_variables)
     variables = [variable.value for variable in model.trainable_variables]
-    x, y = map(tf.constant, models.examples(name, EFFECTIVE))
+    size, count = micro_batch_size, len(x)
 
     def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
@@ -70,17 +74,17 @@ def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
         return value, [each.values if isinstance(each, tf.IndexedSlices) else each for each in found]
 
     passes = tf.function(gradients, jit_compile=xla or None)
-    shapes = [one.shape for one in passes.get_concrete_function(x[:MICRO], y[:MICRO]).structured_outputs[1]]
+    specs = passes.get_concrete_function(x[:size], y[:size]).structured_outputs[1]
 
     @tf.function
     def strict(x: tf.Tensor, y: tf.Tensor) -> Any:
         def body(index: tf.Tensor, _: tf.Tensor, __: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-            start = index * MICRO
-            value, found = passes(x[start : start + MICRO], y[start : start + MICRO])
-            return index + 1, value, [tf.ensure_shape(*each) for each in zip(found, shapes, strict=True)]
+            start = index * size
+            value, found = passes(x[start : start + size], y[start : start + size])
+            return index + 1, value, [tf.ensure_shape(one, spec.shape) for one, spec in zip(found, specs, strict=True)]
 
-        zeros = [tf.zeros(shape) for shape in shapes]
-        return tf.while_loop(lambda index, *_: index < FACTOR, body, (0, 0.0, zeros), parallel_iterations=1)
+        zeros = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
+        return tf.while_loop(lambda index, *_: index < count // size, body, (0, 0.0, zeros), parallel_iterations=1)
 
     some = [tf.random.normal(variable.shape, stddev=1e-3) for variable in variables]
 
@@ -88,7 +92,7 @@ def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
     def apply() -> None:
         optimizer.apply(some, model.trainable_variables)
 
-    def update(noise_every: int = 0, micro_batch_size: int = MICRO) -> Callable[[], Any]:
+    def update(noise_every: int = 0, micro_batch_size: int = size) -> Callable[[], Any]:
         update = Update(model, loss, optimizer, micro_batch_size, noise_every=noise_every, jit_compile=xla)
 
         # As the training loop traces it: the number of examples is not known.
@@ -98,18 +102,19 @@ def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
 
         return lambda: whole(x, y)
 
-    cut = [(x[start : start + MICRO], y[start : start + MICRO]) for start in range(0, EFFECTIVE, MICRO)]
+    cut = [(x[start : start + size], y[start : start + size]) for start in range(0, count, size)]
     return {
         "calls": lambda: [passes(*part) for part in cut][-1],
         "strict": lambda: strict(x, y),
         "apply": apply,
         "update": update(),
         "with noise": update(noise_every=1),
-        "whole": update(micro_batch_size=EFFECTIVE),
+        "whole": update(micro_batch_size=count),
     }
 
 
-def _repeated(call: Callable[[], Any], count: int) -> Callable[[], None]:
+def repeated(call: Callable[[], Any], count: int) -> Callable[[], None]:
+    """Return a turn of `count` calls, which ends when the last result has been read."""
     call()  # traces
 
     def turn() -> None:

@@ -1,0 +1,54 @@
+"""What `benchmarks/gpu.py` compares: weights after some updates, and the peak of memory at one factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.workloads import setup, updates, workload
+from pipeline import hardware
+
+UPDATES = 20
+EXAMPLES, MICRO = 16, 6  # the last micro-batch is smaller
+CHECKED = ("resnet18", "transformer")
+SMALL = 16  # examples of a micro-batch whose activations still outweigh 64 of its inputs
+
+
+def trajectory(
+    device: str, precision: str, tiny: bool, deterministic: bool = False, whole: bool = False
+) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yield each network of `CHECKED` with its weights after `UPDATES` updates.
+
+    With `whole` the effective batch is one micro-batch where the network allows it: BatchNormalization sees its batch.
+    """
+    setup(precision, device, deterministic)
+    for name in CHECKED:
+        of = workload(name, tiny)
+        model = of.build()
+        generator = np.random.default_rng(0)  # not Keras' draws, which a GPU rounds otherwise
+        model.set_weights(
+            [
+                generator.normal(size=weight.shape) / math.sqrt(weight.size / weight.shape[-1])
+                if weight.ndim > 1
+                else weight
+                for weight in model.get_weights()
+            ]
+        )
+        step = updates(model, of.examples(EXAMPLES), EXAMPLES if whole and of.tokens else MICRO)
+        for _ in range(UPDATES):
+            step()
+        yield name, model.get_weights()
+
+
+def peak_memory(name: str, factor: int, tiny: bool) -> Iterator[tuple[int, int]]:
+    """Yield the peak of this process after two updates, and the size of their effective batch, in bytes."""
+    machine = setup("float32")
+    of = workload(name, tiny)
+    micro = min(of.micro, SMALL)
+    batch = of.examples(micro * factor)
+    step = updates(of.build(), batch, micro)
+    for _ in range(2):
+        step()["loss"].numpy()
+    yield hardware.peak_memory(machine), sum(array.nbytes for array in batch)

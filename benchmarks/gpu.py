@@ -1,0 +1,232 @@
+"""What a GPU has to show: checks first, then how fast, beside the targets.
+
+Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S] [--output FILE]
+Run time:  under 8 minutes on one GPU; with --tiny about 4 on two CPU cores.
+Expect:    a table that says of each target whether it is met, and the same as JSON in benchmarks/results/. The exit
+           status is 1 where a target is missed or a figure is missing.
+
+Parts:
+    peak             the matrix-product peak of each precision, and the bandwidth of copies
+    equal            float64: weights after 20 updates in micro-batches on the GPU − those of the CPU
+    repeatable       two runs under determinism: weights that differ in any bit
+    memory           growth of the peak of memory from factor 1 to 64
+    update           the update ÷ its strict limit, and the apply's share of the copy bandwidth
+    logging          the training loop that logs every update ÷ the same one that logs nothing
+    auto             the micro-batch that `auto_fastest` finds ÷ the best by hand, in examples/s
+    resnet50, transformer10m, transformer350m
+                     examples/s in bfloat16, float32 and float16, without and with XLA, and the share of the peak
+
+Each line of the last ones, and each side of a comparison, is a process of its own with a limit. One that fails is a
+line of the table. What the time limit of the whole leaves no time for is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a file: its folder has modules with names that others have too
+    sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
+
+import numpy as np  # noqa: E402
+
+from benchmarks import children  # noqa: E402
+from benchmarks.figures import Figure, Missing, table  # noqa: E402
+from pipeline.launching import gpus  # noqa: E402
+
+NETWORKS = {"resnet50": (12, 18), "transformer10m": (10, 10), "transformer350m": (20, 24)}  # seconds without, with XLA
+PARTS = ("peak", "equal", "repeatable", "memory", "update", "logging", "auto", *NETWORKS)
+PRECISIONS = ("bfloat16", "float32", "float16")
+FACTORS = (1, 64)
+LIMIT = 460.0  # seconds: under 8 minutes with the end of the last process
+LATE, LATE_TINY = 2.5, 10.0  # times its expected seconds a piece may take: a CPU may be slow, and busy
+START = 120.0  # seconds that TensorFlow may take to find a device
+
+Weights = list[tuple[str, list[np.ndarray]]]  # of each network
+Sizes = list[tuple[int, int]]  # the peak of memory and the effective batch, in bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one process does.
+
+    Attributes:
+        part, subject: of its figures; two pieces of one subject are the sides of a comparison.
+        function, arguments: the generator that it calls, as `module:name`, and with what beside `tiny`.
+        seconds: that are expected on a fast GPU.
+        side: of the comparison.
+    """
+
+    part: str
+    subject: str
+    function: str
+    arguments: Mapping[str, Any]
+    seconds: float
+    side: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.subject, self.side)))
+
+
+def main() -> None:
+    options = _options()
+    begun, deadline = time.time(), time.monotonic() + options.seconds_limit
+    children.prepare()
+    facts = _facts(options.tiny)
+    sides: dict[tuple[str, str], list[Any]] = {}
+    found: dict[str, list[Figure | Missing]] = {part: [] for part in options.parts}
+    for piece in pieces(options.parts, options.tiny):
+        values, why = _values(piece, options, deadline)
+        lines = found[piece.part]
+        if why:
+            lines.append(Missing(piece.part, str(piece), why))
+        if piece.part in COMPARED:
+            both = sides.setdefault((piece.part, piece.subject), [])
+            both.append(values)
+            values = COMPARED[piece.part](piece.subject, *both, options.tiny) if len(both) == 2 and all(both) else []
+        lines += values
+        _write(options, facts, begun, found)
+    lines = [line for part in found.values() for line in part]
+    print(f"written to {options.output}", file=sys.stderr, flush=True)
+    said = f"{facts['device']}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
+    print(f"\n{said}\n{table(lines)}")
+    sys.exit(any(isinstance(line, Missing) or line.met is False for line in lines))
+
+
+def pieces(parts: Sequence[str], tiny: bool) -> list[Piece]:
+    """Return what is to be done, in order: the checks, then each network in each precision, those with XLA last."""
+    trajectory = "benchmarks.checks:trajectory"
+    ours: dict[str, Any] = {"device": "auto", "precision": "float64"}
+    theirs = {**ours, "device": "cpu", "whole": True}
+    again = {"device": "auto", "precision": "float32", "deterministic": True}
+    known = [
+        Piece("peak", "", "benchmarks.peak:measure", {}, 7),
+        Piece("equal", "", trajectory, ours, 12, "in micro-batches"),
+        Piece("equal", "", trajectory, theirs, 12, "on the CPU"),
+        *(Piece("repeatable", "", trajectory, again, 12, run) for run in ("first", "second")),
+    ]
+    for name in ("resnet50", "transformer10m"):
+        for factor in FACTORS:
+            cut = {"name": name, "factor": factor}
+            known.append(Piece("memory", name, "benchmarks.checks:peak_memory", cut, 6, f"factor {factor}"))
+    for name, precision in (("resnet50", "float32"), ("transformer10m", "bfloat16")):
+        arguments = {"name": name, "precision": precision}
+        known.append(Piece("update", f"{name} {precision}", "benchmarks.throughput:of_limit", arguments, 12))
+    known += [
+        Piece("logging", "", "benchmarks.throughput:logging", {}, 15),
+        Piece("auto", "", "benchmarks.micro_batches:measure", {}, 60),
+    ]
+    for xla in (False, True):
+        for precision in PRECISIONS[:1] if xla and tiny else PRECISIONS:  # compiling takes long on a CPU
+            for name, seconds in NETWORKS.items():
+                subject = f"{precision}{', XLA' if xla else ''}"
+                run = {"name": name, "precision": precision, "xla": xla}
+                known.append(Piece(name, subject, "benchmarks.throughput:measure", run, seconds[xla]))
+    return [piece for piece in known if piece.part in parts]
+
+
+def _values(piece: Piece, options: argparse.Namespace, deadline: float) -> tuple[list[Any], str]:
+    """Return what a piece has yielded, and why it has no more; empty where it has all."""
+    left, since = deadline - time.monotonic(), time.monotonic()
+    if left <= 0:
+        return [], f"left out: {options.seconds_limit:.0f} s were over"
+    arguments = {**piece.arguments, "tiny": options.tiny}
+    most = piece.seconds * (LATE_TINY if options.tiny else LATE)
+    values, why = children.run(piece.function, arguments, min(left, most))
+    took = f"{time.monotonic() - since:.1f} s, expected {piece.seconds:.0f}"
+    print(f"{piece.part} {piece}: {took}{why and f': {why}'}", file=sys.stderr, flush=True)
+    return values, why
+
+
+def _equal(_: str, ours: Weights, reference: Weights, tiny: bool) -> list[Figure]:
+    def largest(pair: tuple[Any, Any]) -> float:
+        (_, one), (_, other) = pair
+        # Of NumPy, whose largest of anything and NaN is NaN.
+        return float(np.max([np.max(np.abs(a - b), initial=0.0) for a, b in zip(one, other, strict=True)]))
+
+    what = "largest difference of a weight after 20 updates"
+    pairs = zip(ours, reference, strict=True)
+    return [Figure("equal", pair[0][0], what, [largest(pair)], at_most=1e-10) for pair in pairs]
+
+
+def _repeatable(_: str, first: Weights, second: Weights, tiny: bool) -> list[Figure]:
+    def differing(one: list[np.ndarray], other: list[np.ndarray]) -> int:
+        return sum(int(np.sum(a.view(np.uint32) != b.view(np.uint32))) for a, b in zip(one, other, strict=True))
+
+    what = "weights that differ after 20 updates"
+    pairs = zip(first, second, strict=True)
+    return [Figure("repeatable", name, what, [differing(a, b)], at_most=0) for (name, a), (_, b) in pairs]
+
+
+def _memory(name: str, least: Sizes, most: Sizes, tiny: bool) -> list[Figure]:
+    """The host's batch is taken off only where the growth shows that it lies on the device."""
+    (peak, batch), (larger, larger_batch) = least[0], most[0]
+    grown, own = larger - peak, larger_batch - batch
+    beyond = grown - own if grown > own / 2 else grown
+    note = f"{peak / 1e6:,.0f} → {larger / 1e6:,.0f} MB; the batch is {own / 1e6:,.1f} MB larger"
+    target = None if tiny else 1.0
+    what = f"growth of the peak, factor {FACTORS[0]} to {FACTORS[1]}"
+    return [Figure("memory", name, what, [100 * beyond / peak], "%", at_most=target, note=note)]
+
+
+COMPARED: dict[str, Callable[..., list[Figure]]] = {"equal": _equal, "repeatable": _repeatable, "memory": _memory}
+
+
+def _facts(tiny: bool) -> dict[str, Any]:
+    """Return what TensorFlow says of the device; let processes be new ones where a fork finds no GPU."""
+    found, why = children.run("benchmarks.workloads:facts", {}, START)
+    on_gpu = bool(found) and found[0]["on_gpu"]
+    if not on_gpu and gpus.visible() and len(children.methods) > 1:
+        print(f"a fork finds no GPU {why}: each process imports TensorFlow", file=sys.stderr, flush=True)
+        del children.methods[0]
+        return _facts(tiny)
+    if not found or not (on_gpu or tiny):
+        sys.exit(f"gpu.py: TensorFlow must find a GPU, or --tiny must be given. {why}".strip())
+    return found[0]
+
+
+def _write(options: argparse.Namespace, facts: Mapping[str, Any], begun: float, found: Mapping[str, list]) -> None:
+    """Write what is there so far, so that it is there whatever comes."""
+    lines = [line for part in found.values() for line in part]
+    result = {
+        **facts,
+        "processors": os.cpu_count(),
+        "platform": platform.platform(),
+        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")},
+        "begun": begun,
+        "seconds": time.time() - begun,
+        "options": vars(options),
+        "figures": [line.as_dict() for line in lines if isinstance(line, Figure)],
+        "missing": [dataclasses.asdict(line) for line in lines if isinstance(line, Missing)],
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu.py", description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; all where none is given")
+    parser.add_argument("--tiny", action="store_true", help="tiny networks and no targets of speed: a test")
+    parser.add_argument("--seconds-limit", type=float, default=LIMIT, metavar="S", help="after which nothing begins")
+    output = ROOT / "benchmarks" / "results" / time.strftime("gpu_%Y-%m-%d_%H-%M-%S.json")
+    parser.add_argument("--output", type=Path, default=output, help="of the JSON")
+    options = parser.parse_args()
+    for part in options.parts:
+        if part not in PARTS:
+            parser.exit(2, f"gpu.py: PART must be one of {', '.join(PARTS)}. Received: {part}\n")
+    options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
+    return options
+
+
+if __name__ == "__main__":
+    main()
