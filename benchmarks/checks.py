@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.workloads import setup, updates, workload
+from benchmarks.gpu_workloads import setup, updates, workload
 from pipeline import hardware
 
 UPDATES = 20

@@ -184,7 +184,7 @@ COMPARED: dict[str, Callable[..., list[Figure]]] = {"equal": _equal, "repeatable
 
 def _facts(tiny: bool) -> dict[str, Any]:
     """Return what TensorFlow says of the device; let processes be new ones where a fork finds no GPU."""
-    found, why = children.run("benchmarks.workloads:facts", {}, START)
+    found, why = children.run("benchmarks.gpu_workloads:facts", {}, START)
     on_gpu = bool(found) and found[0]["on_gpu"]
     if not on_gpu and gpus.visible() and len(children.methods) > 1:
         print(f"a fork finds no GPU {why}: each process imports TensorFlow", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from benchmarks.figures import Figure
 from benchmarks.turns import alternate, repeats
-from benchmarks.workloads import setup
+from benchmarks.gpu_workloads import setup
 
 ROUNDS = 5
 SECONDS = 0.05  # of a turn, at least

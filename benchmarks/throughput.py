@@ -18,7 +18,7 @@ import tensorflow as tf
 from benchmarks import flops, peak, tracking, update
 from benchmarks.figures import Figure, ratios
 from benchmarks.turns import alternate, repeats
-from benchmarks.workloads import FACTOR, Workload, setup, updates, workload
+from benchmarks.gpu_workloads import FACTOR, Workload, setup, updates, workload
 from pipeline import hardware
 from pipeline.memory_limit import readable
 

@@ -109,7 +109,7 @@ def test_what_a_process_has_started_ends_with_it(monkeypatch):
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
-    from benchmarks import throughput, workloads
+    from benchmarks import gpu_workloads, throughput
 
     tried = []
 
@@ -123,7 +123,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
         return step
 
     monkeypatch.setattr(throughput, "updates", updates)
-    micro, rates = throughput._rates(workloads.workload("transformer10m", tiny=False), None, False, 0.01)
+    micro, rates = throughput._rates(gpu_workloads.workload("transformer10m", tiny=False), None, False, 0.01)
     assert (micro, tried) == (16, [64, 32, 16])
     assert len(rates) == throughput.ROUNDS
 
