@@ -6,7 +6,7 @@ Expect:    a table that says of each target whether it is met, and the same as J
 
 Parts:
     update       the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone
-    fit          the training loop ÷ Keras' fit with gradient_accumulation_steps
+    peers        the training loop ÷ Keras' fit, PyTorch, Accelerate and Lightning; the last three with `make peers`
     tracking     the training loop that logs every update ÷ the same one that logs nothing; CPU time of a logged update
     checkpoints  how long one checkpoint stalls the training loop, and what it costs
     startup      seconds to an answer of `pipeline --help`, to a refusal, and to the first update
@@ -24,10 +24,10 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks.figures import Figure, table
+from benchmarks.workloads import NAMES
 from pipeline import imports
 
-PARTS = ("startup", "update", "fit", "tracking", "checkpoints")
-MODELS = ("mlp", "wide", "cnn", "embedding", "transformer")
+PARTS = ("startup", "update", "peers", "tracking", "checkpoints")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -43,14 +43,14 @@ def main() -> None:
     if set(options.parts) - {"startup"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
-            from benchmarks import checkpoints, fit, models, tracking, update
+            from benchmarks import checkpoints, models, peers, tracking, update
 
         device = models.device()
         for name in options.models:
             if "update" in options.parts:
                 figures += update.measure(name, options.rounds, options.seconds, options.xla)
-            if "fit" in options.parts:
-                figures += fit.measure(name, options.rounds, options.seconds, options.xla)
+            if "peers" in options.parts:
+                figures += peers.measure(name, options.rounds, options.seconds, options.xla)
             if "tracking" in options.parts:
                 figures += tracking.measure(name, options.tracked_rounds, options.tracked_seconds)
             if "checkpoints" in options.parts:
@@ -76,7 +76,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; all where none is given")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=11, help="turns of each contender")
     parser.add_argument("--seconds", type=float, default=0.25, help="a contender's turn, at least")
     parser.add_argument("--tracked-rounds", type=int, default=6, help="turns with and without tracking")
