@@ -9,6 +9,9 @@ Parts:
     peers        the training loop ÷ Keras' fit, PyTorch, Accelerate and Lightning; the last three with `make peers`
     tracking     the training loop that logs every update ÷ the same one that logs nothing; CPU time of a logged update
     checkpoints  how long one checkpoint stalls the training loop, and what it costs
+    replicas     the training loop under MirroredStrategy with 2 and 4 logical CPU devices ÷ with 1
+    memory       peak memory by factor and by effective batch
+    main         seconds of the README's main job, and of the same by Keras and by Lightning ÷ ours
     startup      seconds to an answer of `pipeline --help`, to a refusal, and to the first update
 """
 
@@ -23,27 +26,35 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks import main_job, memory, processes
 from benchmarks.figures import Figure, table
 from benchmarks.workloads import NAMES
 from pipeline import imports
 
-PARTS = ("startup", "update", "peers", "tracking", "checkpoints")
+PARTS = ("startup", "main", "memory", "update", "peers", "tracking", "checkpoints", "replicas")
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     options = _options()
-    begun = time.time()
+    begun, load = time.time(), os.getloadavg()[0]
+    if {"main", "peers"} & set(options.parts):
+        processes.peers_are_there()
     figures: list[Figure] = []
     if "startup" in options.parts:  # before TensorFlow takes memory and threads here
         from benchmarks import startup
 
         figures += startup.measure(options.starts)
+    if "main" in options.parts:
+        figures += main_job.measure(options.starts)
+    if "memory" in options.parts:
+        name = "cnn" if "cnn" in options.models else options.models[0]
+        figures += memory.measure(name, options.starts)
     device = "not used"
-    if set(options.parts) - {"startup"}:
+    if set(options.parts) - {"startup", "main", "memory"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
-            from benchmarks import checkpoints, models, peers, tracking, update
+            from benchmarks import checkpoints, models, peers, replicas, tracking, update
 
         device = models.device()
         for name in options.models:
@@ -55,13 +66,19 @@ def main() -> None:
                 figures += tracking.measure(name, options.tracked_rounds, options.tracked_seconds)
             if "checkpoints" in options.parts:
                 figures += checkpoints.measure(name, options.tracked_rounds, options.tracked_seconds)
+            if "replicas" in options.parts and name in replicas.NAMES:
+                figures += replicas.measure(name, options.rounds, options.seconds)
+        figures += peers.overall(figures)
     said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
     print(f"\n{said}\n{table(figures)}")
     result = {
         "device": device,
         "processors": os.cpu_count(),
         "platform": platform.platform(),
-        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")},
+        "processor": processes.processor(),
+        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")}
+        | processes.peer_versions(),
+        "load": load,
         "begun": begun,
         "seconds": time.time() - begun,
         "options": vars(options),

@@ -16,6 +16,7 @@ class Figure:
         values: of every round; a ratio is of two contenders in the same round.
         unit: of the values; empty for a ratio.
         best: the best round of each contender, in `best_unit`.
+        over: examples of the effective batch, of a figure that is drawn over it.
         at_least, at_most: the target; neither where there is none, and `note` says why.
     """
 
@@ -26,6 +27,7 @@ class Figure:
     unit: str = ""
     best: Mapping[str, float] = dataclasses.field(default_factory=dict)
     best_unit: str = ""
+    over: int | None = None
     at_least: float | None = None
     at_most: float | None = None
     note: str = ""
@@ -81,7 +83,7 @@ def _row(figure: Figure) -> tuple[str, ...]:
     return (
         figure.part,
         figure.subject,
-        figure.what,
+        figure.what if figure.over is None else f"{figure.what}, effective batch {figure.over}",
         f"{figure.median:.2f}{unit}",
         f"{first:.2f} … {third:.2f}",
         target,

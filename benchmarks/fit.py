@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import keras
+import tensorflow as tf
 
 from benchmarks import models
 from benchmarks.workloads import EPOCH, sizes
@@ -55,14 +57,16 @@ def ours(
     recorder: Recorder | None = None,
     xla: bool = False,
     checkpoints: Checkpoints | None = None,
+    strategy: tf.distribute.Strategy | None = None,
 ) -> Callable[[Callable[[], None]], object]:
     """`training.train`, which pauses after every `updates` updates with results fetched and checkpoints written."""
     recorder = recorder or Recorder(Nowhere(), plan(name), 1, lambda: 0, Silent(FOREVER))
 
     def body(pause: Callable[[], None]) -> object:
-        model, optimizer = models.build(name), models.optimizer()
-        optimizer.build(model.trainable_variables)
-        update = Update(model, models.loss(), optimizer, sizes(name).micro, jit_compile=xla)
+        with nullcontext() if strategy is None else strategy.scope():
+            model, optimizer = models.build(name), models.optimizer()
+            optimizer.build(model.trainable_variables)
+        update = Update(model, models.loss(), optimizer, sizes(name).micro, strategy=strategy, jit_compile=xla)
 
         done = itertools.count(1)
 

@@ -1,7 +1,7 @@
 """The training loop ÷ what others offer: Keras' `fit`, a hand-written loop in PyTorch, Accelerate, Lightning.
 
 Ours is `pipeline.training.train` itself, with its recorder and without a tracker. `fit` has `verbose=0` and no
-metrics, at `steps_per_execution` 1, the way people use it, and at one update an execution. The other three are in
+metrics, at `steps_per_execution` 1, the way people use it, and at as many as the factor is. The other three are in
 `benchmarks.pytorch`, each in a process of `.venv-peers`: eager, as their documentation writes them, with the fastest
 of what it offers. Model, optimizer and examples are the same; all shuffle out of memory. Start and tracing are behind
 all of them when the first turn begins.
@@ -11,26 +11,18 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks import fit, models
 from benchmarks.figures import Figure, ratios
-from benchmarks.turns import ROOT, Coroutine, Process, alternate, repeats
+from benchmarks.processes import PEERS, Process
+from benchmarks.turns import Coroutine, alternate, repeats
 from benchmarks.workloads import LARGE, sizes
 
-PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 LOOPS = ("PyTorch", "Accelerate", "Lightning")
 # GNU's OpenMP, which PyTorch comes with, lets its threads spin for some milliseconds after their last work.
 REST = 0.02
 BEST = "train ÷ best peer"
-
-
-def available() -> bool:
-    """Return whether the other environment is there; say how to make it where it is not."""
-    if not PYTHON.exists():
-        print("PyTorch, Accelerate and Lightning are left out: `make peers` sets them up", file=sys.stderr)
-    return PYTHON.exists()
 
 
 def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
@@ -40,9 +32,10 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     warm.close()
     contenders: dict[str, Coroutine | Process] = {"train": Coroutine(fit.ours(name, updates, xla=xla))}
     try:
-        for execution in (sizes(name).factor,) if name in LARGE else (1, sizes(name).factor):
-            contenders[f"fit, steps_per_execution={execution}"] = Coroutine(fit.keras_fit(name, updates, execution))
-        if PYTHON.exists():
+        contenders["fit, an update an execution"] = Coroutine(fit.keras_fit(name, updates, sizes(name).factor))
+        if name not in LARGE:
+            contenders["fit"] = Coroutine(fit.keras_fit(name, updates, 1))
+        if PEERS.exists():
             for loop in LOOPS[:1] if name in LARGE else LOOPS:
                 contenders[loop] = _process(loop, name, updates)
         turns: dict[str, Callable[[], object]] = dict(contenders)
@@ -73,7 +66,7 @@ def overall(figures: Sequence[Figure]) -> list[Figure]:
 
 def _process(loop: str, name: str, updates: int) -> Process:
     threads = str(len(os.sched_getaffinity(0)))  # as TensorFlow has
-    process = Process([str(PYTHON), "-m", "benchmarks.pytorch", loop, name, threads], updates)
+    process = Process([str(PEERS), "-m", "benchmarks.pytorch", loop, name, threads], updates)
     ours = models.weights(models.build(name))
     if process.said["weights"] != ours:
         process.close()

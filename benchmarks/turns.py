@@ -6,19 +6,11 @@ each contender for a fraction of a second, and only what was measured in the sam
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import tensorflow as tf
-
-ROOT = Path(__file__).parent.parent
 
 
 class Stopped(BaseException):
@@ -69,47 +61,6 @@ class Coroutine:
         except BaseException as error:
             self._error = error
             self._paused.release()
-
-
-class Process:
-    """Runs `updates` updates at each call in a process of its own, which `child.Child` serves.
-
-    Attributes:
-        said: what the child said of itself.
-        updates: of a turn.
-    """
-
-    def __init__(self, command: Sequence[str], updates: int):
-        self.updates = updates
-        self._command = " ".join(command)
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the process
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
-        self.said = json.loads(self._answer())
-
-    def __call__(self) -> None:
-        with suppress(BrokenPipeError):  # it has ended, and the answer that does not come says why
-            print(self.updates, file=self._process.stdin, flush=True)
-        self._answer()
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            self._errors.seek(0)
-            raise RuntimeError(f"{self._command} ended with {status}: {self._errors.read()[-2000:]}")
-        return line
 
 
 def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int, rest: float = 0.0) -> dict[str, list[float]]:

@@ -36,7 +36,7 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     count = repeats(parts["update"], seconds)
     times = alternate({part: _repeated(call, count) for part, call in parts.items()}, rounds)
     best = {part: min(values) / count for part, values in times.items()}
-    effective, factor = sizes(name).effective, sizes(name).factor
+    effective = sizes(name).effective
     figures = []
     for form in ("calls", "strict"):
         limit = [passes + apply for passes, apply in zip(times[form], times["apply"], strict=True)]
@@ -51,7 +51,7 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     what = f"with noise scale, 1 in {every} ÷ without"
     figures.append(Figure("update", name, what, over, "", shown, "examples/s", at_most=1.03))
     shown = {part: effective / best[part] for part in ("update", "whole")}
-    what = f"time at factor {factor} ÷ at factor 1"
+    what = "time accumulated ÷ at factor 1"
     at_most = 1.3 if name == "embedding" else None  # of others it is what smaller products of matrices cost
     figures.append(Figure("update", name, what, ratios(times["update"], times["whole"]), "", shown, "examples/s"))
     figures[-1].at_most = at_most
@@ -63,7 +63,7 @@ def _at_same_micro_batch(name: str, rounds: int, seconds: float, xla: bool) -> F
     micro = sizes(name).micro
     model, optimizer = models.build(name), models.optimizer()
     optimizer.build(model.trainable_variables)
-    update = _traced(name, Update(model, models.loss(), optimizer, micro, jit_compile=xla))
+    update = traced(name, Update(model, models.loss(), optimizer, micro, jit_compile=xla))
     x, y = map(tf.constant, examples(name, MANY * micro))
     cut = [(x[start : start + micro], y[start : start + micro]) for start in range(0, MANY * micro, micro)]
     turns = {"many": lambda: update(x, y), "one": lambda: [update(*part) for part in cut][-1]}
@@ -111,7 +111,7 @@ def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
 
     def update(noise_every: int = 0, micro_batch_size: int = micro) -> Callable[[], Any]:
         update = Update(model, loss, optimizer, micro_batch_size, noise_every=noise_every, jit_compile=xla)
-        whole = _traced(name, update)
+        whole = traced(name, update)
         return lambda: whole(x, y)
 
     cut = [(x[start : start + micro], y[start : start + micro]) for start in range(0, effective, micro)]
@@ -125,7 +125,7 @@ def contenders(name: str, xla: bool) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _traced(name: str, update: Update) -> Callable[..., dict[str, tf.Tensor]]:
+def traced(name: str, update: Update) -> Callable[..., dict[str, tf.Tensor]]:
     """Return the update as the training loop traces it: the number of examples is not known."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in examples(name, 1)])

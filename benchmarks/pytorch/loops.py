@@ -115,7 +115,7 @@ def batches(name: str) -> DataLoader:
     if name in networks.IMAGES:
         x = x.permute(0, 3, 1, 2)  # channels last in memory, as they lie there
         x = x if name in networks.CHANNELS_LAST else x.contiguous()
-    return DataLoader(Batched(x, y), sizes(name).micro, shuffle=True, collate_fn=lambda batch: batch)
+    return DataLoader(Batched(x, y), sizes(name).micro, shuffle=True, collate_fn=as_it_is)
 
 
 class Batched(TensorDataset):
@@ -123,3 +123,8 @@ class Batched(TensorDataset):
 
     def __getitems__(self, rows: list[int]) -> tuple[Tensor, ...]:
         return self[torch.tensor(rows)]
+
+
+def as_it_is(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Collate what `Batched` gives."""
+    return batch
