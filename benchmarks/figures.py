@@ -6,6 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
+BEST = "train ÷ best peer"
+
 
 @dataclasses.dataclass
 class Figure:

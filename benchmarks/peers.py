@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks import fit, models
-from benchmarks.figures import Figure, ratios
+from benchmarks.figures import BEST, Figure, ratios
 from benchmarks.processes import PEERS, Process
 from benchmarks.turns import Coroutine, alternate, repeats
 from benchmarks.workloads import LARGE, sizes
@@ -22,7 +22,6 @@ from benchmarks.workloads import LARGE, sizes
 LOOPS = ("PyTorch", "Accelerate", "Lightning")
 # GNU's OpenMP, which PyTorch comes with, lets its threads spin for some milliseconds after their last work.
 REST = 0.02
-BEST = "train ÷ best peer"
 
 
 def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory, peers
+from benchmarks import memory
+from benchmarks.figures import BEST
 from benchmarks.workloads import NAMES
 
 BEGIN, END = "<!-- what benchmarks.report writes -->", "<!-- its end -->"
@@ -95,7 +96,7 @@ def _cell(figure: dict[str, Any]) -> str:
 def draw_peers(figures: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw ours ÷ each peer by model, with quartiles."""
     found = [figure for figure in figures if figure["part"] == "peers" and figure["subject"] in NAMES]
-    found = [figure for figure in found if figure["what"] != peers.BEST]
+    found = [figure for figure in found if figure["what"] != BEST]
     if not found:
         return
     pyplot = _pyplot()
