@@ -21,6 +21,10 @@ from benchmarks.figures import BEST
 from benchmarks.workloads import NAMES
 
 BEGIN, END = "<!-- what benchmarks.report writes -->", "<!-- its end -->"
+PICTURES = """\
+![The speed of the training loop ÷ that of each peer, by model](bench_peers.png)
+
+![Peak memory over the effective batch: accumulated, by Keras, and as one large batch](bench_memory.png)"""
 COLOURS = ("#1f77b4", "#aec7e8", "#d62728", "#ff7f0e", "#2ca02c")
 
 
@@ -31,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     result = json.loads(options.result.read_text())
     page = options.docs / "performance.md"
-    page.write_text(filled(page.read_text(), f"{conditions(result)}\n\n{table(result['figures'])}"))
+    page.write_text(filled(page.read_text(), "\n\n".join([conditions(result), table(result["figures"]), PICTURES])))
     if options.result.resolve() != (options.docs / "bench.json").resolve():
         shutil.copyfile(options.result, options.docs / "bench.json")
     draw_peers(result["figures"], options.docs / "bench_peers.png")

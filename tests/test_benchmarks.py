@@ -180,6 +180,8 @@ def test_the_report_fills_the_page_and_draws(tmp_path):
         "| peers | train ÷ fit |  | 1.55 [1.52…1.58] | 0.93 [0.91…0.94] |  |",
         "| peers | train ÷ best peer | ≥ 1.00 | 1.55 [1.52…1.58] | 0.93 [0.91…0.94], **missed** |  |",
         "| startup | --help: to the answer | ≤ 1.00 s |  |  | 0.50 s |",
+        "",
+        *report.PICTURES.splitlines(),
         *("", report.END, "", "after"),
     ]
     assert (tmp_path / "bench.json").read_bytes() == (tmp_path / "result.json").read_bytes()
