@@ -7,14 +7,17 @@ ARGS   ?=
 # TensorFlow's CUDA libraries too, where an NVIDIA driver answers.
 LOCK   := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.lock || echo requirements.lock)
 STAMP  := .venv/$(LOCK).installed
+PEERS  := .venv-peers/requirements-peers.lock.installed
 RUN    := .venv/bin/python -m
 # A file of tests a worker, in the order of tests/conftest.py: long ones first.
 PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
-	--no-emit-index-url --no-emit-find-links --group dev pyproject.toml
+	--no-emit-index-url --no-emit-find-links
+# PyTorch for Linux on PyPI links CUDA's libraries and is not imported without them; it runs on a CPU without these.
+UNUSED := $(addprefix --no-emit-package=,triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cuda-cccl nvidia-nvtx)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all soak check bench docs ui screenshot lock clean
+.PHONY: help setup train test test-all soak check bench peers docs ui screenshot lock clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +44,8 @@ check: $(STAMP) ## formatter, linter and type checker, changing nothing
 bench: $(STAMP) ## the benchmarks, as ratios
 	$(RUN) benchmarks $(ARGS)
 
+peers: $(PEERS) ## .venv-peers: PyTorch, Accelerate and Lightning, which `make bench` then measures too; 5 GB
+
 docs: $(STAMP) ## the documentation site, in docs/_build; warnings and dead links are errors
 	$(RUN) sphinx --fail-on-warning --keep-going --nitpicky --quiet $(ARGS) docs docs/_build
 
@@ -51,11 +56,12 @@ screenshot: $(STAMP) ## the README's picture of a run, in a real browser; ARGS=s
 	$(RUN) docs.screenshot $(ARGS)
 
 lock: ## requirements*.lock again from pyproject.toml; ARGS=--upgrade for newer versions
-	$(COMPILE) -o requirements.lock $(ARGS)
-	$(COMPILE) --extra gpu -c requirements.lock -o requirements-gpu.lock $(ARGS)
+	$(COMPILE) --group dev pyproject.toml -o requirements.lock $(ARGS)
+	$(COMPILE) --group dev --extra gpu pyproject.toml -c requirements.lock -o requirements-gpu.lock $(ARGS)
+	$(COMPILE) --group pyproject.toml:peers $(UNUSED) -c requirements.lock -o requirements-peers.lock $(ARGS)
 
-clean: ## removes .venv, caches and build outputs; keeps runs and stores
-	rm -rf .venv dist docs/_build .mypy_cache .ruff_cache
+clean: ## removes .venv, .venv-peers, caches and build outputs; keeps runs and stores
+	rm -rf .venv .venv-peers dist docs/_build .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip of the outer interpreter installs into .venv, so that a Python without ensurepip will do. The lock brings
@@ -66,4 +72,11 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(PYTHON) -m venv --without-pip .venv
 	$(PYTHON) -m pip --python .venv/bin/python install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
 	$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Without what is left out of the lock, which pip would ask for.
+$(PEERS): requirements-peers.lock
+	@echo "Setting up .venv-peers from $<: some minutes and 5 GB."
+	$(PYTHON) -m venv --without-pip .venv-peers
+	$(PYTHON) -m pip --python .venv-peers/bin/python install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@

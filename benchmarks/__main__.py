@@ -1,14 +1,17 @@
 """The benchmarks, as ratios of contenders that took turns in one sitting.
 
 Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]     (`make bench`)
-Run time:  about 17 minutes on two CPU cores.
+Run time:  about 35 minutes on two CPU cores, on a quiet machine.
 Expect:    a table that says of each target whether it is met, and the same as JSON in benchmarks/results/.
 
 Parts:
     update       the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone
-    fit          the training loop ÷ Keras' fit with gradient_accumulation_steps
+    peers        the training loop ÷ Keras' fit, PyTorch, Accelerate and Lightning; the last three with `make peers`
     tracking     the training loop that logs every update ÷ the same one that logs nothing; CPU time of a logged update
     checkpoints  how long one checkpoint stalls the training loop, and what it costs
+    replicas     the training loop under MirroredStrategy with 2 and 4 logical CPU devices ÷ with 1
+    memory       peak memory by factor and by effective batch
+    main         seconds of the README's main job, and of the same by Keras and by Lightning ÷ ours
     startup      seconds to an answer of `pipeline --help`, to a refusal, and to the first update
 """
 
@@ -23,45 +26,59 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks import main_job, memory, processes
 from benchmarks.figures import Figure, table
+from benchmarks.workloads import NAMES
 from pipeline import imports
 
-PARTS = ("startup", "update", "fit", "tracking", "checkpoints")
-MODELS = ("mlp", "wide", "cnn", "embedding", "transformer")
+PARTS = ("startup", "main", "memory", "update", "peers", "tracking", "checkpoints", "replicas")
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     options = _options()
-    begun = time.time()
+    begun, load = time.time(), os.getloadavg()[0]
+    if {"main", "peers"} & set(options.parts):
+        processes.peers_are_there()
     figures: list[Figure] = []
     if "startup" in options.parts:  # before TensorFlow takes memory and threads here
         from benchmarks import startup
 
         figures += startup.measure(options.starts)
+    if "main" in options.parts:
+        figures += main_job.measure(options.starts)
+    if "memory" in options.parts:
+        name = "cnn" if "cnn" in options.models else options.models[0]
+        figures += memory.measure(name, options.starts)
     device = "not used"
-    if set(options.parts) - {"startup"}:
+    if set(options.parts) - {"startup", "main", "memory"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
-            from benchmarks import checkpoints, fit, models, tracking, update
+            from benchmarks import checkpoints, models, peers, replicas, tracking, update
 
         device = models.device()
         for name in options.models:
             if "update" in options.parts:
                 figures += update.measure(name, options.rounds, options.seconds, options.xla)
-            if "fit" in options.parts:
-                figures += fit.measure(name, options.rounds, options.seconds, options.xla)
+            if "peers" in options.parts:
+                figures += peers.measure(name, options.rounds, options.seconds, options.xla)
             if "tracking" in options.parts:
                 figures += tracking.measure(name, options.tracked_rounds, options.tracked_seconds)
             if "checkpoints" in options.parts:
                 figures += checkpoints.measure(name, options.tracked_rounds, options.tracked_seconds)
+            if "replicas" in options.parts and name in replicas.NAMES:
+                figures += replicas.measure(name, options.rounds, options.seconds)
+        figures += peers.overall(figures)
     said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
     print(f"\n{said}\n{table(figures)}")
     result = {
         "device": device,
         "processors": os.cpu_count(),
         "platform": platform.platform(),
-        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")},
+        "processor": processes.processor(),
+        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")}
+        | processes.peer_versions(),
+        "load": load,
         "begun": begun,
         "seconds": time.time() - begun,
         "options": vars(options),
@@ -76,7 +93,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; all where none is given")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=11, help="turns of each contender")
     parser.add_argument("--seconds", type=float, default=0.25, help="a contender's turn, at least")
     parser.add_argument("--tracked-rounds", type=int, default=6, help="turns with and without tracking")

@@ -27,7 +27,7 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     updates = repeats(warm, seconds)
     warm.close()
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Metered(Path(folder), updates, fit.plan())
+        checkpoints = Metered(Path(folder), updates, fit.plan(name))
         contenders = {
             "with": Coroutine(fit.ours(name, updates, checkpoints=checkpoints)),
             "bare": Coroutine(fit.ours(name, updates)),

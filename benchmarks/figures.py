@@ -6,6 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
+BEST = "train ÷ best peer"
+
 
 @dataclasses.dataclass
 class Figure:
@@ -16,6 +18,7 @@ class Figure:
         values: of every round; a ratio is of two contenders in the same round.
         unit: of the values; empty for a ratio.
         best: the best round of each contender, in `best_unit`.
+        over: examples of the effective batch, of a figure that is drawn over it.
         at_least, at_most: the target; neither where there is none, and `note` says why.
     """
 
@@ -26,6 +29,7 @@ class Figure:
     unit: str = ""
     best: Mapping[str, float] = dataclasses.field(default_factory=dict)
     best_unit: str = ""
+    over: int | None = None
     at_least: float | None = None
     at_most: float | None = None
     note: str = ""
@@ -92,7 +96,7 @@ def _row(figure: Figure | Missing) -> tuple[str, ...]:
     return (
         figure.part,
         figure.subject,
-        figure.what,
+        figure.what if figure.over is None else f"{figure.what}, effective batch {figure.over}",
         f"{_fixed(figure.median)}{unit}",
         f"{_fixed(first)} … {_fixed(third)}",
         target,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from benchmarks.figures import Figure
-from benchmarks.turns import alternate, repeats
 from benchmarks.gpu_workloads import setup
+from benchmarks.turns import alternate, repeats
 
 ROUNDS = 5
 SECONDS = 0.05  # of a turn, at least

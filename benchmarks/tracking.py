@@ -23,8 +23,8 @@ import psutil
 
 from benchmarks import fit
 from benchmarks.figures import Figure, ratios
-from benchmarks.models import EFFECTIVE
 from benchmarks.turns import Coroutine, alternate, repeats
+from benchmarks.workloads import sizes
 from pipeline.recorder import Recorder
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
@@ -41,10 +41,10 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
         store = Path(folder) / "mlflow.db"
         journal = Journal(f"sqlite:///{store}", "benchmark")
         journal.ready()
-        tracker = Tracker(journal, Path(folder), fit.plan())
+        tracker = Tracker(journal, Path(folder), fit.plan(name))
         run = {"experiment": "benchmark", "name": name, "params": {}, "tags": {}, "system_metrics": True}
         run_id = journal.start(Path(folder) / "journal.jsonl", run)["run_id"]
-        recorder = Metered(tracker, fit.plan(), 1, lambda: 0, fit.Silent(fit.FOREVER))
+        recorder = Metered(tracker, fit.plan(name), 1, lambda: 0, fit.Silent(fit.FOREVER))
         contenders = {
             "tracked": Coroutine(fit.ours(name, updates, recorder)),
             "bare": Coroutine(fit.ours(name, updates)),
@@ -61,7 +61,7 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
             for contender in contenders.values():
                 contender.close()
             journal.close("FINISHED")
-    best = {who: EFFECTIVE * updates / min(values) for who, values in times.items()}
+    best = {who: sizes(name).effective * updates / min(values) for who, values in times.items()}
     ratio = Figure("tracking", name, "tracked ÷ bare", ratios(times["bare"], times["tracked"]), "", best, "examples/s")
     update = min(times["bare"]) / updates
     if update >= SLOW:

@@ -63,12 +63,17 @@ class Coroutine:
             self._paused.release()
 
 
-def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contender in every round; every other round runs them backwards."""
+def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int, rest: float = 0.0) -> dict[str, list[float]]:
+    """Seconds of every contender in every round; every other round runs them backwards.
+
+    Args:
+        rest: seconds before each turn, in which the threads of the one before it fall asleep.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in list(contenders) if number % 2 == 0 else reversed(list(contenders)):
             tf.test.experimental.sync_devices()
+            time.sleep(rest)
             begun = time.perf_counter()
             contenders[name]()
             tf.test.experimental.sync_devices()

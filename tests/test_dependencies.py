@@ -49,3 +49,27 @@ def test_both_locks_pin_every_dependency_without_an_address():
         pinned = {normal(line) for line in text.splitlines() if re.match(r"[\w.\-]+(\[.*\])?==", line)}
         assert {normal(requirement) for requirement in project["dependencies"]} <= pinned
         assert "://" not in text
+
+
+def test_the_peers_have_a_lock_of_their_own_that_shares_versions():
+    """`make bench` runs MLflow in both environments."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    peers, ours = (versions(lock) for lock in ("requirements-peers.lock", "requirements.lock"))
+    assert {normal(requirement) for requirement in groups["peers"]} <= set(peers)
+    assert {name: peers[name] for name in peers.keys() & ours.keys()} == {
+        name: ours[name] for name in peers.keys() & ours.keys()
+    }
+    assert "torch" not in ours
+    text = (ROOT / "requirements-peers.lock").read_text(encoding="utf-8")
+    assert "://" not in text
+    assert text.count("==") <= text.count("--hash=sha256:")
+
+
+def versions(lock: str) -> dict[str, set[str]]:
+    """The pinned versions of each distribution: there may be one for each version of Python."""
+    found: dict[str, set[str]] = {}
+    for name, version in re.findall(
+        r"^([\w.\-]+)(?:\[.*\])?==(\S+)", (ROOT / lock).read_text(encoding="utf-8"), re.MULTILINE
+    ):
+        found.setdefault(normal(name), set()).add(version)
+    return found

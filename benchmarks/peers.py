@@ -1,0 +1,73 @@
+"""The training loop ÷ what others offer: Keras' `fit`, a hand-written loop in PyTorch, Accelerate, Lightning.
+
+Ours is `pipeline.training.train` itself, with its recorder and without a tracker. `fit` has `verbose=0` and no
+metrics, at `steps_per_execution` 1, the way people use it, and at as many as the factor is. The other three are in
+`benchmarks.pytorch`, each in a process of `.venv-peers`: eager, as their documentation writes them, with the fastest
+of what it offers. Model, optimizer and examples are the same; all shuffle out of memory. Start and tracing are behind
+all of them when the first turn begins.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+
+from benchmarks import fit, models
+from benchmarks.figures import BEST, Figure, ratios
+from benchmarks.processes import PEERS, Process
+from benchmarks.turns import Coroutine, alternate, repeats
+from benchmarks.workloads import LARGE, sizes
+
+LOOPS = ("PyTorch", "Accelerate", "Lightning")
+# GNU's OpenMP, which PyTorch comes with, lets its threads spin for some milliseconds after their last work.
+REST = 0.02
+
+
+def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
+    """One figure for each peer, and one for the best of them."""
+    warm = Coroutine(fit.ours(name, 1, xla=xla))
+    updates = repeats(warm, seconds)
+    warm.close()
+    contenders: dict[str, Coroutine | Process] = {"train": Coroutine(fit.ours(name, updates, xla=xla))}
+    try:
+        contenders["fit, an update an execution"] = Coroutine(fit.keras_fit(name, updates, sizes(name).factor))
+        if name not in LARGE:
+            contenders["fit"] = Coroutine(fit.keras_fit(name, updates, 1))
+        if PEERS.exists():
+            for loop in LOOPS[:1] if name in LARGE else LOOPS:
+                contenders[loop] = _process(loop, name, updates)
+        turns: dict[str, Callable[[], object]] = dict(contenders)
+        alternate(turns, 2)  # traces, and fills what is read ahead
+        times = alternate(turns, rounds, REST)
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    examples = sizes(name).effective * updates
+    figures = []
+    for who in list(times)[1:]:
+        best = {each: examples / min(times[each]) for each in ("train", who)}
+        over = ratios(times[who], times["train"])
+        figures.append(Figure("peers", name, f"train ÷ {who}", over, "", best, "examples/s"))
+    nearest = min(figures, key=lambda figure: figure.median)
+    note = nearest.what.removeprefix("train ÷ ")
+    return [*figures, Figure("peers", name, BEST, nearest.values, at_least=1.0, note=note)]
+
+
+def overall(figures: Sequence[Figure]) -> list[Figure]:
+    """Return the geometric mean of the models' figures for their best peers, where there are several."""
+    found = [figure.median for figure in figures if figure.what == BEST]
+    if len(found) < 2:
+        return []
+    mean = statistics.geometric_mean(found)
+    return [Figure("peers", f"{len(found)} models", f"{BEST}, geometric mean", [mean], at_least=1.2)]
+
+
+def _process(loop: str, name: str, updates: int) -> Process:
+    threads = str(len(os.sched_getaffinity(0)))  # as TensorFlow has
+    process = Process([str(PEERS), "-m", "benchmarks.pytorch", loop, name, threads], updates)
+    ours = models.weights(models.build(name))
+    if process.said["weights"] != ours:
+        process.close()
+        raise RuntimeError(f"{name} has {process.said['weights']} weights in PyTorch, not {ours}")
+    return process
