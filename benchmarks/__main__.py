@@ -1,7 +1,7 @@
 """The benchmarks, as ratios of contenders that took turns in one sitting.
 
 Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]     (`make bench`)
-Run time:  about 35 minutes on two CPU cores, on a quiet machine.
+Run time:  about 40 minutes on two CPU cores, on a quiet machine.
 Expect:    a table that says of each target whether it is met, and the same as JSON in benchmarks/results/.
 
 Parts:

@@ -69,17 +69,17 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
     """Return a row for each figure and a column for each model: the median with its quartiles."""
     shown = [figure for figure in figures if figure["over"] is None]  # the others are drawn
     models = [name for name in NAMES if any(figure["subject"] == name for figure in shown)]
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    targets: dict[tuple[str, str], str] = {}
     for figure in shown:
         of_model = figure["subject"] in models
-        what = figure["what"] if of_model else f"{figure['subject']}: {figure['what']}"
-        target = next((row[2] for row in rows if row[:2] == (figure["part"], what)), "") or _target(figure)
-        row = next((row for row in rows if row[:2] == (figure["part"], what)), (figure["part"], what, target))
-        rows[row[0], row[1], target] = rows.pop(row, {}) | {figure["subject"] if of_model else "": _cell(figure)}
+        row = figure["part"], figure["what"] if of_model else f"{figure['subject']}: {figure['what']}"
+        rows.setdefault(row, {})[figure["subject"] if of_model else ""] = _cell(figure)
+        targets[row] = targets.get(row) or _target(figure)  # some models have none
     columns = [*models, *([""] if any("" in cells for cells in rows.values()) else [])]
     lines = [f"| part | figure | target | {' | '.join(columns)} |", f"| --- | --- | --- |{' --- |' * len(columns)}"]
-    for (part, what, target), cells in rows.items():
-        lines.append(f"| {part} | {what} | {target} | {' | '.join(cells.get(name, '') for name in columns)} |")
+    for row, cells in rows.items():
+        lines.append(f"| {' | '.join([*row, targets[row], *(cells.get(name, '') for name in columns)])} |")
     return "\n".join(lines)
 
 
@@ -94,7 +94,8 @@ def _cell(figure: dict[str, Any]) -> str:
     first, third = figure["quartiles"]
     spread = f" [{first:.2f}…{third:.2f}]" if len(figure["values"]) > 1 else ""
     unit = f" {figure['unit']}" if figure["unit"] else ""
-    return f"{figure['median']:.2f}{unit}{spread}{', **missed**' if figure['met'] is False else ''}"
+    of = f", {figure['note']}" if figure["what"] == BEST else ""
+    return f"{figure['median']:.2f}{unit}{spread}{of}{', **missed**' if figure['met'] is False else ''}"
 
 
 def draw_peers(figures: Sequence[dict[str, Any]], path: Path) -> None:

@@ -150,7 +150,7 @@ def test_the_report_fills_the_page_and_draws(tmp_path):
     figures = [
         Figure("peers", "mlp", "train ÷ fit", [1.5, 1.6], best={"train": 1.0}),
         Figure("peers", "cnn", "train ÷ fit", [0.9, 0.95]),
-        Figure("peers", "mlp", "train ÷ best peer", [1.5, 1.6], at_least=1.0),
+        Figure("peers", "mlp", "train ÷ best peer", [1.5, 1.6], at_least=1.0, note="fit"),
         Figure("peers", "cnn", "train ÷ best peer", [0.9, 0.95], at_least=1.0, note="fit"),
         Figure("startup", "--help", "to the answer", [0.5], "s", at_most=1.0),
         *(
@@ -178,7 +178,7 @@ def test_the_report_fills_the_page_and_draws(tmp_path):
         "| part | figure | target | mlp | cnn |  |",
         "| --- | --- | --- | --- | --- | --- |",
         "| peers | train ÷ fit |  | 1.55 [1.52…1.58] | 0.93 [0.91…0.94] |  |",
-        "| peers | train ÷ best peer | ≥ 1.00 | 1.55 [1.52…1.58] | 0.93 [0.91…0.94], **missed** |  |",
+        "| peers | train ÷ best peer | ≥ 1.00 | 1.55 [1.52…1.58], fit | 0.93 [0.91…0.94], fit, **missed** |  |",
         "| startup | --help: to the answer | ≤ 1.00 s |  |  | 0.50 s |",
         "",
         *report.PICTURES.splitlines(),
