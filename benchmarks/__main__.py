@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks import main_job, memory, processes
 from benchmarks.figures import Figure, table
-from benchmarks.workloads import NAMES
+from benchmarks.workloads import LARGE, NAMES
 from pipeline import imports
 
 PARTS = ("startup", "main", "memory", "update", "peers", "tracking", "checkpoints", "replicas")
@@ -62,7 +62,7 @@ def main() -> None:
                 figures += update.measure(name, options.rounds, options.seconds, options.xla)
             if "peers" in options.parts:
                 figures += peers.measure(name, options.rounds, options.seconds, options.xla)
-            if "tracking" in options.parts:
+            if "tracking" in options.parts and name not in LARGE:  # a turn would be two updates
                 figures += tracking.measure(name, options.tracked_rounds, options.tracked_seconds)
             if "checkpoints" in options.parts:
                 figures += checkpoints.measure(name, options.tracked_rounds, options.tracked_seconds)

@@ -44,9 +44,8 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
         limit = [passes + apply for passes, apply in zip(times[form], times["apply"], strict=True)]
         shown = {"update": effective / best["update"], "limit": effective * count / min(limit)}
         what = f"update ÷ limit, {form}"
-        figures.append(
-            Figure("update", name, what, ratios(limit, times["update"]), "", shown, "examples/s", at_least=0.95)
-        )
+        figures.append(Figure("update", name, what, ratios(limit, times["update"]), "", shown, "examples/s"))
+    figures[-1].at_least = 0.95  # of the strict one
     shown = {part: effective / best[part] for part in ("update", "with noise")}
     every = TrackingConfig.noise_every
     over = [1 + (ratio - 1) / every for ratio in ratios(times["with noise"], times["update"])]
