@@ -59,7 +59,7 @@ def run(function: str, arguments: Mapping[str, Any], seconds: float) -> tuple[li
             if done:
                 return found, value
             found.append(value)
-    except EOFError:
+    except (EOFError, OSError):  # it ended, perhaps while it was sending
         process.join(GRACE)
         status = process.exitcode or 0
         return found, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

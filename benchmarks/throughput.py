@@ -98,6 +98,8 @@ def _rates(of: Workload, model: keras.Model, xla: bool, seconds: float) -> tuple
 
 def _tried(of: Workload, model: keras.Model, micro: int, xla: bool, seconds: float) -> list[float] | None:
     """Return examples/s of each turn; None where it does not fit into memory."""
+    if tf.config.list_logical_devices("GPU"):
+        tf.config.experimental.reset_memory_stats("GPU:0")  # the peak of a try that did not fit
     step = updates(model, of.examples(FACTOR * micro), micro, xla)
     try:
         count = repeats(step, seconds / ROUNDS)

@@ -84,6 +84,9 @@ def contenders(
     optimizer.build(model.trainable_variables)
     variables = [variable.value for variable in model.trainable_variables]
     size, count = micro_batch_size, len(x)
+    with tf.device("CPU:0"):
+        host = tf.identity(x), tf.identity(y)  # where the training loop has its batch
+    x, y = tf.identity(x), tf.identity(y)  # the limit waits for no copy
 
     def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
@@ -114,7 +117,7 @@ def contenders(
     def update(noise_every: int = 0, micro_batch_size: int = size) -> Callable[[], Any]:
         update = Update(model, loss, optimizer, micro_batch_size, noise_every=noise_every, jit_compile=xla)
         whole = traced(update, x, y)
-        return lambda: whole(x, y)
+        return lambda: whole(*host)
 
     cut = [(x[start : start + size], y[start : start + size]) for start in range(0, count, size)]
     return {

@@ -52,8 +52,9 @@ def known_of(batch: Nest) -> Known:
     def total(leaf: Any) -> tf.Tensor | None:
         if leaf is None:
             return None
-        dtype = leaf.dtype if leaf.dtype.is_floating and leaf.dtype.size >= 4 else tf.as_dtype(keras.config.floatx())
-        return tf.reduce_sum(tf.cast(leaf, tf.float32 if dtype.size < 4 else dtype))
+        if not leaf.dtype.is_floating:
+            return tf.reduce_sum(tf.cast(leaf, tf.float64))
+        return tf.reduce_sum(tf.cast(leaf, tf.float32) if leaf.dtype.size < 4 else leaf)
 
     with tf.device("CPU:0"):
         return Known(examples_in(x), tf.nest.map_structure(total, weights))

@@ -109,7 +109,6 @@ class Chained(layers.Layer):
 
 
 def test_micro_batches_change_states_in_their_order():
-    """Though a CPU begins the next one before the last gradients are there."""
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(EFFECTIVE, WIDTH)).astype("float32"), draw.integers(0, 3, EFFECTIVE)
 
