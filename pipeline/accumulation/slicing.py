@@ -29,7 +29,7 @@ def sum_over_micro_batches(
     """Sum `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes, over the micro-batches of `batch`.
 
     The batch stays on the host. While one micro-batch is computed the next one is brought to the device, which holds
-    two of them and never the batch; integers of 32 bits, which TensorFlow keeps on the host until they are used.
+    two of them and never the batch. Integers of 32 bits TensorFlow keeps on the host until they are used.
 
     The sum of `tf.IndexedSlices` in it has each row once, so it is as large as the rows that were looked up, and never
     larger than the dense sum.
