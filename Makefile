@@ -44,7 +44,7 @@ check: $(STAMP) ## formatter, linter and type checker, changing nothing
 bench: $(STAMP) ## the benchmarks, as ratios
 	$(RUN) benchmarks $(ARGS)
 
-peers: $(PEERS) ## .venv-peers: PyTorch, Accelerate and Lightning, which `make bench` then measures too; 5 GB
+peers: $(PEERS) ## .venv-peers: what `make bench` and docs/conformance.md compare with: PyTorch, optax and others; 6 GB
 
 docs: $(STAMP) ## the documentation site, in docs/_build; warnings and dead links are errors
 	$(RUN) sphinx --fail-on-warning --keep-going --nitpicky --quiet $(ARGS) docs docs/_build
@@ -76,7 +76,7 @@ $(STAMP): $(LOCK) pyproject.toml
 
 # Without what is left out of the lock, which pip would ask for.
 $(PEERS): requirements-peers.lock
-	@echo "Setting up .venv-peers from $<: some minutes and 5 GB."
+	@echo "Setting up .venv-peers from $<: some minutes and 6 GB."
 	$(PYTHON) -m venv --without-pip .venv-peers
 	$(PYTHON) -m pip --python .venv-peers/bin/python install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@

@@ -42,15 +42,15 @@ def main() -> None:
     draw_memory(result["figures"], options.docs / "bench_memory.png")
 
 
-def filled(page: str, text: str) -> str:
+def filled(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """Return the page with `text` between the two comments.
 
     Raises:
         ValueError: the page has not both.
     """
-    if not re.search(f"{BEGIN}.*{END}", page, re.DOTALL):
-        raise ValueError(f"the page needs a line {BEGIN} and after it a line {END}")
-    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
+    if not re.search(f"{begin}.*{end}", page, re.DOTALL):
+        raise ValueError(f"the page needs a line {begin} and after it a line {end}")
+    return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n\n{text}\n\n{end}", page, flags=re.DOTALL)
 
 
 def conditions(result: dict[str, Any]) -> str:

@@ -122,7 +122,8 @@ def test_other_commands_name_what_is_there():
     for line in COMMANDS:
         words = line.split()
         if words[:2] == ["python", "-m"] and words[2] != "pip":
-            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), line
+            module = ROOT / words[2].replace(".", "/")
+            assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), line
         elif words[:1] in (["python"], ["sbatch"], ["cd"]) and words[1] != "-m":
             assert (ROOT / words[1]).exists(), line
 

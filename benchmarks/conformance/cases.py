@@ -1,0 +1,169 @@
+"""The catalogue: what is trained in each case, in NumPy, so that every library gets the same numbers.
+
+The network is dense, tanh, dense; the loss is the cross-entropy of three classes; the optimizer is plain SGD, whose
+change of the weights is the gradient times the rate. So a gradient that is wrong by a factor shows as what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+Arrays = tuple[np.ndarray, ...]
+
+FACTOR, MICRO = 4, 4  # micro-batches an update, examples a micro-batch
+RATE = 0.5
+FEATURES, HIDDEN, CLASSES, TIME = 6, 8, 3, 8
+IGNORED = -100  # the label of a token that does not count; PyTorch's default
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        name: in the JSON.
+        title: in the table.
+        trap: what goes wrong where it does.
+        sizes: examples of each update of an epoch.
+        epochs: how many.
+        tokens: an example is a text of 1 to TIME tokens, and each of them has a label.
+        divided_by: where examples have weights, `count` for Σwl / N and `weights` for Σwl / Σw.
+        decay: update n, from 0, has the rate RATE · decayⁿ.
+        clip: the largest norm of a gradient.
+        penalty: this times the sum of all squared weights is added to the loss.
+        logged: what is compared are the logged losses, not the weights.
+        devices: that share a micro-batch.
+    """
+
+    name: str
+    title: str
+    trap: str
+    sizes: tuple[int, ...] = (16, 16, 16)
+    epochs: int = 1
+    tokens: bool = False
+    divided_by: str = ""
+    decay: float = 1.0
+    clip: float | None = None
+    penalty: float = 0.0
+    logged: bool = False
+    devices: int = 1
+
+    @property
+    def updates(self) -> int:
+        return len(self.sizes) * self.epochs
+
+
+CASES = (
+    Case("equal", "equal micro-batches", "nothing: the control, which all should get right"),
+    Case(
+        "ragged",
+        "a smaller last micro-batch",
+        "14 examples are 4 + 4 + 4 + 2; in the mean of four means the last two count double",
+        sizes=(14,),
+        epochs=3,
+    ),
+    Case(
+        "tail",
+        "the tail of an epoch",
+        "24 examples are one update of 16 and one of 8; the gradient of the last 8 waits for the next epoch, or is "
+        "divided by four micro-batches where there are two",
+        sizes=(16, 8),
+        epochs=2,
+    ),
+    Case(
+        "tokens",
+        "texts of unequal length",
+        "1 to 8 tokens a text; the mean over the tokens of each micro-batch weighs tokens of short texts more",
+        tokens=True,
+    ),
+    Case(
+        "weights_by_count",
+        "sample weights, Σwl / N",
+        "the mean that Keras takes by default; right wherever micro-batches are equal",
+        divided_by="count",
+    ),
+    Case(
+        "weights_by_sum",
+        "sample weights, Σwl / Σw",
+        "the mean that PyTorch takes with class weights; each micro-batch is divided by its own Σw",
+        divided_by="weights",
+    ),
+    Case(
+        "schedule",
+        "a learning-rate schedule",
+        "the rate of update n is 0.5 · 0.8ⁿ; a schedule that counts micro-batches is four times as far",
+        sizes=(16,) * 6,
+        decay=0.8,
+    ),
+    Case(
+        "clipping",
+        "clipping by the global norm",
+        "each micro-batch's gradient is clipped in place of their mean",
+        clip=0.05,
+    ),
+    Case(
+        "penalty",
+        "a term added to the loss",
+        "0.05 · Σw², which should count once; with each micro-batch's part of a sum it counts four times",
+        penalty=0.05,
+    ),
+    Case(
+        "logs",
+        "the log: a row an update",
+        "four rows on one step, or one row with the loss of the last micro-batch, or a mean over the epoch",
+        logged=True,
+    ),
+    Case(
+        "devices",
+        "two devices",
+        "equal micro-batches of 2 + 2 examples; the first case again where each half has its device",
+        devices=2,
+    ),
+    Case(
+        "devices_tokens",
+        "two devices, texts of unequal length",
+        "the mean over devices of each one's mean weighs tokens as the mean of micro-batches does",
+        tokens=True,
+        devices=2,
+    ),
+)
+
+
+def examples(case: Case) -> Arrays:
+    """Return x, y and, where they have weights, w of an epoch: (examples, …, FEATURES), (examples, …), (examples,)."""
+    random = np.random.default_rng(0)
+    count = sum(case.sizes)
+    shape = (count, TIME) if case.tokens else (count,)
+    x = random.normal(size=(*shape, FEATURES))
+    y = np.argmax(x[..., :CLASSES] + 0.5 * random.normal(size=(*shape, CLASSES)), -1)
+    if case.tokens:
+        lengths = random.integers(1, TIME + 1, (count, 1))
+        y[np.arange(TIME) >= lengths] = IGNORED
+    return (x, y, random.uniform(0.1, 3, count)) if case.divided_by else (x, y)
+
+
+def effective_batches(case: Case) -> Iterator[Arrays]:
+    """Yield what each update should be of."""
+    yield from _cut(case, list(case.sizes))
+
+
+def micro_batches(case: Case) -> Iterator[Arrays]:
+    """Yield an epoch after the other in micro-batches, the last of which may be smaller."""
+    whole, rest = divmod(sum(case.sizes), MICRO)
+    yield from _cut(case, [MICRO] * whole + [rest] * bool(rest))
+
+
+def initial_weights() -> Arrays:
+    """Return kernel and bias of both layers; a kernel is (inputs, outputs)."""
+    random = np.random.default_rng(1)
+    shapes = ((FEATURES, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,))
+    return tuple(random.normal(0, 0.5, shape) for shape in shapes)
+
+
+def _cut(case: Case, sizes: list[int]) -> Iterator[Arrays]:
+    stops = np.cumsum(sizes)[:-1]
+    for _ in range(case.epochs):
+        yield from zip(*(np.split(each, stops) for each in examples(case)), strict=True)

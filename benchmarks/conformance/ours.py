@@ -1,0 +1,54 @@
+"""Ours: the training loop of `pipeline train` with its batches, its update and its recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+from omegaconf import OmegaConf
+
+from benchmarks.conformance import in_keras
+from benchmarks.conformance.cases import FACTOR, MICRO, Case, examples
+from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
+from benchmarks.fit import Nowhere, Silent
+from pipeline import batching, training
+from pipeline.accumulation import Update
+from pipeline.data import Data
+from pipeline.recorder import Recorder
+from pipeline.sizes import Batching, Plan
+
+prepare = in_keras.prepare
+
+
+class Rows(Nowhere):
+    """Keeps the loss of every row."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def update(self, update: int, results: Mapping, performance: Mapping, at: float) -> None:
+        self.losses.append(results["loss"])
+
+
+def ours(case: Case) -> Outcome:
+    strategy = in_keras.strategy(case)
+    with strategy.scope():
+        model, optimizer = in_keras.network(case), in_keras.optimizer(case)
+        optimizer.build(model.trainable_variables)
+    sizes = Batching(case.sizes[0], MICRO // case.devices, FACTOR, case.devices)
+    update = Update(model, in_keras.loss(case), optimizer, sizes.micro_batch_size, strategy=strategy)
+    data = Data(tf.data.Dataset.from_tensor_slices(examples(case)), None)
+    node = OmegaConf.create({"in_memory": True})
+    batches = batching.effective_batches(
+        node, data, seed=0, effective_batch_size=sizes.effective_batch_size, epochs=case.epochs
+    )
+    plan, rows = Plan(sizes, sum(case.sizes), case.updates), Rows()
+    recorder = Recorder(rows, plan, 1, lambda: 0, Silent(case.updates))
+    training.train(model, batches, update, plan, recorder)
+    weights, losses = in_keras.large(case, list(batches.as_numpy_iterator()))
+    if case.logged:
+        return by_log(rows.losses, len(rows.losses), losses)
+    return by_weights(model.get_weights(), weights)
+
+
+WAYS: dict[str, Way] = {"ours": ours}

@@ -1,0 +1,94 @@
+"""The Trainer of transformers: with the loss that the model returns, and with `compute_loss_func`."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from benchmarks.conformance import in_torch
+from benchmarks.conformance.cases import FACTOR, MICRO, Case, examples
+from benchmarks.conformance.in_torch import Network, penalty, size, total, weights
+from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
+
+prepare = in_torch.prepare
+
+
+class Model(nn.Module):
+    """Returns its own loss where it gets labels, as the models of transformers do."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self.case, self.network = case, Network()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, w: Tensor | None = None) -> dict[str, Any]:
+        logits, added = self.network(x), penalty(self.case, self.network)
+        outputs = {"logits": logits, "w": w, "penalty": added}
+        if labels is None:
+            return outputs
+        rest = (labels,) if w is None else (labels, w)
+        return {"loss": total(logits, *rest) / size(self.case, *rest) + added, **outputs}
+
+
+def loss_by_the_number_of_items(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    """Return the part that a micro-batch has of the update's loss."""
+    return total(outputs["logits"], labels, outputs["w"]) / num_items_in_batch + outputs["penalty"]
+
+
+class InOrder(Trainer):
+    """Takes the examples in the order of the large batches."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self.accelerator.prepare(DataLoader(self.train_dataset, self.args.per_device_train_batch_size))
+
+
+def own_loss(case: Case) -> Outcome:
+    return _outcome(case, None, "")
+
+
+def loss_function(case: Case) -> Outcome:
+    notes = {
+        "weights_by_sum": "the Trainer counts labels, whatever their weights",
+        "penalty": "added in `compute_loss_func` as it stands, whose results are summed",
+    }
+    return _outcome(case, loss_by_the_number_of_items, notes.get(case.name, ""))
+
+
+def _outcome(case: Case, compute_loss_func: Any, note: str) -> Outcome:
+    model = Model(case)
+    keys = ("x", "labels", "w")
+    dataset = [dict(zip(keys, map(torch.as_tensor, row), strict=False)) for row in zip(*examples(case), strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=MICRO // case.devices,
+            gradient_accumulation_steps=FACTOR,
+            num_train_epochs=case.epochs,
+            max_grad_norm=case.clip or 0,
+            logging_steps=1,
+            use_cpu=True,
+            remove_unused_columns=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = InOrder(
+            model,
+            arguments,
+            train_dataset=dataset,
+            optimizers=in_torch.sgd(case, model),
+            compute_loss_func=compute_loss_func,
+        )
+        trainer.train()
+    expected, losses = in_torch.large(case)
+    if case.logged:
+        logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        return by_log(logged, len(logged), losses, note)
+    return by_weights(weights(model.parameters()), expected, note)
+
+
+WAYS: dict[str, Way] = {"own_loss": own_loss, "loss_function": loss_function}
