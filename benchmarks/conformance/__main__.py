@@ -1,7 +1,7 @@
 """Traps of gradient accumulation, run against others and us.
 
 Command:   python -m benchmarks.conformance [LIBRARY …] [--docs FOLDER]
-Run time:  about three minutes on two CPU cores
+Run time:  about five minutes on two CPU cores
 Expect:    docs/conformance.json, and between two comments of docs/conformance.md its tables; ours is right everywhere.
            What is not measured again stays as it was, with its date.
 """

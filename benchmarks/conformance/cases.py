@@ -94,9 +94,9 @@ CASES = (
     Case(
         "schedule",
         "a learning-rate schedule",
-        "the rate of update n is 0.5 · 0.8ⁿ; a schedule that counts micro-batches is four times as far",
+        "the rate of update n is 0.5 · 0.75ⁿ; a schedule that counts micro-batches is four times as far",
         sizes=(16,) * 6,
-        decay=0.8,
+        decay=0.75,
     ),
     Case(
         "clipping",
@@ -107,8 +107,8 @@ CASES = (
     Case(
         "penalty",
         "a term added to the loss",
-        "0.05 · Σw², which should count once; with each micro-batch's part of a sum it counts four times",
-        penalty=0.05,
+        "Σw² / 16, which should count once; with each micro-batch's part of a sum it counts four times",
+        penalty=0.0625,
     ),
     Case(
         "logs",

@@ -17,22 +17,22 @@ def fit(case: Case) -> Outcome:
     weights, losses = in_keras.large(case, list(effective_batches(case)))
     logged: list[float] = []
     watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: logged.append(logs["loss"]))
-    trained = _trained(case, in_keras.optimizer(case, FACTOR), watching)
+    trained = _trained(case, watching)
     if case.logged:
         note = "what callbacks get at the end of each batch, and MLflow's logs: the mean over the epoch so far"
         return by_log(logged[FACTOR - 1 :: FACTOR], len(logged), losses, note)
     if case.decay == 1:
         return by_weights(trained, weights)
-    slower = in_keras.optimizer(dataclasses.replace(case, decay=case.decay ** (1 / FACTOR)), FACTOR)
-    adjusted = by_weights(_trained(case, slower), weights).error
+    slower = dataclasses.replace(case, decay=case.decay ** (1 / FACTOR))
+    adjusted = by_weights(_trained(slower), weights).error
     note = f"it counts micro-batches, as its documentation says; with a schedule four times as long: {adjusted:.2g}"
     return by_weights(trained, weights, note)
 
 
-def _trained(case: Case, optimizer: keras.optimizers.Optimizer, *callbacks: keras.callbacks.Callback) -> Arrays:
+def _trained(case: Case, *callbacks: keras.callbacks.Callback) -> Arrays:
     with in_keras.strategy(case).scope():
         model = in_keras.network(case)
-        model.compile(optimizer, in_keras.loss(case))
+        model.compile(in_keras.optimizer(case, FACTOR), in_keras.loss(case))
     x, y, *weight = examples(case)
     model.fit(
         x,

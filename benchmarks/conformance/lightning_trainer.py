@@ -10,9 +10,10 @@ from typing import Any
 import lightning
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.conformance import in_torch
-from benchmarks.conformance.cases import FACTOR, Case
+from benchmarks.conformance.cases import FACTOR, MICRO, Case
 from benchmarks.conformance.in_torch import Batch, Network, mean, weights
 from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 
@@ -30,6 +31,14 @@ class Module(lightning.LightningModule):
         loss = mean(self.case, self.network, batch)
         self.log("loss", loss)
         return loss
+
+    def train_dataloader(self) -> DataLoader:
+        loader = in_torch.loader(self.case)
+        if self.case.devices == 1:
+            return loader
+        # Lightning's own sampler for several devices shuffles.
+        sampler: DistributedSampler = DistributedSampler(loader.dataset, shuffle=False)
+        return DataLoader(loader.dataset, MICRO // self.case.devices, sampler=sampler)
 
     def configure_optimizers(self) -> Any:
         optimizer, scheduler = in_torch.sgd(self.case, self)
@@ -49,11 +58,12 @@ def accumulate_grad_batches(case: Case) -> Outcome:
             accumulate_grad_batches=FACTOR,
             gradient_clip_val=case.clip,
             log_every_n_steps=1,
+            use_distributed_sampler=False,
             logger=logger if case.logged else False,
             default_root_dir=folder,
             **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         )
-        trainer.fit(module, in_torch.loader(case))
+        trainer.fit(module)
         expected, losses = in_torch.large(case)
         if case.logged:
             with (Path(logger.log_dir) / "metrics.csv").open() as file:

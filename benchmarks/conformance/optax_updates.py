@@ -106,8 +106,8 @@ def _trained(case: Case, optimizer: Any, gradient: Callable[..., Any], batches: 
         updates, state = optimizer.update(gradient(weights, *batch), state, weights)
         return optax.apply_updates(weights, updates), state
 
-    for x, y, *w in batches:
-        w = w[0] if w else np.ones(y.shape)
+    for batch in batches:
+        x, y, w = batch if len(batch) == 3 else (*batch, np.ones(batch[1].shape))
         weights, state = step(weights, state, *jax.device_put((x, y, w), shared))
     return tuple(map(np.asarray, weights))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from benchmarks.conformance.cases import Case, initial_weights
 RIGHT = 1e-12
 # Some log losses rounded to four decimals, or in float32.
 RIGHT_IN_A_LOG = 1e-3
+WRAPPED = "Exception encountered when calling "  # the first line of what Keras wraps around an exception
 
 Weights = Iterable[np.ndarray]
 
@@ -25,7 +27,7 @@ class Outcome:
     Attributes:
         error: relative; None where there is nothing to compare.
         rows: logged for each update, where the case is about that.
-        raised: the first line of what it raised.
+        raised: the first sentence of what it raised.
         note: how it was called, where that is special, or why there is nothing to compare.
     """
 
@@ -52,8 +54,9 @@ def measured(way: Way, case: Case) -> Outcome:
     try:
         return way(case)
     except Exception as error:  # whatever a library raises
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return Outcome(raised=f"{type(error).__name__}: {lines[0] if lines else ''}"[:200])
+        lines = [re.sub("\x1b\\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
+        said = [line for line in lines if line and not line.startswith(WRAPPED)]
+        return Outcome(raised=f"{type(error).__name__}: {said[0].partition('. ')[0].strip('.') if said else ''}"[:200])
 
 
 def by_weights(weights: Weights, expected: Weights, note: str = "") -> Outcome:

@@ -25,12 +25,12 @@ def outcomes(results: Mapping[str, Any], notes: list[str]) -> str:
     calls = list(_called(results))
     lines = [f"| case | {' | '.join(call.title for _, call in calls)} |", f"| --- |{' --- |' * len(calls)}"]
     for case in CASES:
-        cells = [cell(case, call, results[library.module]["outcomes"][call.name], notes) for library, call in calls]
+        cells = [cell(case, results[library.module]["outcomes"][call.name], notes) for library, call in calls]
         lines.append(f"| {case.title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def cell(case: Case, call: Call, outcomes: Mapping[str, Any], notes: list[str]) -> str:
+def cell(case: Case, outcomes: Mapping[str, Any], notes: list[str]) -> str:
     """Return a verdict with its figure, and the number of a note where there is one."""
     if case.name not in outcomes:
         return ""
@@ -42,10 +42,9 @@ def cell(case: Case, call: Call, outcomes: Mapping[str, Any], notes: list[str]) 
     if outcome.error is not None:
         words += f" {outcome.error:.1g}"
     more = "; ".join(filter(None, [f"`` {outcome.raised} ``" if outcome.raised else "", outcome.note]))
-    if more:
-        notes.append(f"{call.title}, {case.title}: {more}.")
-        words += f" [{len(notes)}]"
-    return words
+    if more and more not in notes:
+        notes.append(more)
+    return f"{words} [{notes.index(more) + 1}]" if more else words
 
 
 def _called(results: Mapping[str, Any]) -> Iterator[tuple[Library, Call]]:
@@ -53,7 +52,9 @@ def _called(results: Mapping[str, Any]) -> Iterator[tuple[Library, Call]]:
 
 
 def _numbered(notes: list[str]) -> list[str]:
-    return ["\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else []
+    return (
+        ["\n".join(f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, 1))] if notes else []
+    )
 
 
 def _cases() -> str:

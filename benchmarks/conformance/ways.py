@@ -45,7 +45,15 @@ LIBRARIES = (
     Library(
         "ours",
         ("tensorflow", "keras"),
-        (Call("ours", "ours", "the loop of `pipeline train`: effective batches, `Update`, a row an update", "design.md"),),
+        (
+            Call(
+                "ours",
+                "ours",
+                "the loop of `pipeline train` with its `Update` and recorder; its effective batches, in the order of a "
+                "seed, are those of w* too",
+                "design.md",
+            ),
+        ),
         peer=False,
         processes=False,
     ),
@@ -90,7 +98,8 @@ LIBRARIES = (
             Call(
                 "own_loss",
                 "Trainer, model's loss",
-                "`TrainingArguments(gradient_accumulation_steps=4)`; the model returns the mean loss of its micro-batch",
+                "`TrainingArguments(gradient_accumulation_steps=4)`; a model of one's own returns the mean loss of its "
+                "micro-batch (language models of transformers take `num_items_in_batch`, as in the next column)",
                 "https://huggingface.co/docs/transformers/grad_accumulation",
             ),
             Call(
@@ -108,8 +117,8 @@ LIBRARIES = (
             Call(
                 "accumulate_grad_batches",
                 "Lightning",
-                '`Trainer(accumulate_grad_batches=4, precision="64-true")`; `training_step` returns the mean loss of its '
-                "micro-batch",
+                '`Trainer(accumulate_grad_batches=4, precision="64-true")`; `training_step` returns the mean loss of '
+                "its micro-batch",
                 "https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches",
             ),
         ),
@@ -121,15 +130,15 @@ LIBRARIES = (
             Call(
                 "multi_steps",
                 "optax `MultiSteps`",
-                "`optax.MultiSteps(optimizer, every_k_schedule=4, accumulator_dtype=float64)` gets the mean gradient of each "
-                "micro-batch",
+                "`optax.MultiSteps(optimizer, every_k_schedule=4, accumulator_dtype=float64)` gets the mean "
+                "gradient of each micro-batch",
                 "https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html",
             ),
             Call(
                 "microbatch",
                 "optax `microbatch`",
-                "`optax.microbatching.microbatch` sums the gradients of a summed loss over an effective batch; the loop "
-                "divides by its weight and adds the gradient of an added term",
+                "`optax.microbatching.microbatch` sums the gradients of a summed loss over an effective batch; the "
+                "loop divides by its weight and adds the gradient of an added term",
                 "https://optax.readthedocs.io/en/latest/api/microbatching.html",
             ),
         ),
