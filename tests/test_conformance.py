@@ -108,6 +108,10 @@ def test_the_micro_batches_are_the_effective_batches(case):
     updates, parts_of = (zip(*cut(case), strict=True) for cut in (effective_batches, micro_batches))
     for whole, parts in zip(updates, parts_of, strict=True):
         np.testing.assert_array_equal(np.concatenate(whole), np.concatenate(parts))
+    lengths = [len(y) for _, y, *_ in micro_batches(case)]
+    per_epoch = -(-sum(case.sizes) // MICRO)
+    assert len(lengths) == case.epochs * per_epoch
+    assert all(length == MICRO for number, length in enumerate(lengths, 1) if number % per_epoch)
     assert case.sizes[0] in (FACTOR * MICRO, sum(case.sizes))
     assert sum(len(y) for _, y, *_ in effective_batches(case)) == case.epochs * len(examples(case)[0])
 
