@@ -92,7 +92,7 @@ def test_every_peer_that_is_there_takes_turns(tmp_path):
 def test_a_workload_in_pytorch_is_that_in_keras(name):
     """Weight for weight, and with the same number of outputs: the first loss of either is about the logarithm."""
     if not PEERS.exists():
-        pytest.skip("PyTorch is compared with where `make peers` has set it up, which takes 5 GB")
+        pytest.skip("PyTorch is compared with where `make peers` has set it up, which takes 6 GB")
     from benchmarks import models
 
     count = 2

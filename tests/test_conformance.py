@@ -199,7 +199,7 @@ def test_parts_are_measured_alone_and_the_rest_stays(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.module)
 def test_a_library_does_what_the_page_says(library):
     if library.peer and not PEERS.exists():
-        pytest.skip("others are run where `make peers` has set them up, which takes 5 GB")
+        pytest.skip("others are run where `make peers` has set them up, which takes 6 GB")
     found = command.measure(library)["outcomes"]
     for name, outcomes in RESULTS[library.module]["outcomes"].items():
         for case in CASES:

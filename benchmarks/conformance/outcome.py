@@ -13,8 +13,8 @@ from benchmarks.conformance.cases import Case, initial_weights
 # Rounding is 2⁻⁵³ = 1e-16 an operation. A weight is a sum of some hundred terms, and moves by a tenth of itself: 1e-14
 # of the change. A hundred times for that.
 RIGHT = 1e-12
-# Some log losses rounded to four decimals, or in float32.
-RIGHT_IN_A_LOG = 1e-3
+# Some sum the losses that they log in float32: roundings of 6e-8.
+RIGHT_IN_A_LOG = 1e-6
 WRAPPED = "Exception encountered when calling "  # the first line of what Keras wraps around an exception
 
 Weights = Iterable[np.ndarray]
