@@ -7,6 +7,7 @@ any project.
 
 from .evaluation import Evaluation
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
+from .model import AccumulatingModel
 from .noise_scale import NoiseScale
 from .outputs import Losses, Metrics, Term, by_name, labels_by_name, measured, spread, terms, update_metrics
 from .slicing import examples_in, parts_of
@@ -16,6 +17,7 @@ from .weighting import weighted_sum
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
+    "AccumulatingModel",
     "Evaluation",
     "GradientSums",
     "Losses",

@@ -1,0 +1,284 @@
+"""`compile` and `fit` over the update: a `keras.Model` around another one, fed with effective batches.
+
+Keras hands each effective batch to `train_step`. There, outside of any replica, the sums of an `Update` are reduced,
+divided once and applied once. The running means of an epoch are those that `compile` makes.
+
+The dataset is not distributed. TensorFlow would cut it anew, across the borders of its batches, so that a short batch
+shifts all that follow; and it would bring whole shares to the devices. Here each replica takes its share of a batch,
+which stays on the host, as in any loop over `Update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .evaluation import Evaluation
+from .keras_internals import compiled_losses, compiled_metrics, layers_of, loss_mean
+from .outputs import Losses, Metrics, by_name
+from .slicing import Nest, parts_of, share_of
+from .sums import GradientSums
+from .update import Update
+
+# What `fit` and `evaluate` of a plain model call, and the sums do not.
+NOT_CALLED = ("train_step", "test_step", "compute_loss", "compute_metrics")
+
+
+class AccumulatingModel(keras.Model):
+    """A `keras.Model` around any other one that trains on effective batches in micro-batches.
+
+    `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` are as ever. One batch of `fit` is one effective batch
+    and one step of the optimizer: weights and history are those of a plain `fit` on the same batches. `evaluate` takes
+    micro-batches too; `predict` takes its batches whole. Under a strategy each replica has its share of every batch.
+
+    Args:
+        inner: any model, with no `train_step` or `compute_loss` of its own; it stays there as the attribute `inner`,
+            a plain Keras model with the same weights, to be saved or used alone.
+        micro_batch_size: examples per forward+backward on one replica.
+        name, dtype, trainable: as of any model.
+
+    Raises:
+        ValueError: `inner` is no model that can be trained so, or the micro-batch size is no positive whole number.
+    """
+
+    inner: keras.Model
+    micro_batch_size: int
+    built: bool
+
+    def __init__(self, inner: keras.Model, micro_batch_size: int, **arguments: Any):
+        _check_inner(inner)
+        if not isinstance(micro_batch_size, Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}")
+        with inner.distribute_strategy.scope():  # that of `inner`, wherever this is called
+            super().__init__(autocast=False, **arguments)  # `inner` casts what it is given
+        if not all(map(self._strategy.extended.variable_created_in_scope, (v.value for v in inner.variables))):
+            raise ValueError("inner must be made in the scope of the strategy that it is to be trained under")
+        self.inner = inner
+        self.micro_batch_size = int(micro_batch_size)
+        self.built = inner.built
+
+    def call(self, inputs: Nest, training: bool | None = None) -> Nest:
+        return self.inner(inputs, training=training)
+
+    @property
+    def output_names(self) -> list[str]:
+        """Those of `inner`, where it has names: `compile` and the history go by them."""
+        return self.inner.output_names
+
+    def get_config(self) -> dict[str, Any]:
+        inner = keras.saving.serialize_keras_object(self.inner)
+        return {**super().get_config(), "inner": inner, "micro_batch_size": self.micro_batch_size}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AccumulatingModel:
+        inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
+        return cls(**{**config, "inner": inner})
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: bool | str = "auto",
+        auto_scale_loss: bool = True,
+    ) -> None:
+        """Set what is minimised and measured, as `keras.Model.compile` does.
+
+        Args:
+            optimizer: without `gradient_accumulation_steps`, which would accumulate a second time.
+            run_eagerly: must be False: micro-steps are traced. For debugging, compile and fit `inner`.
+            jit_compile: True compiles each forward+backward with XLA; "auto" compiles nothing.
+
+        Raises:
+            ValueError: the optimizer accumulates itself, or `run_eagerly` is true.
+        """
+        if run_eagerly:
+            raise ValueError(
+                "run_eagerly must be False: micro-steps are traced. Compile and fit `inner` to debug it. Received: True"
+            )
+        for accumulating in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+            if steps := getattr(accumulating, "gradient_accumulation_steps", None):
+                raise ValueError(
+                    "the optimizer must not accumulate a second time: leave gradient_accumulation_steps out. "
+                    f"Received: {steps}"
+                )
+        self._micro_steps_by_xla = jit_compile is True
+        self._objective: _Objective | None = None
+        self._update: Update | None = None
+        self._evaluation: Evaluation | None = None
+        with self._strategy.scope():
+            super().compile(
+                optimizer,
+                loss,
+                loss_weights,
+                metrics,
+                weighted_metrics,
+                steps_per_execution=steps_per_execution,
+                jit_compile=False,  # of all that is around the micro-steps
+                auto_scale_loss=auto_scale_loss,
+            )
+
+    def get_compile_config(self) -> dict[str, Any]:
+        config = super().get_compile_config()
+        return config and {**config, "jit_compile": self._micro_steps_by_xla}
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)  # so that its state can be loaded
+
+    @property
+    def _strategy(self) -> tf.distribute.Strategy:
+        return super().distribute_strategy
+
+    @property
+    def distribute_strategy(self) -> _Undistributed:
+        """The strategy as Keras' loops see it: batches stay whole."""
+        return _Undistributed(self._strategy)
+
+    def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
+        """Apply the gradient of one effective batch once; return the running means of the epoch."""
+        if self._update is None:
+            objective = self._seen(data)
+            with tf.init_scope():  # variables are made outside of what is traced
+                self.optimizer.build(self.inner.trainable_variables)
+                self._update = Update(
+                    self.inner,
+                    objective.losses,
+                    self.optimizer,
+                    self.micro_batch_size,
+                    loss_weights=objective.loss_weights,
+                    metrics=objective.metrics,
+                    weighted_metrics=objective.weighted_metrics,
+                    strategy=self._strategy,
+                    jit_compile=self._micro_steps_by_xla,
+                )
+        sums = self._update.sums(data)
+        self.optimizer.apply(sums.gradients(), self.inner.trainable_variables)
+        return self._means(sums)
+
+    def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
+        """Evaluate one batch in micro-batches; return the running means so far."""
+        if self._evaluation is None:
+            objective = self._seen(data)
+            self._evaluation = Evaluation(
+                self.inner,
+                objective.losses,
+                self.micro_batch_size,
+                loss_weights=objective.loss_weights,
+                metrics=objective.metrics,
+                weighted_metrics=objective.weighted_metrics,
+                strategy=self._strategy,
+            )
+        return self._means(self._evaluation(data))
+
+    def predict_step(self, data: Nest) -> Nest:
+        """Return the outputs for one batch, each replica's for its share."""
+        _check_whole(data)
+        replicas = self._strategy.num_replicas_in_sync
+        return self._strategy.run(lambda: self.inner.predict_step(share_of(data, replicas)))
+
+    def _means(self, sums: GradientSums) -> dict[str, tf.Tensor]:
+        assert self._objective is not None
+        loss_mean(self).update_state(sums.mean_loss(), sums.examples)
+        for key, value in sums.output_losses().items():
+            self._objective.means[key].update_state(value, sums.examples)
+        return self.get_metrics_result()
+
+    def _seen(self, data: Nest) -> _Objective:
+        """Return what `compile` makes of its arguments once it has seen a batch; nothing is computed."""
+        if self._objective is None:
+            _check_whole(data)
+            x, y, sample_weight = parts_of(data)
+
+            def see() -> Nest:
+                outputs = self.inner(x, training=False)
+                self.compute_loss(x, y, outputs, sample_weight, training=False)
+                self.compute_metrics(x, y, outputs, sample_weight)
+                return outputs
+
+            outputs = tf.function(see, autograph=False).get_concrete_function().structured_outputs
+            self._objective = _objective(self, outputs)
+            self.built = True
+        return self._objective
+
+
+# No decorator: the documentation is built without Keras, and would see no class.
+keras.saving.register_keras_serializable("accumulation")(AccumulatingModel)
+
+
+class _Undistributed:
+    """A strategy that distributes no dataset and runs a step as it is: the steps above distribute themselves."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._strategy = strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return dataset
+
+    def run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        return step(*args)
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """What is minimised and measured, by output, as an `Update` takes it; `means` are those of `<output>_loss`."""
+
+    losses: Losses
+    loss_weights: dict[str, float | None]
+    metrics: Metrics
+    weighted_metrics: Metrics
+    means: dict[str, keras.metrics.Mean]
+
+
+def _objective(model: AccumulatingModel, outputs: Nest) -> _Objective:
+    names = list(by_name(model.inner, outputs))
+    of_path = dict(zip((path for path, _ in keras.tree.flatten_with_path(outputs)), names, strict=True))
+    losses, scales, means = dict[str, Any](), dict[str, float | None](), dict[str, Any]()
+    for path, loss, scale, mean in compiled_losses(model):
+        # Where the losses of a list of outputs are in a dict, the path is the name.
+        name = names[0] if len(names) == 1 else of_path.get(path, "/".join(map(str, path)))
+        if name in losses:
+            raise ValueError(f"loss must have one entry for an output. Received a second one: {loss.name}")
+        if type(loss).__call__ is not keras.losses.Loss.__call__:
+            raise ValueError(
+                f"loss must compute in `call`, one value per example: its __call__ is not called. Received: {loss.name}"
+            )
+        losses[name], scales[name], means[f"{name}_loss"] = loss, scale, mean
+    metrics, weighted_metrics = compiled_metrics(model, names)
+    every = {name: losses.get(name) for name in names} if losses else None
+    return _Objective(every, scales, metrics, weighted_metrics, means)
+
+
+def _check_inner(inner: Any) -> None:
+    if not isinstance(inner, keras.Model):
+        raise ValueError(f"inner must be a keras.Model. Received: {type(inner).__name__}")
+    for name in NOT_CALLED:
+        if getattr(type(inner), name) is not getattr(keras.Model, name):
+            raise ValueError(
+                f"inner must not define {name}, which is not called here: use add_loss or a keras.losses.Loss, or an "
+                f"own loop over accumulate_gradients. Received: {type(inner).__name__}"
+            )
+    for layer in layers_of(inner):
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                "inner must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a "
+                f"loop. Received: {layer.name}"
+            )
+
+
+def _check_whole(data: Nest) -> None:
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data)):
+        raise ValueError("the dataset must not be distributed: each replica takes its share of every batch")

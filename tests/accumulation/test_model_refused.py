@@ -1,0 +1,103 @@
+"""What an `AccumulatingModel` cannot train is refused with one line."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, losses
+
+from pipeline.accumulation import AccumulatingModel
+
+X, Y = np.ones((8, 6), "float32"), np.zeros(8, int)
+
+
+def dense():
+    return keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+
+
+def cross_entropy(**arguments):
+    return losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, **arguments):
+        return super().compute_loss(**arguments)
+
+
+class Reduced(losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return tf.reduce_mean(y_pred)
+
+    def call(self, y_true, y_pred):
+        return y_pred
+
+
+def synchronized():
+    return keras.Sequential([keras.Input((6,)), layers.BatchNormalization(synchronized=True)])
+
+
+@pytest.mark.parametrize(
+    ("inner", "size", "message"),
+    [
+        (dense, 0, "micro_batch_size must be a whole number of at least 1. Received: 0"),
+        (dense, True, "micro_batch_size must be a whole number of at least 1. Received: True"),
+        (dense, 2.5, "micro_batch_size must be a whole number of at least 1. Received: 2.5"),
+        (dense, None, "micro_batch_size must be a whole number of at least 1. Received: None"),
+        (lambda: layers.Dense(3), 4, "inner must be a keras.Model. Received: Dense"),
+        (lambda: OwnStep([layers.Dense(3)]), 4, "inner must not define train_step, which is not called here"),
+        (lambda: OwnLoss([layers.Dense(3)]), 4, "inner must not define compute_loss, which is not called here"),
+        (lambda: AccumulatingModel(dense(), 4), 2, "inner must not define train_step, which is not called here"),
+        (synchronized, 4, "inner must have no BatchNormalization(synchronized=True)"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(inner, size, message):
+    with pytest.raises(ValueError) as refused:
+        AccumulatingModel(inner(), size)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "message"),
+    [
+        (lambda: {"run_eagerly": True}, "run_eagerly must be False: micro-steps are traced"),
+        (
+            lambda: {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)},
+            "the optimizer must not accumulate a second time",
+        ),
+        (dict, "No loss to compute"),
+        (lambda: {"loss": [cross_entropy(), cross_entropy()]}, "loss must have one entry for an output"),
+        (lambda: {"loss": Reduced()}, "loss must compute in `call`"),
+        (lambda: {"loss": cross_entropy(reduction="none")}, "The loss must have a reduction"),
+    ],
+)
+def test_what_compile_cannot_be_given(compiled, message):
+    model = AccumulatingModel(dense(), 4)
+
+    def fit():
+        model.compile(**compiled())
+        model.fit(X, Y, verbose=0)
+
+    with pytest.raises(ValueError) as refused:
+        fit()
+    assert message in str(refused.value)
+
+
+def test_a_strategy_that_does_not_fit():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    inner = dense()
+    with strategy.scope(), pytest.raises(ValueError, match="inner must be made in the scope of the strategy"):
+        AccumulatingModel(inner, 4)
+    with strategy.scope():
+        mirrored = dense()
+    model = AccumulatingModel(mirrored, 4)
+    model.compile("sgd", cross_entropy())
+    distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(16))
+    with pytest.raises(ValueError, match="the dataset must not be distributed"):
+        model.fit(distributed, verbose=0)
