@@ -3,9 +3,9 @@
 Keras hands each effective batch to `train_step`. There, outside of any replica, the sums of an `Update` are reduced,
 divided once and applied once. The running means of an epoch are those that `compile` makes.
 
-The dataset is not distributed. TensorFlow would cut it anew, across the borders of its batches, so that a short batch
-shifts all that follow; and it would bring whole shares to the devices. Here each replica takes its share of a batch,
-which stays on the host, as in any loop over `Update`.
+The dataset is not distributed: TensorFlow would bring whole shares to the devices, and a plain `fit` raises where those
+of the first batch are not of one size. Here each replica takes its share of a batch that stays on the host, as in any
+loop over `Update`.
 """
 
 from __future__ import annotations
@@ -147,6 +147,8 @@ class AccumulatingModel(keras.Model):
 
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
         """Apply the gradient of one effective batch once; return the running means of the epoch."""
+        if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
+            raise ValueError("fit must be called outside of the strategy's scope; the model is made inside of it")
         if self._update is None:
             objective = self._seen(data)
             with tf.init_scope():  # variables are made outside of what is traced

@@ -98,6 +98,8 @@ def test_a_strategy_that_does_not_fit():
         mirrored = dense()
     model = AccumulatingModel(mirrored, 4)
     model.compile("sgd", cross_entropy())
+    with strategy.scope(), pytest.raises(ValueError, match="fit must be called outside of the strategy's scope"):
+        model.fit(X, Y, verbose=0)
     distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(16))
     with pytest.raises(ValueError, match="the dataset must not be distributed"):
         model.fit(distributed, verbose=0)
