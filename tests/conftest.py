@@ -26,6 +26,7 @@ LONGEST = (
         "test_provenance",
         "test_outages",
         "test_update",
+        "test_model_fit",
         "test_mlflow_view",
     ),
     *("test_fork", "test_continuation", "test_checkpoint", "test_journal", "test_mutations"),
