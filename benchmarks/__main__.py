@@ -12,6 +12,7 @@ Parts:
     replicas     the training loop under MirroredStrategy with 2 and 4 logical CPU devices ÷ with 1
     memory       peak memory by factor and by effective batch
     main         seconds of the README's main job, and of the same by Keras and by Lightning ÷ ours
+    auto         examples/s with `micro_batch_size=auto_fastest` ÷ with the best by hand
     startup      seconds to an answer of `pipeline --help`, to a refusal, and to the first update
 """
 
@@ -31,7 +32,7 @@ from benchmarks.figures import Figure, table
 from benchmarks.workloads import LARGE, NAMES
 from pipeline import imports
 
-PARTS = ("startup", "main", "memory", "update", "peers", "tracking", "checkpoints", "replicas")
+PARTS = ("startup", "main", "auto", "memory", "update", "peers", "tracking", "checkpoints", "replicas")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -47,11 +48,15 @@ def main() -> None:
         figures += startup.measure(options.starts)
     if "main" in options.parts:
         figures += main_job.measure(options.starts)
+    if "auto" in options.parts:
+        from benchmarks import micro_batches
+
+        figures += micro_batches.measure(False, 128, (64, 128), options.starts)
     if "memory" in options.parts:
         name = "cnn" if "cnn" in options.models else options.models[0]
         figures += memory.measure(name, options.starts)
     device = "not used"
-    if set(options.parts) - {"startup", "main", "memory"}:
+    if set(options.parts) - {"startup", "main", "auto", "memory"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
             from benchmarks import checkpoints, models, peers, replicas, tracking, update
