@@ -11,12 +11,13 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline import batching, dataset, hardware, memory, model, objective, objective_checks, optimizer, sizes
-from pipeline.accumulation import Evaluation, Update, by_name, global_seed, measured, spread
+from pipeline import batching, dataset, forward, hardware, memory, model, objective, objective_checks, optimizer, sizes
+from pipeline.accumulation import Evaluation, Update, by_name, global_seed, measured, normalising_layers, spread
 from pipeline.best import Best
 from pipeline.data import Data
 from pipeline.errors import ConfigError, refused
 from pipeline.evaluator import evaluator
+from pipeline.forward import Forward
 from pipeline.hardware import Hardware
 from pipeline.objective import Objective
 from pipeline.sizes import Batching, Plan
@@ -55,8 +56,15 @@ class Parts:
             layer_metrics=goal.layer_metrics,
             strategy=self.machine.strategy,
             noise_every=self.config.tracking.noise_every if cut.factor * cut.replicas > 1 else 0,
+            same_noise=self.same_noise,
+            hold_statistics=self.config.accumulation.moving_statistics.name == "effective",
             jit_compile=self.config.hardware.xla,
         )
+
+    @property
+    def same_noise(self) -> bool:
+        """Whether the layers that can draw noise which does not depend on the cut do so."""
+        return self.config.accumulation.same_noise is not False
 
     def evaluation(self) -> Evaluation:
         """Return what evaluates one batch."""
@@ -88,20 +96,32 @@ class Parts:
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""
-        return model.batch_dependent_layers(self.model, self._assigned)
+        return forward.batch_dependent_layers(self.model, self._forward)
+
+    def normalising(self) -> list[str]:
+        """Return the names of the layers that normalise by the micro-batch and have moving statistics."""
+        return [layer.name for layer in normalising_layers(self.model) if layer.trainable]
+
+    def cut_dependent_noise(self) -> list[str]:
+        """Return the names of what draws its noise for each micro-batch anew."""
+        return self._forward.cut_dependent_noise
+
+    def placed(self) -> list[keras.Layer]:
+        """Return the layers whose noise does not depend on the cut."""
+        return self._forward.placed
 
     def changed(self) -> list[tf.Variable]:
         """Return the variables that a forward pass in training changes, each copy of them."""
         local = self.machine.strategy.experimental_local_results
-        seen = self._assigned
+        seen = self._forward.assigned
         seed = global_seed()  # made by the first draw from it, as in the line above
         of_keras = [variable.value for variable in (*seen, *([] if seed is None else [seed]))]
-        others = [variable for _, variable in model.unknown_to_keras(self.model)]
+        others = [variable for _, variable in forward.unknown_to_keras(self.model)]
         return [copy for variable in (*of_keras, *others) for copy in local(variable)]
 
     @cached_property  # one reading and one trace: data or a layer may draw while they are
-    def _assigned(self) -> list[keras.Variable]:
-        return model.assigned(self.model, next(iter(self._in_order(self.data.train, 2)))[0])
+    def _forward(self) -> Forward:
+        return forward.trace(self.model, next(iter(self._in_order(self.data.train, 2)))[0], self.same_noise)
 
     def example(self) -> Any:
         """Return the inputs of four examples, as NumPy arrays.
@@ -174,7 +194,12 @@ def assemble(
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(config.training.keep_best, goal, data, list(by_name(network, seen[1])))
-    return Parts(config, machine, data, recorded_data, plan, batches, network, goal, files, best, [*filter(None, said)])
+    said = [*filter(None, said)]
+    parts = Parts(config, machine, data, recorded_data, plan, batches, network, goal, files, best, said)
+    if config.accumulation.same_noise is True and (layers := parts.cut_dependent_noise()):
+        rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
+        raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
+    return parts
 
 
 def _best(keep: DictConfig | None, goal: Objective, data: Data, outputs: list[str]) -> Best | None:

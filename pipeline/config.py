@@ -126,6 +126,7 @@ _CHECKS: dict[str, Check] = {
         f"an integer, {' or '.join(sizes.SEARCHED)}, or null",
         lambda value: value is None or _is_integer(value) or value in sizes.SEARCHED,
     ),
+    "accumulation.same_noise": ("true, false or auto", lambda value: isinstance(value, bool) or value == "auto"),
     "hardware.memory": (
         "a size such as 8GiB, or null",
         lambda value: value is None or memory_limit.parsed(value) is not None,

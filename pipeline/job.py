@@ -155,11 +155,14 @@ class _Begin:
         config, data = parts.config, (parts.data, parts.recorded_data)
         segment = provenance.segment(0 if self.start is None else self.start.update, parts.plan.batching, config)
         if self.before is None:
-            dependent = {"model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none"}
+            dependent = {
+                "model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none",
+                "model.cut_dependent_noise": ", ".join(parts.cut_dependent_noise()) or "none",
+            }
             forked = self.start.tags if isinstance(self.start, Fork) else {}
             tags = {**dependent, **forked, **self.tags}
             tracker.start(segment, config, self.overrides, *data, parts.model, tags)
-            say(f"{parts.machine.description}; {parts.plan}", *parts.said)
+            say(f"{parts.machine.description}; {parts.plan}", *parts.said, *_of_the_cut(parts))
         else:
             tracker.resume(self.before.past, segment, config, self.overrides, *data)
             say(f"{parts.machine.description}; {parts.plan}", *self.before.said(parts.objective.callbacks))
@@ -171,6 +174,21 @@ class _Begin:
         self.link(tracker)
         run = f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}" if tracker.run_id else "no MLflow run yet"
         say(f"run directory {tracker.run_dir}", run)
+
+
+def _of_the_cut(parts: Parts) -> list[str]:
+    """Say of which layers an update is not that of the large batch, a line for each reason."""
+    accumulation, cut = parts.config.accumulation, parts.plan.batching
+    if cut.factor * cut.replicas == 1:
+        return []
+    lines = []
+    if layers := parts.normalising():
+        moved = {"effective": "once an update", "micro": "with every micro-batch"}
+        when = moved[accumulation.moving_statistics.name]
+        lines.append(f"normalised by each micro-batch, moving statistics {when}: {', '.join(layers)}")
+    if accumulation.same_noise == "auto" and (layers := parts.cut_dependent_noise()):
+        lines.append(f"noise of each micro-batch, not of the effective batch: {', '.join(layers)}")
+    return lines
 
 
 def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interruption: Interruption) -> float:

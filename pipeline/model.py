@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -216,52 +215,6 @@ def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
         raise ValueError(f"dropout must be from 0 to below 1. Received: {dropout}")
     if isinstance(l2, bool) or not 0 <= l2 < float("inf"):
         raise ValueError(f"l2 must be a number of at least 0. Received: {l2}")
-
-
-def batch_dependent_layers(model: keras.Model, changed: Sequence[keras.Variable]) -> list[str]:
-    """Return the names of the layers that assign state while they train, random seeds left out.
-
-    Their statistics are of a micro-batch, so they differ between factors at one effective batch.
-
-    Args:
-        model: built.
-        changed: what `assigned` gives for it.
-    """
-    ids = {id(variable) for variable in changed}
-
-    def owners(layer: keras.Layer) -> Iterator[str]:
-        assigns = any(id(weight) in ids for weight in layer.weights)
-        if assigns and isinstance(layer, keras.Model):
-            for inner in layer.layers:
-                yield from owners(inner)
-        elif assigns:
-            yield layer.name
-
-    return sorted(owners(model))
-
-
-def assigned(model: keras.Model, x: Any) -> list[keras.Variable]:
-    """Return the variables that a forward pass in training assigns: moving statistics, and the seeds of layers.
-
-    Args:
-        model: built; it does not change.
-        x: inputs of a few examples.
-    """
-    with keras.StatelessScope() as scope:
-        tf.function(lambda: model(x, training=True), autograph=False).get_concrete_function()
-    return [variable for variable in model.variables if scope.get_current_value(variable) is not None]
-
-
-def unknown_to_keras(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
-    """Yield TensorFlow's own variables and generators in the attributes of layers, with names that may repeat."""
-    for layer in (model, *layers_of(model)):
-        for attribute, value in vars(layer).items():
-            several = list(value.values()) if isinstance(value, dict) else value
-            for entry in several if isinstance(several, list | tuple) else [several]:
-                if isinstance(entry, tf.Variable):
-                    yield f"{layer.path}/{attribute}", entry
-                elif isinstance(entry, tf.random.Generator):
-                    yield f"{layer.path}/{attribute}", entry.state
 
 
 def _head(x: keras.KerasTensor, classes: int, hidden: Sequence[int], dropout: float, l2: float) -> keras.KerasTensor:

@@ -15,6 +15,7 @@ Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])
 Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+Statistics = Enum("Statistics", ["effective", "micro"])
 SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
 
 
@@ -30,6 +31,8 @@ class AccumulationConfig:
     effective_batch_size: int | None = None
     factor: int | None = None
     micro_batch_size: Any = None  # a number, or how it is found
+    same_noise: Any = False  # a boolean or auto
+    moving_statistics: Statistics = Statistics.micro
 
 
 @dataclass

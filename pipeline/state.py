@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import MODEL_CHECKPOINT_KEEPS, Update, global_seed, layers_of, make_global_seed
 from pipeline.errors import ConfigError
-from pipeline.model import unknown_to_keras
+from pipeline.forward import unknown_to_keras
 from pipeline.recorder import Recorder
 
 Callbacks = Mapping[str, keras.callbacks.Callback]

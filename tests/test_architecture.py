@@ -22,8 +22,8 @@ LEVELS = (
     ("state",),
     ("recorder", "objective_checks", "checkpoint", "evaluator", "smaller", "unreadable"),
     (
-        *("augmentation", "batching", "callbacks", "data", "dataset", "dataset_checks", "datasets", "hardware"),
-        *("instantiate", "longest", "model", "memory", "metrics", "objective", "optimizer", "padding"),
+        *("augmentation", "batching", "callbacks", "data", "dataset", "dataset_checks", "datasets", "forward"),
+        *("hardware", "instantiate", "longest", "model", "memory", "metrics", "objective", "optimizer", "padding"),
         *("prepared", "run_dirs"),
     ),
     ("accumulation", "tracking", "trust"),

@@ -22,7 +22,7 @@ NAMED = "a mapping of name → _target_, empty for none"
 CONFIG = {
     # keys and groups
     "train accumulation.facto=4": "accumulation.facto must be a key of accumulation. Received: 'facto'. "
-    "Choices: effective_batch_size, factor, micro_batch_size. Did you mean 'factor'?",
+    "Choices: effective_batch_size, factor, micro_batch_size, same_noise, moving_statistics. Did you mean 'factor'?",
     "train experimnt=quick": "experimnt must be a key of the config. Received: 'experimnt'. "
     "Choices: accumulation, dataset, experiment, … Did you mean 'experiment'?",
     "train model.hiden=[8]": "model.hiden must be a key of model; a new one is added with +model.hiden=VALUE. "
@@ -90,6 +90,9 @@ CONFIG = {
     ),
     "train accumulation.micro_batch_size=most": "accumulation.micro_batch_size must be an integer, auto or "
     "auto_fastest, or null. Received: 'most'.",
+    "train accumulation.same_noise=maybe": "accumulation.same_noise must be true, false or auto. Received: 'maybe'.",
+    "train accumulation.moving_statistics=none": "accumulation.moving_statistics must be one of its choices. "
+    "Received: 'none'. Choices: effective, micro.",
     "train accumulation.micro_batch_size=auto accumulation.factor=4": (
         "accumulation.factor must be null with accumulation.micro_batch_size=auto, else the effective batch would "
         "depend on the machine. Received: 4."
@@ -293,6 +296,8 @@ PREPARED = {
     "(measurements,). Received: (8, 8, 1)). Received: …",
     "train model=resnet50 model.name=save": "model must be what pipeline.model.application takes (ValueError: name "
     "must be a model of keras.applications. Received: save). Received: …",
+    "train model._target_=mine.recurrent accumulation.same_noise=true": "accumulation.same_noise must be auto, which "
+    "names them, or false: some layers can only draw for each micro-batch. Received: 'lstm'.",
     # targets
     "train model._target_=mine.not_a_modle": "model._target_ must name something that exists (…). "
     "Received: 'mine.not_a_modle'. Did you mean 'mine.not_a_model'?",
@@ -451,6 +456,11 @@ def not_a_dataset(data_dir):
 
 def not_a_model(**anything):
     return 3
+
+def recurrent(input_shape, **anything):
+    import keras
+    layers = [keras.layers.Reshape((8, 8)), keras.layers.LSTM(2, dropout=0.5, name="lstm"), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input(input_shape), *layers])
 
 def flagged(norm: "bool" = None, hidden=(), dropout=0, l2=0):
     return 3

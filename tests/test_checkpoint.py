@@ -110,7 +110,13 @@ CASES = {
         "node": {"in_memory": False, "shuffle_buffer": 7, "augment": {"_target_": f"{__name__}.shifting"}},
     },
     "unseeded": {"optimizer": momentum, "extra": Unseeded},
-    "replicas": {"optimizer": momentum, "dropout": True, "extra": layers.BatchNormalization, "replicas": 2},
+    "replicas": {
+        "optimizer": momentum,
+        "dropout": True,
+        "extra": layers.BatchNormalization,
+        "replicas": 2,
+        "hold": False,
+    },
     "float64": {"optimizer": momentum, "precision": "float64", "metric": True},
 }
 
@@ -166,7 +172,8 @@ class Run:
         loss = keras.losses.MeanSquaredError()
         self.model.compile(optimizer, loss)
         noise = case.get("noise", 0)
-        update = Update(self.model, loss, optimizer, micro, metrics=metrics, strategy=strategy, noise_every=noise)
+        options = {"noise_every": noise, "hold_statistics": case.get("hold", True)}
+        update = Update(self.model, loss, optimizer, micro, metrics=metrics, strategy=strategy, **options)
         evaluation = Evaluation(self.model, loss, micro, metrics=validating, strategy=strategy)
         self.rows, self.folder = Rows(), folder
         recorder = Counting(self.rows, self.plan, log_every, lambda: 0, Progress(updates))
@@ -273,7 +280,7 @@ def test_the_cases_have_what_they_are_for(straight):
     """A state that never changes would prove nothing."""
     skipped = [row["skipped_updates"] for _, row in straight("float16").rows.updates]
     assert 0 < skipped[-1] < UPDATES
-    assert any(" on replica 1" in name for name in straight("replicas").state(7).arrays)  # seeds, after the uneven tail
+    assert any(" on replica 1" in name for name in straight("replicas").state(7).arrays)  # moving statistics
     assert "keras' global seed" in straight("unseeded").state(4).arrays
     kept = straight("callbacks").state(7).values["callbacks"]
     assert set(kept) == {"stop", "reduce", "save", "history", "draw"}

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import OmegaConf
 
-from pipeline import model
+from pipeline import forward, model
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 
@@ -104,7 +104,8 @@ def frozen() -> keras.Model:
 def test_layers_that_assign_state_depend_on_the_cut(target, names):
     made = build(target, (4,))
     before = [value.numpy() for value in made.variables]
-    assert model.batch_dependent_layers(made, model.assigned(made, np.ones((2, 4), np.float32))) == names
+    seen = forward.trace(made, np.ones((2, 4), np.float32), same_noise=False)
+    assert forward.batch_dependent_layers(made, seen) == names
     for value, was in zip(made.variables, before, strict=True):
         np.testing.assert_array_equal(value, was)
 

@@ -7,10 +7,13 @@ any project.
 
 from .evaluation import Evaluation
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
+from .layer_calls import calling
 from .model import AccumulatingModel
+from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
 from .outputs import Losses, Metrics, Term, by_name, labels_by_name, measured, spread, terms, update_metrics
-from .slicing import examples_in, parts_of
+from .same_noise import drawn, keys_of, noisy_layers
+from .slicing import examples_in, parts_of, slice_specs
 from .sums import GradientSums
 from .update import Update, accumulate_gradients
 from .weighting import weighted_sum
@@ -26,16 +29,23 @@ __all__ = [
     "Term",
     "Update",
     "accumulate_gradients",
+    "assign_moving_statistics",
     "by_name",
+    "calling",
+    "drawn",
     "examples_in",
     "global_seed",
+    "keys_of",
     "labels_by_name",
     "layers_of",
     "logits_of",
     "make_global_seed",
     "mask_of",
     "measured",
+    "noisy_layers",
+    "normalising_layers",
     "parts_of",
+    "slice_specs",
     "spread",
     "terms",
     "update_metrics",

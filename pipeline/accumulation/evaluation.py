@@ -41,9 +41,10 @@ class Evaluation:
         return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))
 
     def _evaluate(self, batch: Nest) -> GradientSums:
-        share, whole = share_of(batch, self.strategy.num_replicas_in_sync), known_of(parts_of(batch))
+        share, _ = share_of(batch, self.strategy.num_replicas_in_sync)
+        whole = known_of(parts_of(batch))
 
-        def micro_step(*parts: Nest) -> GradientSums:
+        def micro_step(_: tf.Tensor, *parts: Nest) -> GradientSums:
             x, y, sample_weight = parts
             outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(self.model, self.loss, self.loss_weights, outputs, parts, whole)
@@ -51,6 +52,6 @@ class Evaluation:
             update_metrics(self.metrics, labels, outputs)
             update_metrics(self.weighted_metrics, labels, outputs, sample_weight)
             zero = tf.zeros((), added.dtype)
-            return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), (), (), (zero, zero, zero))
+            return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), (), (), (zero, zero, zero), ())
 
         return sum_over_micro_batches(micro_step, share, self.micro_batch_size)

@@ -40,6 +40,7 @@ class AccumulatingModel(keras.Model):
         inner: any model, with no `train_step` or `compute_loss` of its own; it stays there as the attribute `inner`,
             a plain Keras model with the same weights, to be saved or used alone.
         micro_batch_size: examples per forward+backward on one replica.
+        same_noise: have Keras' dropout and noise layers draw for each example what they draw for it in any other cut.
         name, dtype, trainable: as of any model.
 
     Raises:
@@ -48,9 +49,10 @@ class AccumulatingModel(keras.Model):
 
     inner: keras.Model
     micro_batch_size: int
+    same_noise: bool
     built: bool
 
-    def __init__(self, inner: keras.Model, micro_batch_size: int, **arguments: Any):
+    def __init__(self, inner: keras.Model, micro_batch_size: int, same_noise: bool = False, **arguments: Any):
         _check_inner(inner)
         if not isinstance(micro_batch_size, Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}")
@@ -59,7 +61,7 @@ class AccumulatingModel(keras.Model):
         if not all(map(self._strategy.extended.variable_created_in_scope, (v.value for v in inner.variables))):
             raise ValueError("inner must be made in the scope of the strategy that it is to be trained under")
         self.inner = inner
-        self.micro_batch_size = int(micro_batch_size)
+        self.micro_batch_size, self.same_noise = int(micro_batch_size), same_noise
         self.built = inner.built
 
     def call(self, inputs: Nest, training: bool | None = None) -> Nest:
@@ -72,7 +74,8 @@ class AccumulatingModel(keras.Model):
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner)
-        return {**super().get_config(), "inner": inner, "micro_batch_size": self.micro_batch_size}
+        own = {"micro_batch_size": self.micro_batch_size, "same_noise": self.same_noise}
+        return {**super().get_config(), "inner": inner, **own}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AccumulatingModel:
@@ -162,10 +165,11 @@ class AccumulatingModel(keras.Model):
                     metrics=objective.metrics,
                     weighted_metrics=objective.weighted_metrics,
                     strategy=self._strategy,
+                    same_noise=self.same_noise,
                     jit_compile=self._micro_steps_by_xla,
                 )
         sums = self._update.sums(data)
-        self.optimizer.apply(sums.gradients(), self.inner.trainable_variables)
+        self._update.apply(sums.gradients(), sums)
         return self._means(sums)
 
     def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
@@ -187,7 +191,7 @@ class AccumulatingModel(keras.Model):
         """Return the outputs for one batch, each replica's for its share."""
         _check_whole(data)
         replicas = self._strategy.num_replicas_in_sync
-        return self._strategy.run(lambda: self.inner.predict_step(share_of(data, replicas)))
+        return self._strategy.run(lambda: self.inner.predict_step(share_of(data, replicas)[0]))
 
     def _means(self, sums: GradientSums) -> dict[str, tf.Tensor]:
         assert self._objective is not None

@@ -11,23 +11,30 @@ import tensorflow as tf
 Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
 
 
-def share_of(batch: Nest, replicas: int) -> Nest:
-    """Return this replica's part of `batch`: ⌈examples / replicas⌉ consecutive examples, fewer on the last replicas."""
+def share_of(batch: Nest, replicas: int) -> tuple[Nest, Any]:
+    """Return this replica's part of `batch`, and the place of its first example in it.
+
+    It is of ⌈examples / replicas⌉ consecutive examples, fewer on the last replicas.
+    """
     batch = parts_of(batch)
     if replicas == 1:
-        return batch
+        return batch, 0
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     # On the host, so that a device receives its share and not the whole batch.
     with tf.device("CPU:0"):
         size = -(-examples_in(batch) // replicas)
-        return _slice(batch, replica * size, (replica + 1) * size)
+        return _slice(batch, replica * size, (replica + 1) * size), replica * size
 
 
 def sum_over_micro_batches(
-    micro_step: Callable[[Nest, Nest, Nest], Nest], batch: Nest, micro_batch_size: int, jit_compile: bool = False
+    micro_step: Callable[[tf.Tensor, Nest, Nest, Nest], Nest],
+    batch: Nest,
+    micro_batch_size: int,
+    jit_compile: bool = False,
 ) -> Nest:
-    """Sum `micro_step(x, y, sample_weight)`, a nest of tensors of known shapes, over the micro-batches of `batch`.
+    """Sum `micro_step(start, x, y, sample_weight)`, tensors of known shapes, over the micro-batches of `batch`.
 
+    `start` is the place in `batch` of a micro-batch's first example.
     The batch stays on the host. While one micro-batch is computed the next one is brought to the device, which holds
     two of them and never the batch. Integers of 32 bits TensorFlow keeps on the host until they are used.
 
@@ -40,13 +47,14 @@ def sum_over_micro_batches(
     count = examples_in(parts)
     leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
 
-    def on_leaves(*slices: tf.Tensor) -> Nest:
+    def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
         left = iter(slices)
-        return micro_step(*tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), parts))
+        return micro_step(start, *tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), parts))
 
     # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
-    specs = _slice_specs(leaves)
-    step = tf.function(on_leaves, input_signature=specs, autograph=False, jit_compile=jit_compile or None)
+    specs = slice_specs(leaves)
+    signature = [tf.TensorSpec([], tf.int32), *specs]
+    step = tf.function(on_leaves, input_signature=signature, autograph=False, jit_compile=jit_compile or None)
     outputs = tf.nest.flatten(step.get_concrete_function().structured_outputs)
 
     def brought(start: tf.Tensor) -> list[Any]:
@@ -56,7 +64,7 @@ def sum_over_micro_batches(
 
     def body(start: tf.Tensor, now: list[Any], sums: list[Any]) -> tuple[tf.Tensor, list[Any], list[Any]]:
         stop = tf.minimum(start + micro_batch_size, count)
-        ahead, made = brought(stop), tf.nest.flatten(step(*now))
+        ahead, made = brought(stop), tf.nest.flatten(step(start, *now))
         return stop, ahead, [_added(total, value) for total, value in zip(sums, made, strict=True)]
 
     zeros, shapes = zip(*map(_nothing, outputs), strict=True)
@@ -114,7 +122,9 @@ def _slice(nest: Nest, start: Any, stop: Any) -> Nest:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], nest)
 
 
-def _slice_specs(nest: Nest) -> Nest:
+def slice_specs(nest: Nest) -> Nest:
+    """Return the specs of any number of examples."""
+
     def spec(leaf: Any) -> tf.TypeSpec:
         shape = tf.TensorShape([None, *leaf.shape[1:]])
         if isinstance(leaf, tf.RaggedTensor):

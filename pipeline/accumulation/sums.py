@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from .moving_statistics import Moves
 from .outputs import Losses, spread, terms
 from .slicing import examples_in
 from .weighting import Nest, weighted_sum
@@ -74,6 +75,7 @@ class GradientSums(NamedTuple):
         weights: that weight, scalar, of each group.
         noise: what `noise_scale.estimate` takes of the micro-batches: Σₖ Wₖ|gₖ|², their number, Σₖ Wₖ; zeros where
             it was not measured.
+        moves: by how much BatchNormalization would have moved its statistics; empty where it has moved them itself.
     """
 
     losses: dict[str, LossSum]
@@ -82,6 +84,7 @@ class GradientSums(NamedTuple):
     gradient_sums: tuple[Gradients, ...]
     weights: tuple[tf.Tensor, ...]
     noise: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+    moves: Moves
 
     def mean_loss(self) -> tf.Tensor:
         """Return the loss that one large batch would have shown, scalar."""

@@ -22,7 +22,9 @@ import keras
 import tensorflow as tf
 
 from . import noise_scale
+from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
+from .same_noise import drawn, keys_of, noisy_layers
 from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
 from .sums import Gradients, GradientSums, Part, known_of, means, micro_batch_losses
 
@@ -39,7 +41,10 @@ def accumulate_gradients(
     weighted_metrics: Metrics = (),
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
     whole: Nest = None,
+    place: tf.Tensor | int = 0,
     measure_noise: tf.Tensor | bool = False,
+    noise_keys: Sequence[tf.Tensor] = (),
+    hold_statistics: bool = False,
     jit_compile: bool = False,
 ) -> GradientSums:
     """Run `batch` forward and backward in micro-batches and sum their losses, weights and gradients.
@@ -62,7 +67,12 @@ def accumulate_gradients(
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
             wants it; the sums then hold scaled gradients and the losses are unscaled.
         whole: the effective batch, where `batch` is one replica's share of it.
+        place: of the share's first example in the effective batch.
         measure_noise: whether `noise` is wanted: a pass over the gradient for each micro-batch.
+        noise_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the effective batch: these layers then
+            draw for each example what they draw for it in any other cut. Without, Keras draws for each micro-batch.
+        hold_statistics: leave the moving statistics of BatchNormalization as they are; `assign_moving_statistics`
+            moves them by those of the effective batch, which an `Update` does.
         jit_compile: compile each forward+backward with XLA.
 
     Returns:
@@ -74,11 +84,14 @@ def accumulate_gradients(
     """
     variables = [_tensor_variable(variable) for variable in model.trainable_variables]
     effective = known_of(parts_of(batch if whole is None else whole))
+    noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
 
-    def micro_step(*parts: Nest) -> GradientSums:
+    def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:
         x, y, sample_weight = parts
         with tf.GradientTape(persistent=True) as tape:
-            outputs = by_name(model, model(x, training=True))
+            held = normalising_layers(model) if hold_statistics else []
+            with drawn(noisy, noise_keys, place + start, examples_in(x)), observed(held) as moves:
+                outputs = by_name(model, model(x, training=True))
             losses, added, minimised = micro_batch_losses(model, loss, loss_weights, outputs, parts, effective)
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
             targets = [part.total if scale_loss is None else scale_loss(part.total / part.size) for part in minimised]
@@ -91,7 +104,7 @@ def accumulate_gradients(
         )
         weights = tuple(part.weight for part in minimised)
         noise = _noise(measure_noise, sums, minimised)
-        return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), sums, weights, noise)
+        return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), sums, weights, noise, moves())
 
     return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
 
@@ -108,6 +121,10 @@ class Update:
         strategy: the strategy in whose scope the model was built; the default one where it is not given.
         noise_every: updates from one measurement of the gradient noise to the next; 0 measures none. They are counted
             in `begun`, a variable, which is to be set where training goes on from a checkpoint.
+        same_noise: have Keras' dropout and noise layers draw for each example what they draw for it in any other cut,
+            over all replicas.
+        hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch,
+            and not by those of each micro-batch, which differ between replicas.
         jit_compile: compile each forward+backward with XLA.
     """
 
@@ -124,6 +141,8 @@ class Update:
         layer_metrics: Sequence[keras.metrics.Metric] = (),
         strategy: tf.distribute.Strategy | None = None,
         noise_every: int = 0,
+        same_noise: bool = False,
+        hold_statistics: bool = True,
         jit_compile: bool = False,
     ):
         self.model, self.loss, self.optimizer = model, loss, optimizer
@@ -131,7 +150,7 @@ class Update:
         self.loss_weights, self.metrics, self.weighted_metrics = loss_weights, metrics, weighted_metrics
         self.measured = measured(metrics, weighted_metrics, layer_metrics)
         self.strategy = strategy or tf.distribute.get_strategy()
-        self.noise_every = noise_every
+        self.noise_every, self.same_noise, self.hold_statistics = noise_every, same_noise, hold_statistics
         # On the host, where it decides: read from a GPU it would let the host wait for the update before.
         with tf.device("CPU:0"):
             self.begun = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -158,7 +177,6 @@ class Update:
         for metric in self.measured.values():
             metric.reset_state()
         sums = self.sums(batch, self._measures())
-        variables = self.model.trainable_variables
         gradients = sums.gradients()
         learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
         norm = tf.linalg.global_norm([gradient for gradient in gradients if gradient is not None])
@@ -169,7 +187,7 @@ class Update:
         with tf.control_dependencies([learning_rate, norm]):
             applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
-            self.optimizer.apply(gradients, variables)
+            self.apply(gradients, sums)
         results = {"loss": sums.mean_loss(), **sums.output_losses()}
         results |= {name: metric.result() for name, metric in self.measured.items()}
         for metric, count in zip(self.measured.values(), known, strict=True):
@@ -181,7 +199,15 @@ class Update:
 
     def sums(self, batch: Nest, measure_noise: tf.Tensor | bool = False) -> GradientSums:
         """Return the sums over all replicas, applying nothing; the metrics go on from where they are."""
-        return reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, measure_noise)))
+        # Here, where all copies of a seed get the same value: they may have parted.
+        keys = keys_of(noisy_layers(self.model, parts_of(batch)[0])) if self.same_noise else []
+        return reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, measure_noise, keys)))
+
+    def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> None:
+        """Take one step of the optimizer, and one of the moving statistics by those of the effective batch."""
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+        if self.hold_statistics:
+            assign_moving_statistics(self.model, sums.moves)
 
     def _measures(self) -> tf.Tensor | bool:
         if not self.noise_every:
@@ -189,19 +215,25 @@ class Update:
         with tf.device("CPU:0"):
             return (self.begun.assign_add(1) - 1) % self.noise_every == 0
 
-    def _accumulate(self, batch: Nest, measure_noise: tf.Tensor | bool) -> GradientSums:
+    def _accumulate(
+        self, batch: Nest, measure_noise: tf.Tensor | bool, noise_keys: Sequence[tf.Tensor]
+    ) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync
+        share, place = share_of(batch, replicas)
         sums = accumulate_gradients(
             self.model,
             self.loss,
-            share_of(batch, replicas),
+            share,
             self.micro_batch_size,
             loss_weights=self.loss_weights,
             metrics=self.metrics,
             weighted_metrics=self.weighted_metrics,
             scale_loss=self._scale_loss,
             whole=batch,
+            place=place,
             measure_noise=measure_noise,
+            noise_keys=noise_keys,
+            hold_statistics=self.hold_statistics,
             jit_compile=self.jit_compile,
         )
         if replicas == 1 and self._scale_loss is None:

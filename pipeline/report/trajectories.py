@@ -82,5 +82,6 @@ def _compare(base: JobResult, other: JobResult) -> Parting | None:
     if not steps.size:
         return None
     differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
-    dependent = {job.tags.get("model.batch_dependent_layers", "none") for job in (base, other)} - {"none"}
+    tags = ("model.batch_dependent_layers", "model.cut_dependent_noise")
+    dependent = {job.tags.get(tag, "none") for job in (base, other) for tag in tags} - {"none"}
     return Parting(base.name, other.name, _precision(base), Curve(steps, differences), dependent)

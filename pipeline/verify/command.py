@@ -47,7 +47,7 @@ def verify(arguments: Sequence[str]) -> int:
     say(f"{parts.machine.description}; {cut}", to=sys.stdout)
     for key in left_out:
         say(f"not compared, as it does not run in float64: {key}", to=sys.stdout)
-    with layers.without_noise(parts.model) as quiet:
+    with layers.without_noise(parts.model, parts.placed()) as quiet:
         if quiet:
             say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
         with refused("model", "must compute an update in float64, in which it is verified", parts.model.name):
@@ -56,7 +56,8 @@ def verify(arguments: Sequence[str]) -> int:
         equal_updates = all(finding.holds for findings in compared for finding in findings)
         holds = equal_updates and all(finding.holds for findings in evaluated for finding in findings)
         looked_at = parts.model, update.loss, whole, cut.micro_batch_size, engine.unit(update)
-        why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
+        with layers.without_noise(parts.model):
+            why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
     compared += evaluated
     for batch, findings in zip([*show, *validation], compared, strict=True):
         say(*_table(findings, engine.examples(batch)), to=sys.stdout)

@@ -16,11 +16,15 @@ from pipeline.accumulation import (
     Update,
     accumulate_gradients,
     by_name,
+    drawn,
     examples_in,
+    keys_of,
     labels_by_name,
     layers_of,
     mask_of,
+    noisy_layers,
     parts_of,
+    slice_specs,
     spread,
 )
 
@@ -144,10 +148,13 @@ def _whole(update: Update, batch: Any) -> _Outcome:
     for metric in update.measured.values():
         metric.reset_state()
 
-    @tf.function(autograph=False)
-    def step() -> tuple[Any, ...]:
+    noisy = noisy_layers(model, x) if update.same_noise else []
+
+    @tf.function(autograph=False, input_signature=[slice_specs(x)])
+    def step(x: Any) -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
-            outputs = model(x, training=True)
+            with drawn(noisy, keys_of(noisy), 0, examples_in(x)):
+                outputs = model(x, training=True)
             labels, weights = _as_outputs(update, outputs, y, sample_weight)
             loss = model.compute_loss(x, labels, outputs, weights)
             scaled = update.optimizer.scale_loss(loss)
@@ -156,7 +163,7 @@ def _whole(update: Update, batch: Any) -> _Outcome:
         return loss, [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients], results
 
     try:
-        loss, gradients, results = step()
+        loss, gradients, results = step(x)
     except (tf.errors.ResourceExhaustedError, MemoryError):
         sums = tf.function(lambda: _sums_by_example(update, batch), autograph=False)()
         loss, gradients, results = (
@@ -210,6 +217,7 @@ def _sums_by_example(update: Update, batch: Any) -> Any:
         metrics=update.metrics,
         weighted_metrics=update.weighted_metrics,
         scale_loss=update.optimizer.scale_loss,
+        noise_keys=keys_of(noisy_layers(update.model, parts_of(batch)[0])) if update.same_noise else (),
     )
 
 

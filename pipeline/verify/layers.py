@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +10,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import by_name, examples_in, layers_of, parts_of, terms, weighted_sum
+from pipeline.accumulation import by_name, calling, examples_in, layers_of, parts_of, terms, weighted_sum
 
 _AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # of noise, as Keras' layers call it
 
 
 @contextmanager
-def without_noise(model: keras.Model) -> Iterator[list[str]]:
-    """Switch the noise of Keras' dropout and noise layers off meanwhile; yield the names of these layers."""
+def without_noise(model: keras.Model, but: Collection[keras.Layer] = ()) -> Iterator[list[str]]:
+    """Switch the noise of Keras' layers off meanwhile, `but` that of some; yield the names of the quiet layers."""
     found = [
         (layer, name, amount)
         for layer in layers_of(model)
+        if layer not in but
         for name in _AMOUNTS
         if isinstance(amount := getattr(layer, name, None), int | float) and amount and _draws(layer)
     ]
@@ -92,16 +92,10 @@ def _recorded(model: keras.Model, x: Any) -> tuple[list[tuple[keras.Layer, Any]]
             given.append((layer, output))
             return output
 
-        recorded.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
         return recorded
 
-    for layer in layers:
-        object.__setattr__(layer, "call", recording(layer))
-    try:
+    with calling((layer, recording(layer)) for layer in layers):
         outputs = model(x, training=True)
-    finally:
-        for layer in layers:
-            object.__delattr__(layer, "call")
     added = {layer.name: float(sum(map(tf.reduce_sum, layer.losses))) for layer in layers if layer.losses}
     return given, outputs, added
 

@@ -1,0 +1,169 @@
+"""Noise that does not depend on how an effective batch is cut.
+
+Philox is a counter-based generator: block c of key k is a function of (k, c) alone (Salmon et al., Parallel random
+numbers: as easy as 1, 2, 3, 2011). A layer takes one key an update. The example at place p of the effective batch
+has the blocks from p·⌈m/4⌉ on, where m is the number of values it needs and a block has four:
+
+    place     0              1              2          …      in the effective batch, over all replicas
+    blocks    0 … ⌈m/4⌉−1    ⌈m/4⌉ …        2⌈m/4⌉ …
+
+So any micro-batch of any replica draws the rows of its own examples, as one draw for the whole batch would have them,
+and nothing of that size is ever held. Noise is drawn in float32, whatever the precision of the layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from .keras_internals import layers_of
+from .layer_calls import calling, graph, keeps_call_of
+
+Draw = Callable[[Sequence[Any]], tf.Tensor]  # of a shape, whose sizes may be scalars: float32 from 0 to below 1
+_BLOCK = 4  # values of 32 bits
+_PHILOX = 1  # as raw operations name it
+
+
+def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
+    """Return the layers whose noise can be drawn example by example: Keras' own dropout and noise layers.
+
+    None where an input in `x` is ragged: how many values an example needs may follow the longest of its micro-batch.
+    """
+    if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
+        return []
+    return [layer for layer in layers_of(model) if _formula(layer) is not None]
+
+
+def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
+    """Take a key from the seed of each noisy layer, once an update, as one call of the layer takes one."""
+    return [layer.seed_generator.next() for layer in noisy]
+
+
+@contextmanager
+def drawn(noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor) -> Iterator[None]:
+    """Have noisy layers draw what some examples of an effective batch have, on which their model is called meanwhile.
+
+    Args:
+        noisy: as `noisy_layers` gives them; without any nothing is changed.
+        keys: as `keys_of` gave them for this effective batch.
+        place: of the first example in the effective batch, scalar.
+        examples: their number, scalar.
+    """
+    with calling((layer, _call(layer, key, place, examples)) for layer, key in zip(noisy, keys, strict=True)):
+        yield
+
+
+def _call(layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor) -> Callable[..., tf.Tensor]:
+    formula, here, calls = _formula(layer), graph(), 0
+    assert formula is not None
+
+    def call(inputs: tf.Tensor, training: Any = False) -> tf.Tensor:
+        nonlocal calls
+        # In a loop of its own, as a cell of a recurrent layer is, each step wants other noise; and what has a known
+        # number of rows has not the examples on its first axis. There Keras draws.
+        shared = _shares(layer)
+        if not training or graph() is not here or (inputs.shape[0] is not None and not shared):
+            return type(layer).call(layer, inputs, training=training)
+        # A layer that is called twice in a forward pass draws twice.
+        seed = tf.random.experimental.stateless_fold_in(key, calls) if calls else key
+        calls += 1
+
+        return formula(layer, inputs, lambda sizes: _drawn(sizes, shared, seed, place, examples))
+
+    return call
+
+
+def _drawn(sizes: Sequence[Any], shared: bool, seed: tf.Tensor, place: Any, examples: tf.Tensor) -> tf.Tensor:
+    draw = tf.raw_ops.StatelessRandomUniformV2
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    if shared:  # by all examples: the same in every micro-batch
+        return draw(shape=sizes, key=key, counter=counter, alg=_PHILOX)
+    values = math.prod(sizes[1:])
+    blocks = -(-values // _BLOCK)
+    with tf.device("CPU:0"):  # where the place is known
+        # An example has several rows where a layer before has joined the first axes.
+        strange = tf.debugging.assert_equal(sizes[0] % examples, 0, "same_noise: rows that are of no example")
+        with tf.control_dependencies([strange] if strange is not None else []):
+            row = tf.cast(place, tf.int64) * tf.cast(sizes[0] // examples, tf.int64)
+        first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
+        start = tf.stack([first, tf.zeros((), tf.uint64)])
+    # The counter's lower half is zero: TensorFlow makes the upper one of the seed.
+    noise = draw(shape=[sizes[0], blocks * _BLOCK], key=key, counter=counter + start, alg=_PHILOX)
+    whole = any(isinstance(size, int) and size % _BLOCK == 0 for size in sizes[1:])
+    return tf.reshape(noise if whole else noise[:, :values], sizes)
+
+
+def _formula(layer: keras.Layer) -> Callable[[keras.Layer, tf.Tensor, Draw], tf.Tensor] | None:
+    """Return what the layer computes, given what draws for it; None where it draws nothing, or in a way of its own."""
+    amount = getattr(layer, "stddev" if isinstance(layer, layers.GaussianNoise) else "rate", 0)
+    if not amount or amount == 1:  # of a dropout at 1 nothing is left
+        return None
+    return next((formula for kind, formula in _FORMULAS.items() if keeps_call_of(layer, kind)), None)
+
+
+def _dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
+    kept = draw(_sizes(x, _noise_shape(layer, x))) >= layer.rate
+    return tf.where(kept, x / (1 - layer.rate), tf.zeros((), x.dtype))
+
+
+def _alpha_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
+    # Klambauer et al., Self-normalizing neural networks, 2017: what is dropped takes the value -α·λ, and an affine
+    # map puts the mean and the variance back.
+    dropped = -1.6732632423543772 * 1.0507009873554805
+    scale = ((1 - layer.rate) * (1 + layer.rate * dropped**2)) ** -0.5
+    kept = draw(_sizes(x, _noise_shape(layer, x))) >= layer.rate
+    return scale * (tf.where(kept, x, tf.cast(dropped, x.dtype)) - dropped * layer.rate)
+
+
+def _gaussian_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
+    return x * tf.cast(1 + math.sqrt(layer.rate / (1 - layer.rate)) * _normal(x, draw), x.dtype)
+
+
+def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
+    return x + tf.cast(layer.stddev * _normal(x, draw), x.dtype)
+
+
+def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
+    """Return normal noise for `x` after Box and Muller, 1958.
+
+    XLA has an operation for it, in which a value depends on how many are drawn.
+    """
+    # In float64 where the layer computes in it: the last bit of a logarithm depends on its place in a vector register.
+    pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), tf.float64 if x.dtype == tf.float64 else tf.float32)
+    return tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0])) * tf.cos(2 * math.pi * pairs[..., 1])
+
+
+_SPATIAL = (layers.SpatialDropout1D, layers.SpatialDropout2D, layers.SpatialDropout3D)
+_FORMULAS = {
+    **dict.fromkeys((layers.Dropout, *_SPATIAL), _dropout),
+    layers.AlphaDropout: _alpha_dropout,
+    layers.GaussianDropout: _gaussian_dropout,
+    layers.GaussianNoise: _gaussian_noise,
+}
+
+
+def _sizes(x: tf.Tensor, shape: Sequence[int | None]) -> list[Any]:
+    """Return the sizes of `shape`, in which None is the size of that axis of `x`: a scalar where it is not known."""
+    sizes = [known if given is None else given for given, known in zip(shape, x.shape, strict=False)]
+    return [tf.shape(x)[axis] if size is None else size for axis, size in enumerate(sizes)]
+
+
+def _shares(layer: keras.Layer) -> bool:
+    """Return whether all examples have the same noise."""
+    shape: Sequence[int | None] = getattr(layer, "noise_shape", None) or (None,)
+    return shape[0] is not None
+
+
+def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:
+    """Return the shape of a dropout's noise; None where it is that of `x`."""
+    rank = x.shape.rank
+    if not isinstance(layer, _SPATIAL):
+        return [None] * rank if layer.noise_shape is None else layer.noise_shape
+    channels = 1 if getattr(layer, "data_format", None) == "channels_first" else rank - 1
+    return [None if axis in (0, channels) else 1 for axis in range(rank)]

@@ -1,0 +1,76 @@
+"""What of a run does not depend on how its effective batch is cut: dropout, and the moving statistics."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.running import TINY, Store, pipeline
+
+# As in test_same_noise.py; a run has 12 updates here.
+EXACT = 1e-12
+
+MODULE = """
+import keras
+from keras import layers
+
+def recurrent(input_shape, classes):
+    inside = [layers.Reshape((8, 8)), layers.LSTM(4, dropout=0.2), layers.Dropout(0.2), layers.BatchNormalization()]
+    return keras.Sequential([keras.Input(input_shape), *inside, layers.Dense(classes)])
+
+def normalised(input_shape, classes):
+    first = [layers.Flatten(), layers.BatchNormalization(name="norm"), layers.Dropout(0.2)]
+    return keras.Sequential([keras.Input(input_shape), *first, layers.Dense(classes)])
+"""
+EXACTLY = (*TINY, "hardware.precision=float64", "hardware.deterministic=true", "accumulation.effective_batch_size=120")
+
+
+def trained(folder, name, *more):
+    pipeline("train", *EXACTLY, *more, f"tracking.experiment={name}", f"hydra.run.dir={name}", cwd=folder)
+    store = Store(folder)
+    run = store.run(name)
+    return run, store.histories(run)["train/loss"]
+
+
+def test_dropout_that_does_not_depend_on_the_cut(tmp_path):
+    dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
+    run, whole = trained(tmp_path, "whole", *dropout, "accumulation.factor=1")
+    assert run.data.tags["model.cut_dependent_noise"] == "none"
+    cuts = {"four": ("accumulation.factor=4",), "two": ("accumulation.factor=3", "hardware.replicas=2")}
+    for name, cut in cuts.items():
+        _, found = trained(tmp_path, name, *dropout, *cut)
+        assert found == pytest.approx(whole, rel=EXACT)
+    run, other = trained(tmp_path, "other", "model.dropout=0.3", "accumulation.factor=4")
+    assert run.data.tags["model.cut_dependent_noise"] == "dropout, dropout_1"
+    assert other != pytest.approx(whole, rel=1e9 * EXACT)
+    said = pipeline("rerun", Store(tmp_path).run("four").info.run_id, cwd=tmp_path)
+    assert "bit-equal" in said.stderr
+    said = pipeline("verify", "model=mlp", *dropout, "accumulation.factor=4", cwd=tmp_path)
+    assert "noise off" not in said.stdout
+    assert "equal within rounding" in said.stdout
+
+
+def test_layers_that_an_update_is_not_exact_for_are_named(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    own = ("model._target_=mine.recurrent", "~model.hidden", "~model.dropout", "~model.l2")
+    said = pipeline("train", *TINY, *own, "accumulation.same_noise=auto", cwd=tmp_path).stderr
+    assert "noise of each micro-batch, not of the effective batch: lstm" in said
+    assert "normalised by each micro-batch, moving statistics once an update: batch_normalization" in said
+    tags = Store(tmp_path).run().data.tags
+    assert (tags["model.cut_dependent_noise"], tags["model.batch_dependent_layers"]) == ("lstm", "batch_normalization")
+
+
+def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
+    """The layer normalises what it is given by the micro-batch, and evaluates by the effective batches."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    own = ("model._target_=mine.normalised", "~model.hidden", "~model.dropout", "~model.l2")
+    frozen = "optimizer.learning_rate=1e-30"  # what is left to differ are the moving statistics
+
+    def validated(name, *more):
+        run, _ = trained(tmp_path, name, *own, frozen, *more)
+        return Store(tmp_path).histories(run)["val/loss"]
+
+    whole = validated("whole", "accumulation.factor=1")
+    assert validated("cut", "accumulation.factor=5") == pytest.approx(whole, rel=EXACT)
+    assert validated("two", "accumulation.factor=5", "hardware.replicas=2") == pytest.approx(whole, rel=EXACT)
+    micro = validated("micro", "accumulation.factor=5", "accumulation.moving_statistics=micro")
+    assert micro != pytest.approx(whole, rel=1e6 * EXACT)
