@@ -67,7 +67,7 @@ def test_the_start_is_measured_on_a_new_and_on_an_existing_store(tmp_path):
 def test_an_unknown_part_is_refused(tmp_path):
     done = bench("updates", "--output", str(tmp_path / "result.json"))
     assert done.returncode == 2
-    assert "PART must be one of startup, main, memory, update, peers, " in done.stderr
+    assert "PART must be one of startup, main, auto, memory, update, peers, " in done.stderr
     assert "Received: updates" in done.stderr
 
 

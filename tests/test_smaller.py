@@ -14,7 +14,7 @@ from keras import layers
 from pipeline.accumulation import Evaluation, Update
 from pipeline.errors import OutOfMemoryError
 from pipeline.evaluator import evaluator
-from pipeline.model import assigned
+from pipeline.forward import trace
 from pipeline.smaller import Smaller
 from tests.running import Store, pipeline
 
@@ -236,7 +236,7 @@ def test_what_a_forward_pass_has_changed_is_put_back():
         optimizer.build(model.trainable_variables)
         x, y = np.random.default_rng(0).normal(size=(2, 10, 3)).astype("float32")
         update = Update(model, keras.losses.MeanSquaredError(), optimizer, 4, noise_every=3)
-        changed = assigned(model, x)
+        changed = trace(model, x, same_noise=False).assigned
         names = {variable.path.rsplit("/", 1)[-1] for variable in changed}
         assert names == {"moving_mean", "moving_variance", "seed_generator_state"}
         step, again = in_steps(update, [variable.value for variable in changed], x, y[:, :1])
