@@ -51,7 +51,7 @@ def main() -> None:
     if "auto" in options.parts:
         from benchmarks import micro_batches
 
-        figures += micro_batches.measure(False, 128, (64, 128), options.starts)
+        figures += micro_batches.measure(False, 128, (64, 128), 2 * options.starts)
     if "memory" in options.parts:
         name = "cnn" if "cnn" in options.models else options.models[0]
         figures += memory.measure(name, options.starts)

@@ -72,11 +72,15 @@ def measure(
         sizes = [effective >> power for power in range(2 if tiny else 4)]
         updates = max(5, math.ceil((0.1 if tiny else SECONDS) / fastest))
         turns = ["auto_fastest", *sizes]
-        swept = ",".join(map(str, turns * rounds))
+        # There and back: who comes after whom would else be the same in each round.
+        order = [turn for each in range(rounds) for turn in (turns if each % 2 == 0 else turns[::-1])]
+        swept = ",".join(map(str, order))
         _train(folder, "-m", *common, f"{key}={swept}", f"training.updates={updates}", "hydra.sweep.dir=sweep")
-        speeds = [_speed(folder / "sweep" / str(job)) for job in range(len(turns) * rounds)]
+        speeds: dict[Any, list[float]] = {turn: [] for turn in turns}
+        for job, turn in enumerate(order):
+            speeds[turn].append(_speed(folder / "sweep" / str(job)))
         taken = OmegaConf.load(folder / "sweep" / "0" / "config.yaml").accumulation.micro_batch_size
-    found, *by_hand = (speeds[turn :: len(turns)] for turn in range(len(turns)))
+    found, *by_hand = speeds.values()
     best = max(by_hand, key=median)
     ratios = [one / other for one, other in zip(found, best, strict=True)]
     shown = {f"auto {taken}": median(found), **dict(zip(map(str, sizes), map(median, by_hand), strict=True))}
