@@ -64,7 +64,7 @@ def trace(model: keras.Model, x: Any, same_noise: bool) -> Forward:
 def batch_dependent_layers(model: keras.Model, forward: Forward) -> list[str]:
     """Return the names of the layers that assign state while they train, random seeds left out.
 
-    Their statistics are of a micro-batch, so they differ between factors at one effective batch.
+    They look at a micro-batch, so what they give differs between factors at one effective batch.
     """
     ids = {id(variable) for variable in forward.assigned}
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from .evaluation import Evaluation
 from .keras_internals import compiled_losses, compiled_metrics, layers_of, loss_mean
-from .outputs import Losses, Metrics, by_name
+from .outputs import Losses, by_name
 from .slicing import Nest, parts_of, share_of
 from .sums import GradientSums
 from .update import Update
@@ -161,9 +161,7 @@ class AccumulatingModel(keras.Model):
                     objective.losses,
                     self.optimizer,
                     self.micro_batch_size,
-                    loss_weights=objective.loss_weights,
-                    metrics=objective.metrics,
-                    weighted_metrics=objective.weighted_metrics,
+                    **objective.measured,
                     strategy=self._strategy,
                     same_noise=self.same_noise,
                     jit_compile=self._micro_steps_by_xla,
@@ -180,9 +178,7 @@ class AccumulatingModel(keras.Model):
                 self.inner,
                 objective.losses,
                 self.micro_batch_size,
-                loss_weights=objective.loss_weights,
-                metrics=objective.metrics,
-                weighted_metrics=objective.weighted_metrics,
+                **objective.measured,
                 strategy=self._strategy,
             )
         return self._means(self._evaluation(data))
@@ -240,12 +236,16 @@ class _Undistributed:
 
 @dataclass(frozen=True)
 class _Objective:
-    """What is minimised and measured, by output, as an `Update` takes it; `means` are those of `<output>_loss`."""
+    """What is minimised and measured, by output, as an `Update` takes it.
+
+    Attributes:
+        losses: that of each output.
+        measured: `loss_weights`, `metrics` and `weighted_metrics`.
+        means: of each `<output>_loss` over an epoch.
+    """
 
     losses: Losses
-    loss_weights: dict[str, float | None]
-    metrics: Metrics
-    weighted_metrics: Metrics
+    measured: dict[str, Any]
     means: dict[str, keras.metrics.Mean]
 
 
@@ -265,7 +265,8 @@ def _objective(model: AccumulatingModel, outputs: Nest) -> _Objective:
         losses[name], scales[name], means[f"{name}_loss"] = loss, scale, mean
     metrics, weighted_metrics = compiled_metrics(model, names)
     every = {name: losses.get(name) for name in names} if losses else None
-    return _Objective(every, scales, metrics, weighted_metrics, means)
+    measured = {"loss_weights": scales, "metrics": metrics, "weighted_metrics": weighted_metrics}
+    return _Objective(every, measured, means)
 
 
 def _check_inner(inner: Any) -> None:

@@ -18,14 +18,7 @@ UPDATES, TIME, WIDTH = 20, 5, 4
 CUTS = [(48, 1), (16, 1), (6, 1), (7, 1), (24, 2), (5, 2)]
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("float64")
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_dtype_policy(before)
-    keras.config.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def normalised(x):
@@ -126,10 +119,9 @@ def test_moved_with_every_micro_batch_they_are_others():
 
 
 @pytest.mark.parametrize("begin", [0.0, 1000.0])
-def test_in_float32_they_do_not_cancel(begin):
+def test_in_float32_they_do_not_cancel(begin, precision):
     """A mean a thousand times the deviation: its square has all the digits there are."""
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
+    precision("float32")
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(), layers.Dense(1)])
     norm = model.layers[0]

@@ -20,14 +20,7 @@ SIZES = (48, 48, 29, 1)  # a tail that two devices cannot share evenly, and one 
 UPDATES = 50
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("float64")
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_dtype_policy(before)
-    keras.config.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def sequences():
