@@ -23,6 +23,8 @@ LONGEST = (
         "test_streaming",
         "test_run",
         "test_local",
+        "test_matrix",
+        "test_matrix_float32",
         "test_provenance",
         "test_outages",
         "test_update",
