@@ -74,3 +74,18 @@ def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
     assert validated("two", "accumulation.factor=5", "hardware.replicas=2") == pytest.approx(whole, rel=EXACT)
     micro = validated("micro", "accumulation.factor=5", "accumulation.moving_statistics=micro")
     assert micro != pytest.approx(whole, rel=1e6 * EXACT)
+
+
+def test_a_normalised_run_again_and_in_another_cut(tmp_path):
+    """Again it is the same to the bit; cut otherwise it is another run, which no rounding explains."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    own = ("model._target_=mine.normalised", "~model.hidden", "~model.dropout", "~model.l2")
+    own = (*own, "accumulation.same_noise=true")  # so that nothing but the normalising depends on the cut
+    _, once = trained(tmp_path, "once", *own, "accumulation.factor=5")
+    _, again = trained(tmp_path, "again", *own, "accumulation.factor=5")
+    assert again == once
+    _, whole = trained(tmp_path, "whole", *own, "accumulation.factor=1")
+    _, two = trained(tmp_path, "two", *own, "accumulation.factor=1", "hardware.replicas=2")
+    for other in (whole, two):
+        assert other != pytest.approx(once, rel=1e6 * EXACT)
+    assert two != pytest.approx(whole, rel=1e6 * EXACT)

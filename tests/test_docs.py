@@ -5,6 +5,7 @@ The examples themselves are run by tests/examples/.
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import shutil
@@ -62,6 +63,44 @@ def test_the_readme_is_short():
 def test_the_table_of_commands_has_every_verb():
     table = PAGES["README.md"].split("## Commands")[1].split("\n\n")[1]
     assert set(re.findall(r"^\| `pipeline (\w+)", table, re.MULTILINE)) == set(VERBS)
+
+
+def unproven(section: str) -> list[str]:
+    """The cells of a table without the letter of a test that exists, and the letters that no cell has."""
+    named = dict(re.findall(r"^- (\w): `(\S+)`$", section, re.MULTILINE))
+    tests = {letter: test.split("::") for letter, test in named.items()}
+    there = {letter for letter, (file, name) in tests.items() if name in tests_in(ROOT / file)}
+    rows = [line.strip("|").split("|")[1:] for line in section.splitlines() if line.startswith("| ")][2:]
+    used = [re.findall(r"\((\w(?:, \w)*)\)", cell) for row in rows for cell in row]
+    letters = [{letter for group in found for letter in group.split(", ")} for found in used]
+    said = set(re.findall(r"\((\w(?:, \w)*)\)", section)) | set().union(*letters)
+    cells = [cell for row in rows for cell in row]
+    lacking = [cell.strip() for cell, found in zip(cells, letters, strict=True) if not found or found - there]
+    return [*lacking, *sorted(set(named) - said)]
+
+
+def tests_in(file: Path) -> set[str]:
+    """The names of the tests in a file."""
+    if not file.is_file():
+        return set()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_every_cell_of_would_i_get_it_again_has_its_test():
+    section = PAGES["README.md"].split("## Would I get it again?")[1].split("\n## ")[0]
+    assert section.count("\n| ") >= 6
+    assert unproven(section) == []
+
+
+def test_a_cell_without_its_test_is_found():
+    named = "tests/test_docs.py::test_the_pages_were_read"
+    table = "| a | b | c |\n| --- | --- | --- |\n| row | equal (a) | {} |\n\n- a: `" + named + "`\n- b: `{}`"
+    assert unproven(table.format("equal (b)", named)) == []
+    assert unproven(table.format("equal", named)) == ["equal", "b"]
+    assert unproven(table.format("equal (c)", named)) == ["equal (c)", "b"]
+    for nowhere in ("tests/test_docs.py::test_nothing", "tests/test_nothing.py::test_the_pages_were_read"):
+        assert unproven(table.format("equal (b)", nowhere)) == ["equal (b)"]
 
 
 @pytest.mark.parametrize("line", of("train"), ids=str)
