@@ -211,9 +211,7 @@ def accumulated(case: Case, run: Run, strategy: tf.distribute.Strategy) -> Weigh
     given: dict[str, Any] = {"loss_weights": list(kind.loss_weights)} if len(loss) > 1 else {}
     loss = loss if len(loss) > 1 else loss[0]
     update = Update(model, loss, optimizer, micro_batch_size(case), strategy=strategy, **given)
-    first = next(batches(case, run))
-    specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), first)
-    step = tf.function(update, input_signature=[specs], autograph=False)  # one trace for batches of every size
+    step = _traced(update, case, run)
     for batch in batches(case, run):
         step(batch)
     return _weights(model)
@@ -246,11 +244,18 @@ def by_keras(case: Case, run: Run, minimised: Minimised = loss_of) -> list[Weigh
     def step(batch: tuple) -> None:
         optimizer.apply(gradients_of(case, model, batch, minimised), model.trainable_variables)
 
-    step = step if run.updates == 1 else tf.function(step, autograph=False)
+    step = step if run.updates == 1 else _traced(step, case, run)
     for batch in batches(case, run):
         step(batch)
         found.append(_weights(model))
     return found
+
+
+def _traced(step: Callable[[tuple], Any], case: Case, run: Run) -> Callable[[tuple], Any]:
+    """Return one trace for batches of every size."""
+    first = next(batches(case, run))
+    specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), first)
+    return tf.function(step, input_signature=[specs], autograph=False)
 
 
 def batches(case: Case, run: Run) -> Iterator[tuple]:
