@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation import Update
+from tests.accumulation.matrix_workers import weights_after
 
 FEATURES, CLASSES, TOKENS, WORDS = 6, 3, 5, 12
 EXAMPLES = 48
@@ -168,7 +169,11 @@ class Devices(NamedTuple):
     weights_after: Callable[[Case, Run], Weights]  # may be of another process
 
 
-DEVICES = {"one device": Devices(1, _one_device), "two replicas": Devices(2, _two_replicas)}
+DEVICES = {
+    "one device": Devices(1, _one_device),
+    "two replicas": Devices(2, _two_replicas),
+    "two workers": Devices(2, weights_after),
+}
 
 
 def pairs_of(row: Sequence[str]) -> set[tuple]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 
 import keras
@@ -10,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from pipeline.accumulation import Update
+from tests.accumulation.matrix_workers import pair
 
 EFFECTIVE, WIDTH, CLASSES = 64, 5, 3
 GRADIENTS = [(WIDTH, 7), (7,), (7, CLASSES), (CLASSES,)]
@@ -43,9 +46,9 @@ def _reduces(node: tf.compat.v1.NodeDef) -> bool:
     return node.op in COLLECTIVE or (node.op == "AddN" and any(of_replicas) and not all(of_replicas))
 
 
-def update_of(strategy: tf.distribute.Strategy, factor: int) -> Update:
+def update_of(strategy: tf.distribute.Strategy, factor: int, width: int = 7) -> Update:
     with strategy.scope():
-        hidden = keras.layers.Dense(7, "tanh")
+        hidden = keras.layers.Dense(width, "tanh")
         model = keras.Sequential([keras.Input((WIDTH,)), hidden, keras.layers.Dense(CLASSES)])
         optimizer = keras.optimizers.Adam(0.1)
         optimizer.build(model.trainable_variables)
@@ -93,6 +96,35 @@ def test_reductions_in_a_loop_are_seen(precision, devices):
 
     found, in_loops = reductions(in_a_loop)
     assert (found, in_loops) == ([], len(GRADIENTS) + SCALARS)
+
+
+@pytest.mark.parametrize("factor", [1, 4, 32])
+def test_workers_reduce_each_gradient_once_an_update(factor):
+    found, in_loops = pair().ask("reductions", factor=factor)
+    assert [tuple(shape) for shape in found if shape] == GRADIENTS
+    assert len([shape for shape in found if not shape]) == SCALARS
+    assert in_loops == 0
+
+
+def test_workers_send_as_much_at_any_factor():
+    """Their gradients of 180,003 numbers, once an update; 1% is for heartbeats and what frames a message."""
+    if shutil.which("ss") is None:
+        pytest.skip("no `ss` on this machine, which counts the bytes of a connection")
+    sent = {}
+    for factor in (1, 8):
+        pair().ask("updates", factor=factor, count=1)
+        before = bytes_sent()
+        pair().ask("updates", factor=factor, count=20)
+        sent[factor] = bytes_sent() - before
+    assert sent[1] > 20 * 4 * 180_003
+    assert sent[8] / sent[1] == pytest.approx(1, rel=0.01)
+
+
+def bytes_sent() -> int:
+    """Return the bytes that the two workers have sent to each other so far."""
+    ports = " or ".join(f"sport = :{port} or dport = :{port}" for port in pair().ports)
+    said = subprocess.run(["ss", "-tinH", f"( {ports} )"], capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"bytes_sent:(\d+)", said)))
 
 
 def test_a_single_device_reduces_nothing(precision):

@@ -1,0 +1,107 @@
+"""Two workers, processes that TensorFlow joins, which compute what a test asks for: a line of JSON in, a line out."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SECONDS = 300  # for an answer
+
+
+class Pair:
+    """The two processes, as a test has them."""
+
+    def __init__(self) -> None:
+        with ExitStack() as opened:
+            bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+            self.ports = [each.getsockname()[1] for each in bound]
+        self.folder = tempfile.TemporaryDirectory(prefix="workers-")
+        self._processes = []
+        for index in range(2):
+            command = [sys.executable, "-m", __name__, str(index), *map(str, self.ports)]
+            said = (Path(self.folder.name) / f"{index}.log").open("w")
+            given: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said, "text": True}
+            self._processes.append(subprocess.Popen(command, **given))
+        atexit.register(self._end)
+
+    def ask(self, what: str, **more: Any) -> Any:
+        """Return the answer of worker 0; both compute it."""
+        for process in self._processes:
+            process.stdin.write(json.dumps({"what": what, "folder": self.folder.name, **more}) + "\n")
+            process.stdin.flush()
+        answers = [process.stdout.readline() for process in self._processes]
+        logs = [file.read_text()[-2000:] for file in sorted(Path(self.folder.name).glob("*.log"))]
+        assert all(answers), logs
+        return json.loads(answers[0])
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self.folder.cleanup()
+
+
+@cache
+def pair() -> Pair:
+    """Return the two workers of this process."""
+    return Pair()
+
+
+def weights_after(case: Any, run: Any) -> list[np.ndarray]:
+    """Return the trained weights of a case of the matrix, by two workers."""
+    with np.load(pair().ask("weights", case=list(case), precision=run.precision)) as found:
+        return [found[name] for name in found.files]
+
+
+def _serve(index: int, ports: list[int]) -> None:
+    import keras
+    import tensorflow as tf
+
+    from tests.accumulation import matrix, test_reductions
+
+    cluster = tf.train.ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in ports]})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "worker", index, rpc_layer="grpc")
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+
+    def weights(case: list[str], precision: str, folder: str) -> str:
+        keras.config.set_floatx(precision)
+        keras.config.set_dtype_policy(precision)
+        run = matrix.FLOAT64 if precision == "float64" else matrix.FLOAT32
+        file = f"{folder}/weights-{index}.npz"
+        np.savez(file, *matrix.accumulated(matrix.Case(*case), run, strategy))
+        return file
+
+    def reductions(factor: int, folder: str) -> Any:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+        update = test_reductions.update_of(strategy, factor)
+        return test_reductions.reductions(lambda x, y: update((x, y)))
+
+    def updates(factor: int, count: int, folder: str) -> int:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+        update = test_reductions.update_of(strategy, factor, width=20_000)
+        x = tf.ones([test_reductions.EFFECTIVE, test_reductions.WIDTH])
+        step = tf.function(lambda: update((x, tf.zeros([test_reductions.EFFECTIVE], tf.int64))))
+        for _ in range(count):
+            step()
+        return count
+
+    answers = {"weights": weights, "reductions": reductions, "updates": updates}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(answers[asked.pop("what")](**asked)), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), [int(port) for port in sys.argv[2:]])
