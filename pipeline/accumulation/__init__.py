@@ -5,6 +5,7 @@ once by the weight of the whole update. Nothing else of `pipeline` is imported h
 any project.
 """
 
+from .adam import fused_adam
 from .evaluation import Evaluation
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
 from .layer_calls import calling
@@ -34,6 +35,7 @@ __all__ = [
     "calling",
     "drawn",
     "examples_in",
+    "fused_adam",
     "global_seed",
     "keys_of",
     "labels_by_name",

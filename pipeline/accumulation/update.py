@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from . import noise_scale
+from .adam import fused_adam
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
 from .same_noise import drawn, keys_of, noisy_layers
@@ -82,7 +83,7 @@ def accumulate_gradients(
         ValueError: the loss reduces nothing, does not fit the outputs or the labels, or the micro-batch size is not
             positive.
     """
-    variables = [_tensor_variable(variable) for variable in model.trainable_variables]
+    variables = [variable.value for variable in model.trainable_variables]
     effective = known_of(parts_of(batch if whole is None else whole))
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
 
@@ -205,7 +206,8 @@ class Update:
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> None:
         """Take one step of the optimizer, and one of the moving statistics by those of the effective batch."""
-        self.optimizer.apply(gradients, self.model.trainable_variables)
+        with fused_adam(self.optimizer):
+            self.optimizer.apply(gradients, self.model.trainable_variables)
         if self.hold_statistics:
             assign_moving_statistics(self.model, sums.moves)
 
@@ -294,7 +296,3 @@ def _estimates(sums: GradientSums, square: tf.Tensor, scale: tf.Tensor) -> dict[
 def reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
     """Sum over replicas; every replica gets the result."""
     return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)
-
-
-def _tensor_variable(variable: Any) -> tf.Variable:
-    return variable.value

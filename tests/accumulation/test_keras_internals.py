@@ -73,3 +73,15 @@ def test_what_compile_makes_of_its_arguments():
     model.compute_loss(x, y, model(x))
     assert [found.mean.name for found in keras_internals.compiled_losses(model)] == ["a_loss", "b_loss"], WHERE
     assert keras_internals.compiled_metrics(model, ["a", "b"]) == ({}, {})
+
+
+def test_adam_keeps_its_moments_by_variable():
+    of = [keras.Variable(np.zeros(2)), keras.Variable(np.zeros(3))]
+    adam = keras.optimizers.Adam(beta_1=0.5, beta_2=0.75)
+    adam.build(of)
+    adam.apply([np.full(2, 2.0, "float32"), np.full(3, 4.0, "float32")], of)
+    moments = [keras_internals.adam_moments(adam, variable.value) for variable in of]
+    assert [[moment.numpy().tolist() for moment in each] for each in moments] == [
+        [[1.0] * 2, [1.0] * 2],
+        [[2.0] * 3, [4.0] * 3],
+    ], WHERE
