@@ -7,7 +7,7 @@ apply. Both are measured alone, with nothing summed, in two forms:
     strict  all micro-batches in one traced loop, so that no Python runs between them; the gradients of each are
             loop variables, or the graph optimiser would prune the backward passes whose results nobody reads
 
-The apply is one call of a traced function on gradients that are there already.
+The apply is one call of a traced function on gradients that are there already, by the operations of the update's own.
 
 The update is also measured with the gradient noise scale in each: a run measures it in every tenth by default, and
 pays a tenth of that. Of the smaller models it is also measured what a large factor costs at the same micro-batch.
@@ -25,7 +25,7 @@ from benchmarks import models
 from benchmarks.figures import Figure, ratios
 from benchmarks.turns import alternate, repeats
 from benchmarks.workloads import LARGE, examples, sizes
-from pipeline.accumulation import Update
+from pipeline.accumulation import Update, fused_adam
 from pipeline.schema import TrackingConfig
 
 MANY = 32  # the factor that is compared with 1 at the same micro-batch
@@ -112,7 +112,8 @@ def contenders(
 
     @tf.function
     def apply() -> None:
-        optimizer.apply(some, model.trainable_variables)
+        with fused_adam(optimizer):
+            optimizer.apply(some, model.trainable_variables)
 
     def update(noise_every: int = 0, micro_batch_size: int = size) -> Callable[[], Any]:
         update = Update(model, loss, optimizer, micro_batch_size, noise_every=noise_every, jit_compile=xla)
