@@ -7,7 +7,8 @@ apply. Both are measured alone, with nothing summed, in two forms:
     strict  all micro-batches in one traced loop, so that no Python runs between them; the gradients of each are
             loop variables, or the graph optimiser would prune the backward passes whose results nobody reads
 
-The apply is one call of a traced function on gradients that are there already, by the operations of the update's own.
+The apply is one call of a traced function on gradients that are there already, by the operations that the update takes;
+of an embedding they are rows, as a micro-batch gives them.
 
 The update is also measured with the gradient noise scale in each: a run measures it in every tenth by default, and
 pays a tenth of that. Of the smaller models it is also measured what a large factor costs at the same micro-batch.
@@ -88,12 +89,13 @@ def contenders(
         host = tf.identity(x), tf.identity(y)  # where the training loop has its batch
     x, y = tf.identity(x), tf.identity(y)  # the limit waits for no copy
 
-    def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor | None]]:
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
         found = tape.gradient(value, variables)
         # The rows of an embedding that a micro-batch looks up, not the table.
-        return value, [each.values if isinstance(each, tf.IndexedSlices) else each for each in found]
+        rows = [each.indices if isinstance(each, tf.IndexedSlices) else None for each in found]
+        return value, [each if row is None else each.values for each, row in zip(found, rows, strict=True)], rows
 
     passes = tf.function(gradients, jit_compile=xla or None)
     specs = passes.get_concrete_function(x[:size], y[:size]).structured_outputs[1]
@@ -102,13 +104,17 @@ def contenders(
     def strict(x: tf.Tensor, y: tf.Tensor) -> Any:
         def body(index: tf.Tensor, _: tf.Tensor, __: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
             start = index * size
-            value, found = passes(x[start : start + size], y[start : start + size])
+            value, found, _ = passes(x[start : start + size], y[start : start + size])
             return index + 1, value, [tf.ensure_shape(one, spec.shape) for one, spec in zip(found, specs, strict=True)]
 
         zeros = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
         return tf.while_loop(lambda index, *_: index < count // size, body, (0, 0.0, zeros), parallel_iterations=1)
 
-    some = [tf.random.normal(variable.shape, stddev=1e-3) for variable in variables]
+    _, found, rows = passes(x[:size], y[:size])  # as they come: a dense gradient of a table has to be made first
+    some = [
+        tf.random.normal(each.shape, stddev=1e-3) if row is None else tf.IndexedSlices(each, row, tf.shape(variable))
+        for variable, each, row in zip(variables, found, rows, strict=True)
+    ]
 
     @tf.function
     def apply() -> None:
