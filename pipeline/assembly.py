@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline import batching, dataset, forward, hardware, memory, model, objective, objective_checks, optimizer, sizes
 from pipeline.accumulation import Evaluation, Update, by_name, global_seed, measured, normalising_layers, spread
 from pipeline.best import Best
+from pipeline.cluster import Cluster
 from pipeline.data import Data
 from pipeline.errors import ConfigError, refused
 from pipeline.evaluator import evaluator
@@ -59,6 +62,7 @@ class Parts:
             same_noise=self.same_noise,
             hold_statistics=self.config.accumulation.moving_statistics.name == "effective",
             jit_compile=self.config.hardware.xla,
+            arrived=self.machine.arrived,
         )
 
     @property
@@ -77,6 +81,7 @@ class Parts:
             **goal.validation_metrics,
             layer_metrics=goal.layer_metrics,
             strategy=self.machine.strategy,
+            arrived=self.machine.arrived,
         )
 
     def evaluation_batches(self, name: str = "validation") -> tf.data.Dataset | None:
@@ -88,11 +93,16 @@ class Parts:
         return batching.in_order(split, size, self.config.dataset.get("pad"))
 
     def evaluate(
-        self, name: str, tell: Callable[[str, int], None], changed: Sequence[tf.Variable]
+        self,
+        name: str,
+        tell: Callable[[str, int], None] = lambda name, size: None,
+        changed: Sequence[tf.Variable] = (),
     ) -> Callable[..., dict[str, float]] | None:
         """Return what evaluates a split, as `pipeline.evaluator` says; None where there is no such split."""
         batches = self.evaluation_batches(name)
-        return None if batches is None else evaluator(self.evaluation(), batches, name, tell, changed)
+        if batches is None:
+            return None
+        return evaluator(self.evaluation(), batches, name, tell, changed, tries=self.machine.workers == 1)
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""
@@ -105,6 +115,19 @@ class Parts:
     def cut_dependent_noise(self) -> list[str]:
         """Return the names of what draws its noise for each micro-batch anew."""
         return self._forward.cut_dependent_noise
+
+    def of_the_cut(self) -> list[str]:
+        """Return of which layers an update is not that of the large batch, a line for each reason."""
+        if self.plan.batching.factor * self.plan.batching.replicas == 1:
+            return []
+        lines = []
+        if layers := self.normalising():
+            moved = {"effective": "once an update", "micro": "with every micro-batch"}
+            when = moved[self.config.accumulation.moving_statistics.name]
+            lines.append(f"normalised by each micro-batch, moving statistics {when}: {', '.join(layers)}")
+        if self.config.accumulation.same_noise == "auto" and (layers := self.cut_dependent_noise()):
+            lines.append(f"noise of each micro-batch, not of the effective batch: {', '.join(layers)}")
+        return lines
 
     def placed(self) -> list[keras.Layer]:
         """Return the layers whose noise does not depend on the cut."""
@@ -141,6 +164,7 @@ def assemble(
     cut: Batching,
     check_dataset: Callable[[dict[str, Any]], None] | None = None,
     first_update: int = 0,
+    workers: Cluster | None = None,
 ) -> Parts:
     """Build everything that can still refuse the config.
 
@@ -150,16 +174,20 @@ def assemble(
         check_dataset: takes what `provenance.dataset` says of the data, checksums included, and may refuse it.
             Without it the checksums of files are left for later.
         first_update: completed updates, whose batches are left out.
+        workers: that train together, of which this process is one; None for one alone.
 
     Raises:
         ConfigError: the config is wrong.
     """
-    machine = hardware.setup(config.hardware, config.seed)
+    machine = hardware.setup(config.hardware, config.seed, workers)
     data = dataset.load(config.dataset)
     files = Files(data.files)
     # TensorFlow traces what the config names, and runs it to read the data.
     with refused("dataset", "must give examples", config.dataset._target_), located(data, files):
-        said = [memory.settle(config.dataset, data), batching.one_class(config.dataset, data, config.seed)]
+        said = [
+            memory.settle(config.dataset, data, machine.agree),
+            batching.one_class(config.dataset, data, config.seed),
+        ]
         checksum = config.dataset.get("checksum", "full")
         recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
     if data.shards:  # what is kept in memory is read once
@@ -188,6 +216,10 @@ def assemble(
         stepping = optimizer.build(config, plan.updates, size)
         with refused("dataset", "must give examples", node._target_), located(data, files):
             first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
+            if not machine.same(_digest(first, data)):
+                raise ConfigError(
+                    "dataset", "must be the same for all workers, whose first examples are not", data.name
+                )
         padded = node.get("pad") is not None
         seen = objective_checks.check(goal, network, data, first, config.training.class_weight, padded=padded)
         objective.compile(goal, network, stepping, *seen)
@@ -200,6 +232,15 @@ def assemble(
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
     return parts
+
+
+def _digest(first: Any, data: Data) -> int:
+    """Return 24 bits of the first examples, and of how many there are."""
+    leaves = tf.nest.flatten(first, expand_composites=True)
+    found = zlib.crc32(repr([(name, int(split.cardinality())) for name, split in data.splits.items()]).encode())
+    for leaf in leaves:
+        found = zlib.crc32(b"" if leaf is None else np.asarray(leaf).tobytes(), found)
+    return found & 0xFFFFFF
 
 
 def _best(keep: DictConfig | None, goal: Objective, data: Data, outputs: list[str]) -> Best | None:

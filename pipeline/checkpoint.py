@@ -57,13 +57,14 @@ class Checkpoints:
             stalls training for more than 1% of that.
         plan: where epochs end, and what the data's position follows from.
         keep: how many of the latest stay. Of the best stays the one that each of these knows as the best.
+        writes: whether this process writes any; else another one does, in whose folder they are read.
     """
 
-    def __init__(self, folder: Path, every: int | str | None, plan: Plan, keep: int = 2):
-        self.folder, self.every, self.plan, self.keep = folder, every, plan, keep
+    def __init__(self, folder: Path, every: int | str | None, plan: Plan, keep: int = 2, writes: bool = True):
+        self.folder, self.every, self.plan, self.keep, self.writes = folder, every, plan, keep, writes
         self._writer: threading.Thread | None = None
         self._next = time.monotonic() + AUTO_SECONDS
-        for half_written in (*folder.glob(".*"), *folder.glob(f"{BEST}/.*")):
+        for half_written in (*folder.glob(".*"), *folder.glob(f"{BEST}/.*")) if writes else ():
             shutil.rmtree(half_written, ignore_errors=True)
 
     def __enter__(self) -> Checkpoints:
@@ -76,7 +77,7 @@ class Checkpoints:
 
     def due(self, update: int, *, last: bool = False) -> bool:
         """Return whether a checkpoint is wanted after `update` updates; after the last one it is."""
-        if self.every is None:
+        if self.every is None or not self.writes:
             return False
         if self.every == "auto":
             writing = self._writer is not None and self._writer.is_alive()
@@ -89,6 +90,8 @@ class Checkpoints:
         It waits until the checkpoint before is written. A checkpoint that cannot be written is reported in one line.
         The `best` one lies apart, and is none that a run goes on from.
         """
+        if not self.writes:
+            return
         began = time.monotonic()
         self.wait()
         try:

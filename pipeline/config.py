@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline import memory_limit, sizes
+from pipeline import cluster, memory_limit, sizes
 from pipeline import objective_nodes as objective
 from pipeline.errors import ConfigError
 from pipeline.hydra_errors import refusing
@@ -160,6 +160,7 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
         if not is_name(key):
             raise ConfigError(key, f"must be a name that MLflow takes for a param: {NAME_RULE}", key)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    cluster.settle(config, os.environ)
     sizes.settle_horizon(config.training, named)
     uri = config.tracking.uri
     if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:

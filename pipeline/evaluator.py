@@ -25,12 +25,13 @@ def evaluator(
     name: str = "validation",
     tell: Callable[[str, int], None] = lambda name, size: None,
     changed: Sequence[tf.Variable] = (),
+    tries: bool = True,
 ) -> Callable[..., dict[str, float]]:
     """Return a function that evaluates the loss and the metrics over all of `batches`, each example exactly once.
 
     It takes a function, looked at after each batch: an exception that this gives is raised. Where a micro-batch does
-    not fit into memory it begins again with smaller ones, and gives the name of the split and their size to `tell`.
-    The variables `changed`, which a forward pass may change, are put back then.
+    not fit into memory, and it `tries`, it begins again with smaller ones, and gives the name of the split and their
+    size to `tell`. The variables `changed`, which a forward pass may change, are put back then.
     """
     spec = batches.element_spec
     next_batch = tf.function(lambda iterator: evaluation(next(iterator)), autograph=False)
@@ -44,7 +45,7 @@ def evaluator(
             try:
                 return evaluate_once(stop)
             except tf.errors.ResourceExhaustedError as error:
-                if this_batch is not None:
+                if this_batch is not None or not tries:
                     raise error  # of reading
             except _DoesNotFit as error:
                 tell(name, halved(evaluation, f"the {name} split", error.error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
+from pipeline.cluster import KEY, Cluster
 from pipeline.errors import ConfigError
 from pipeline.schema import Device
+from pipeline.sizes import REPLICAS
 
 
 @dataclass(frozen=True)
@@ -23,34 +26,69 @@ class Hardware:
     strategy: tf.distribute.Strategy  # mirrored where there are several devices
     on_gpu: bool
     description: str  # one line for a person
+    workers: int = 1  # processes
+    arrived: tf.Variable | None = None  # with several: how many sums this one had ready for the others
+
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds for every worker; each has to ask."""
+        if self.workers == 1:
+            return holds
+
+        return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
+
+    def same(self, number: int) -> bool:
+        """Return whether a number of up to 24 bits is the same for every worker; each has to ask."""
+        if self.workers == 1:
+            return True
+        # Only where all are the same is N·Σv² = (Σv)².
+        return self.strategy.num_replicas_in_sync * self._sum(number**2) == self._sum(number) ** 2
+
+    def _sum(self, number: int) -> int:
+        @tf.function(autograph=False)
+        def total() -> tf.Tensor:
+            replicas = self.strategy.run(lambda: tf.constant(number, tf.int64))
+            return self.strategy.reduce("SUM", replicas, axis=None)
+
+        return int(total())
 
 
-def setup(config: DictConfig, seed: int) -> Hardware:
+def setup(config: DictConfig, seed: int, workers: Cluster | None = None) -> Hardware:
     """Choose the devices and set this process' global state, with the seed of Python's, NumPy's and TensorFlow's draws.
 
-    Call it once, before any other TensorFlow call. `config` is the `hardware` group.
+    Call it once, before any other TensorFlow call. `config` is the `hardware` group. With several `workers` it returns
+    once all are there.
 
     Raises:
         ConfigError: the machine lacks the devices that the config asks for.
     """
+    replicas = config.replicas
     gpus = tf.config.list_physical_devices("GPU")
     if config.device == Device.gpu and not gpus:
         rule = "must be a device of this machine, which has no GPU"
         raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
     on_gpu = uses_gpu(config)
     if on_gpu:
-        if config.replicas > len(gpus):
+        if replicas > len(gpus):
             rule = f"must be at most the {len(gpus)} GPUs of this machine"
-            raise ConfigError("hardware.replicas", rule, config.replicas)
-        gpus = gpus[: config.replicas]
+            raise ConfigError(REPLICAS, rule, replicas)
+        if workers is not None and workers.started and len(workers.addresses) * replicas > len(gpus):
+            rule = (
+                f"must be at most {len(gpus) // replicas}: each has {replicas} of the {len(gpus)} GPUs of this machine"
+            )
+            raise ConfigError(KEY, rule, len(workers.addresses))
+        # Workers on one machine share its GPUs, unless each sees its own alone.
+        first = 0 if workers is None else workers.index_on_machine * replicas
+        gpus = gpus[first : first + replicas] if len(gpus) >= first + replicas else gpus[:replicas]
         tf.config.set_visible_devices(gpus, "GPU")
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
     else:
         tf.config.set_visible_devices([], "GPU")
-        if config.replicas > 1:
+        if replicas > 1 and workers is not None:
+            raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
+        if replicas > 1:
             (cpu,) = tf.config.list_physical_devices("CPU")
-            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(config.replicas)]
+            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
             tf.config.set_logical_device_configuration(cpu, logical)
     precision = config.precision.name
     # A checkpoint knows a variable by its name, in which Keras counts the layers of all models that a process has had.
@@ -61,13 +99,35 @@ def setup(config: DictConfig, seed: int) -> Hardware:
     keras.utils.set_random_seed(seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-    devices = [f"/{'GPU' if on_gpu else 'CPU'}:{index}" for index in range(config.replicas)]
-    strategy = tf.distribute.get_strategy() if config.replicas == 1 else tf.distribute.MirroredStrategy(devices)
-    what = "CPU" if config.replicas == 1 else f"{config.replicas} logical CPU devices"
+    what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
     if on_gpu:
         what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus)
     why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
-    return Hardware(strategy, on_gpu, f"{what}{why}, {precision}")
+    count = 1 if workers is None else len(workers.addresses)
+    each = f"{count} workers, each with " if workers is not None else ""
+    strategy, arrived = _strategy(replicas, on_gpu, workers), None
+    if workers is not None:
+        with tf.device("CPU:0"):
+            arrived = tf.Variable(0, dtype=tf.int64, trainable=False)
+    return Hardware(strategy, on_gpu, f"{each}{what}{why}, {precision}", count, arrived)
+
+
+def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distribute.Strategy:
+    if workers is not None:
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": list(workers.addresses)}),
+            task_type="worker",
+            task_id=workers.index,
+            rpc_layer="grpc",
+            num_accelerators={"GPU": replicas} if on_gpu else {},
+        )
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+        # TensorFlow has taken SIGTERM, to note that the machine is about to go, which nobody asks it about.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        return strategy
+    if replicas == 1:
+        return tf.distribute.get_strategy()
+    return tf.distribute.MirroredStrategy([f"/{'GPU' if on_gpu else 'CPU'}:{index}" for index in range(replicas)])
 
 
 def uses_gpu(config: DictConfig) -> bool:

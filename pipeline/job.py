@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from pipeline import cluster, continuation, fitting, fork, imports, sizes, worker, workers
 from pipeline import config as configuration
-from pipeline import continuation, fitting, fork, imports, sizes
 from pipeline.checkpoint import Checkpoint
 from pipeline.continuation import Continuation
-from pipeline.errors import NotShippedError, first_line, say
+from pipeline.errors import ConfigError, NotShippedError, first_line, say
 from pipeline.fitting import Found
 from pipeline.fork import Fork
 from pipeline.interruption import Interruption, Terminated
@@ -28,6 +29,7 @@ from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.shipping import sync_run
 from pipeline.tracking.tracker import HALVED, Tracker
+from pipeline.workers import Others
 
 if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened
     from pipeline.accumulation import Update
@@ -61,10 +63,16 @@ def run(
         ConfigError: the config is wrong; nothing was created.
         NotShippedError: it trained, but the store has not got all of it.
     """
-    with Interruption().listening() as interruption:
-        cut = configuration.check(config, overrides)
+    with Interruption().listening() as interruption, ExitStack() as stack:
+        cut = workers.checked(config, overrides)
+        team = cluster.of(config, os.environ)
+        if team is not None and not team.is_chief:
+            worker.take_part(team, config)
+            return "", math.inf
+        others = stack.enter_context(workers.Others(team, config))
         before = continuation.of(run_dir, config, cut, required=resume)
         if before is not None and before.finished:
+            others.refuse(ConfigError("RUN", "has finished"))
             return before.run_id, _finished(before, config)
         start = _start(config, cut, run_dir, before)
         # Opens the store while TensorFlow is imported.
@@ -82,11 +90,16 @@ def run(
                 found = fitting.settle(config, cut)
                 overrides = [f"{sizes.MICRO}={found.micro_batch_size}" if _is_micro(o) else o for o in overrides]
             cut = sizes.settle_sizes(config)
+            others.start(config, run_dir)
             with imports.without_chatter():
                 from pipeline import assembly
 
             first = 0 if start is None else start.update
-            parts = assembly.assemble(config, cut, check_dataset if before is None else before.check_dataset, first)
+            check_data = check_dataset if before is None else before.check_dataset
+            others.gather(config, run_dir, start)
+            with others.blamed():
+                parts = assembly.assemble(config, cut, check_data, first, team)
+            others.arrived = parts.machine.arrived
             update = parts.update()
             if before is not None:
                 before.check(update, parts.plan)
@@ -100,7 +113,8 @@ def run(
                 before.past.close()
             raise
         tracker = Tracker(journal, run_dir, parts.plan, parts.files)
-        loss = _train(parts, update, tracker, _Begin(overrides, tags, before, start, found), interruption)
+        begin = _Begin(overrides, tags, before, start, found)
+        loss = _train(parts, update, tracker, begin, interruption, others)
     uri = config.tracking.uri
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
@@ -162,7 +176,7 @@ class _Begin:
             forked = self.start.tags if isinstance(self.start, Fork) else {}
             tags = {**dependent, **forked, **self.tags}
             tracker.start(segment, config, self.overrides, *data, parts.model, tags)
-            say(f"{parts.machine.description}; {parts.plan}", *parts.said, *_of_the_cut(parts))
+            say(f"{parts.machine.description}; {parts.plan}", *parts.said, *parts.of_the_cut())
         else:
             tracker.resume(self.before.past, segment, config, self.overrides, *data)
             say(f"{parts.machine.description}; {parts.plan}", *self.before.said(parts.objective.callbacks))
@@ -176,22 +190,9 @@ class _Begin:
         say(f"run directory {tracker.run_dir}", run)
 
 
-def _of_the_cut(parts: Parts) -> list[str]:
-    """Say of which layers an update is not that of the large batch, a line for each reason."""
-    accumulation, cut = parts.config.accumulation, parts.plan.batching
-    if cut.factor * cut.replicas == 1:
-        return []
-    lines = []
-    if layers := parts.normalising():
-        moved = {"effective": "once an update", "micro": "with every micro-batch"}
-        when = moved[accumulation.moving_statistics.name]
-        lines.append(f"normalised by each micro-batch, moving statistics {when}: {', '.join(layers)}")
-    if accumulation.same_noise == "auto" and (layers := parts.cut_dependent_noise()):
-        lines.append(f"noise of each micro-batch, not of the effective batch: {', '.join(layers)}")
-    return lines
-
-
-def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interruption: Interruption) -> float:
+def _train(
+    parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interruption: Interruption, others: Others
+) -> float:
     """Train, from the first update or a checkpoint on, and close the run; return its last loss."""
     from pipeline import hardware, training, unreadable
     from pipeline.checkpoint import Checkpoints
@@ -215,7 +216,7 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
             # From here on as the config says again: what the memory was short of may be gone.
             recorder.cut(plan.after(cuts, max([begin.before.update, *begin.before.past.updates])))
         recorder.restart_clock()
-        with unreadable.located(parts.data, parts.files), interruption.between_updates():
+        with others.blamed(), unreadable.located(parts.data, parts.files), interruption.between_updates():
             changed = parts.changed()
             loss = training.train(
                 parts.model,
@@ -230,7 +231,8 @@ def _train(parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interr
                 checkpoints=checkpoints,
                 start=begin.start,
                 best=parts.best,
-                smaller=Smaller(update, changed, parts.batches.element_spec),
+                smaller=Smaller(update, changed, parts.batches.element_spec, tries=parts.machine.workers == 1),
+                agreed=parts.machine.agree,
                 stop=interruption.asked,
             )
         recorder.progress.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import tensorflow as tf
 from omegaconf import DictConfig, open_dict
@@ -14,15 +16,16 @@ BUFFER = 128 * 2**20  # bytes of examples among which those that are streamed ar
 _SAMPLE = 64  # examples that are read where their size is not known from their shapes
 
 
-def settle(node: DictConfig, data: Data) -> str:
+def settle(node: DictConfig, data: Data, agreed: Callable[[bool], bool] = bool) -> str:
     """Replace `in_memory: auto` of the `dataset` group by what it is for `data`; return a line that says which.
 
-    The order of the examples depends on it, so what is recorded is true or false and the size of the buffer.
+    The order of the examples depends on it, so what is recorded is true or false and the size of the buffer. `agreed`
+    returns whether each of several workers says so.
     """
     if node.get("in_memory") == "auto":
         size = _example_bytes(data.train)
         with open_dict(node):
-            node.in_memory = size * data.examples <= limit() / SHARE
+            node.in_memory = agreed(size * data.examples <= limit() / SHARE)
             if not node.in_memory and node.get("shuffle_buffer") is None:
                 node.shuffle_buffer = max(1, min(data.examples, int(BUFFER / size)))
         what = f"{readable(size * data.examples)} of training examples"

@@ -15,14 +15,16 @@ SECONDS = 5.0  # between two plain lines
 class Progress:
     """Shows a run of so many updates on standard error; `done` of them were before this process."""
 
-    def __init__(self, updates: int):
-        self.updates, self.done = updates, 0
+    def __init__(self, updates: int, shown: bool = True):
+        self.updates, self.done, self._silent = updates, 0, not shown
         self._on_terminal = sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
         self._begun = self._shown = self._validated = time.monotonic()
 
     def show(self, update: int, row: Mapping[str, float], examples_per_second: float) -> None:
         """Show the row of `update`, the latest one that is known."""
+        if self._silent:
+            return
         rate = f"{examples_per_second:,.0f} examples/s"
         if self._on_terminal and self._bar is None:
             self._bar = tqdm(total=self.updates, initial=self.done, unit="update", file=sys.stderr)
@@ -40,11 +42,15 @@ class Progress:
 
     def tested(self, update: int, results: Mapping[str, float]) -> None:
         """Show the results of the test split."""
+        if self._silent:
+            return
         self.close()
         print(f"update {update}/{self.updates}  {_named('test', results)}", file=sys.stderr)
 
     def validated(self, update: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
+        if self._silent:
+            return
         values = _named("val", results)
         if self._bar is not None:
             self._bar.write(f"update {update}  {values}", file=sys.stderr)

@@ -39,6 +39,22 @@ class Log(Protocol):
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None: ...
 
 
+class Nowhere:
+    """The log of a worker beside the chief, which logs for all."""
+
+    def update(
+        self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float
+    ) -> None: ...
+
+    def validation(self, update: int, results: Mapping[str, float]) -> None: ...
+
+    def cut(self, plan: Plan) -> None: ...
+
+    def test(self, update: int, results: Mapping[str, float]) -> None: ...
+
+    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None: ...
+
+
 @dataclass
 class Recorder:
     """Keeps each update's results on the device and fetches them in groups: reading one waits for the device."""
@@ -49,6 +65,7 @@ class Recorder:
     peak_memory: Callable[[], int]  # bytes, so far
     progress: Progress
     skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
+    raises: bool = True  # of a loss that is not finite; a worker beside the chief leaves that to it
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
     _traced: bool = False  # an update that is cut like this was
@@ -159,7 +176,7 @@ class Recorder:
             self._skipped += skipped
             results["skipped_updates"] = self._skipped
             wrong = [] if skipped else wrong
-        return wrong
+        return wrong if self.raises else []
 
     def _log_last(self) -> None:
         row, self._unlogged = self._unlogged, ()

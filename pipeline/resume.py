@@ -26,7 +26,7 @@ def resume(arguments: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run directory, or the start of the ID of a run below this folder")
     options, overrides = parser.parse_known_args(list(arguments))
     run_dir = find(options.run, "RUN").absolute()
-    past = Past.of(run_dir)
+    past = Past.of(run_dir, running=True)  # its chief may have begun to go on, where this is another worker
     past.close()
     config = recorded_config(run_dir, "RUN")
     named = {text.lstrip("+").split("=")[0] for text in overrides}

@@ -68,6 +68,7 @@ class StartConfig:
 class HardwareConfig:
     device: Device = Device.auto
     replicas: int = 1
+    workers: int | None = 1
     precision: Precision = Precision.float32
     parallel_jobs: int | None = None
     gpus_per_job: int = 1

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
+REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
 SEARCHED = ("auto", "auto_fastest")  # a micro-batch size that is found on the machine
 
@@ -60,7 +61,7 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
         ConfigError: fewer than two are given, one is not positive, or they contradict each other.
     """
     given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
-    for key, value in {**given, "hardware.replicas": replicas}.items():
+    for key, value in {**given, REPLICAS: replicas}.items():
         if value is not None and value < 1:
             raise ConfigError(key, "must be at least 1", value)
     if sum(value is not None for value in given.values()) < 2:
@@ -68,7 +69,7 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
     if effective is None:
         effective = int(given[MICRO] * given[FACTOR] * replicas)
     if effective < replicas:
-        raise ConfigError(EFFECTIVE, f"must be at least hardware.replicas ({replicas})", effective)
+        raise ConfigError(EFFECTIVE, f"must be at least the number of replicas, {replicas}", effective)
     share = _ceil(effective, replicas)
     if micro is None:
         micro = _ceil(share, given[FACTOR])
@@ -206,6 +207,9 @@ def settle_sizes(config: DictConfig, named: Container[str] = ()) -> Batching:
         ConfigError: the sizes that count do not give one cut.
     """
     sizes = config.accumulation
+    replicas = config.hardware.replicas
+    if replicas > 0:  # else it is refused below
+        replicas *= config.hardware.workers
     given = [name for name in ("effective_batch_size", "factor", "micro_batch_size") if sizes[name] is not None]
     explicit = [name for name in given if f"accumulation.{name}" in named]
     if explicit:  # defaults fill up to two, the effective batch before the factor
@@ -217,5 +221,5 @@ def settle_sizes(config: DictConfig, named: Container[str] = ()) -> Batching:
             raise ConfigError(FACTOR, rule, sizes.factor)
         if sizes.effective_batch_size is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
-        return derive(sizes.effective_batch_size, 1, None, config.hardware.replicas)
-    return derive(sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, config.hardware.replicas)
+        return derive(sizes.effective_batch_size, 1, None, replicas)
+    return derive(sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, replicas)

@@ -20,15 +20,16 @@ class Smaller:
         update: tried.
         changed: the variables that a forward pass changes: moving statistics and the seeds of layers.
         spec: of an effective batch.
+        tries: whether it is tried again; one of several workers cannot, as the others are in the middle of the update.
     """
 
-    def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any):
-        self._update, self._spec, self._now = update, spec, changed
+    def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any, tries: bool = True):
+        self._update, self._spec, self._now, self._again = update, spec, changed, tries
         self._before = [_copy(variable) for variable in changed]
         # On its own, and only where there is something to keep: ordered by a control edge to the reading of the batch
         # it would let the host wait for a GPU at every update.
         self._keep = tf.function(self._kept, autograph=False) if changed else None
-        self._applied, self._tries = int(update.applying), 0
+        self._applied, self._tries, self._failed = int(update.applying), 0, False
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
             self._number = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -54,8 +55,10 @@ class Smaller:
         if self._keep is not None:
             self._keep()
         self._tries += 1
+        self._failed = True
         results = next_update(iterator)
         self._applied += 1
+        self._failed = False
         return results
 
     def again(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
@@ -66,6 +69,11 @@ class Smaller:
             OutOfMemoryError: not even one example fits, or some of the update may be applied.
         """
         self._check(error, number)
+        if not self._again:
+            line = (
+                f"update {number} does not fit into memory, and one of several workers cannot try it in smaller pieces"
+            )
+            raise OutOfMemoryError(f"{line}: {cause(error)}") from error
         if int(self._batch.size()) == 0:
             raise error
         tried, *parts = self._batch.dequeue()
@@ -86,6 +94,14 @@ class Smaller:
             else:
                 self._applied += 1
                 return results
+
+    def take_back(self) -> bool:
+        """Undo what the update that has failed changed; return whether one has, and nothing of it was applied."""
+        if not self._failed or int(self._update.applying) != self._applied:
+            return False
+        for before, now in zip(self._before, self._now, strict=True):
+            now.assign(before)
+        return True
 
     def _kept(self) -> None:
         for before, now in zip(self._before, self._now, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +16,7 @@ from pipeline.batching import iterating
 from pipeline.best import Best
 from pipeline.callbacks import Stopped, watches_updates
 from pipeline.checkpoint import Checkpoint, Checkpoints
+from pipeline.errors import say
 from pipeline.evaluator import Stop, never
 from pipeline.recorder import Recorder
 from pipeline.sizes import Plan
@@ -23,6 +24,8 @@ from pipeline.smaller import Smaller
 
 if TYPE_CHECKING:
     from pipeline.fork import Fork
+
+LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError)  # one of several workers
 
 
 def train(
@@ -41,6 +44,7 @@ def train(
     best: Best | None = None,
     stop: Stop = lambda: None,
     smaller: Smaller | None = None,
+    agreed: Callable[[bool], bool] = bool,
 ) -> float:
     """Train to the end of `plan`, or until a callback sets `model.stop_training`.
 
@@ -58,6 +62,7 @@ def train(
         start: a checkpoint to go on from, so that what follows is what would have followed; or where to begin.
         best: takes every evaluation; the checkpoint of the best one is kept.
         smaller: lets an update that does not fit into memory be tried again; without it that ends the run.
+        agreed: returns, once each of several workers has called it, whether it holds for all of them.
         stop: looked at after each update and each batch of an evaluation. Where it gives an exception the rows so far
             are written, then a checkpoint, and it is raised.
 
@@ -166,6 +171,12 @@ def train(
         recorder.log.trained(done, None, None)
         raise reason
 
+    def rescue(done: int, *, open: bool) -> None:
+        """Write a checkpoint after a worker was lost, where the update that was lost with it has changed nothing."""
+        with suppress(Exception):  # the device may be lost, too
+            if open or (smaller is not None and smaller.take_back()):
+                checkpoint(done, open=open, last=True)
+
     def save(done: int, *, open: bool, validation: dict[str, float], best: bool = False) -> None:
         assert checkpoints is not None
         loop = {"open": open, "validation": validation, "stopped_by": stopped.by, "best": best_so_far()}
@@ -186,12 +197,19 @@ def train(
             recorder.progress.done = done
         while open or (done < plan.updates and not model.stop_training):
             if not open:
+                try:
+                    update_once(iterator, done + 1)
+                except LOST:
+                    rescue(done, open=False)
+                    raise
                 done += 1
-                update_once(iterator, done)
                 if (reason := stop()) is not None:
                     interrupt(done, reason)
             try:
                 validation, open = end_of_update(done, done == plan.updates or model.stop_training), False
+            except LOST:
+                rescue(done, open=True)
+                raise
             except BaseException as error:
                 if error is stop():  # while it evaluated, which is done again
                     interrupt(done, error)
@@ -202,12 +220,20 @@ def train(
     hooks.on_train_end()
     recorder.log.trained(done, stopped.by, best)
     if test is not None:
-        kept = None if best is None or best.value is None or checkpoints is None else checkpoints.best(best.update)
+        kept = None
+        if best is not None and best.value is not None and checkpoints is not None:
+            checkpoints.wait()
+            agreed(True)  # one of several workers writes it, and each reads it
+            kept = checkpoints.best(best.update)
+            if not agreed(kept is not None) and kept is not None:
+                say(f"not every worker can read {kept.folder}: the test split is evaluated with the last weights")
+                kept = None
         weights = nullcontext() if kept is None else state.lent(state.read(kept.folder, kept.meta), update)
         with weights, _averaged(update.optimizer, model):
             results, at = test(stop), done if kept is None else kept.update
         recorder.log.test(at, results)
         recorder.progress.tested(at, results)
+    agreed(True)  # none is gone while another one is at work
     return validation["loss"] if validation else recorder.last["loss"]
 
 

@@ -23,6 +23,7 @@ LONGEST = (
         "test_streaming",
         "test_run",
         "test_local",
+        "test_workers",
         "test_matrix",
         "test_matrix_float32",
         "test_provenance",

@@ -16,7 +16,7 @@ LEVELS = (
     ("rerun", "report", "verify", "launching", "hydra_plugins"),
     ("sweep",),
     ("job",),
-    ("continuation", "fitting", "fork", "probe"),
+    ("continuation", "fitting", "fork", "probe", "worker", "workers"),
     ("assembly",),
     ("training",),
     ("state",),
@@ -28,8 +28,14 @@ LEVELS = (
     ),
     ("accumulation", "tracking", "trust"),
     ("compose",),
-    ("config", "hydra_errors", "hydra_internals", "metric_names", "objective_nodes", "scaling", "schema", "sizes"),
-    ("best", "cache", "errors", "imports", "interruption", "masking", "memory_limit", "mlflow_internals", "progress"),
+    (
+        *("cluster", "config", "hydra_errors", "hydra_internals", "meeting", "metric_names", "objective_nodes"),
+        *("scaling", "schema", "sizes"),
+    ),
+    (
+        *("best", "cache", "errors", "imports", "interruption", "lag", "masking", "memory_limit", "mlflow_internals"),
+        "progress",
+    ),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -152,6 +152,10 @@ CONFIG = {
     "train optimizer.weight_decay=inf": "optimizer.weight_decay must be a number of at least 0, or null. "
     "Received: inf.",
     "train hardware.replicas=0": "hardware.replicas must be at least 1. Received: 0.",
+    "train hardware.workers=0": "hardware.workers must be at least 1, or null for what TF_CONFIG or Slurm says. …",
+    "train hardware=multi_worker": "hardware.workers must be a number where neither TF_CONFIG nor a step of a Slurm "
+    "job (srun) says which workers there are. Received: null.",
+    "train hardware.workers=200": "accumulation.effective_batch_size must be at least the number of replicas, 200. …",
     "train hardware.device=cpu hardware.replicas=1000 accumulation.effective_batch_size=1000": (
         "hardware.replicas must be at most … on a CPU. Received: 1000."
     ),

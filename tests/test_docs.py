@@ -69,7 +69,7 @@ def unproven(section: str) -> list[str]:
     """The cells of a table without the letter of a test that exists, and the letters that no cell has."""
     named = dict(re.findall(r"^- (\w): `(\S+)`$", section, re.MULTILINE))
     tests = {letter: test.split("::") for letter, test in named.items()}
-    there = {letter for letter, (file, name) in tests.items() if name in tests_in(ROOT / file)}
+    there = {letter for letter, (file, name) in tests.items() if name in names_of_tests(ROOT / file)}
     rows = [line.strip("|").split("|")[1:] for line in section.splitlines() if line.startswith("| ")][2:]
     used = [re.findall(r"\((\w(?:, \w)*)\)", cell) for row in rows for cell in row]
     letters = [{letter for group in found for letter in group.split(", ")} for found in used]
@@ -79,7 +79,7 @@ def unproven(section: str) -> list[str]:
     return [*lacking, *sorted(set(named) - said)]
 
 
-def tests_in(file: Path) -> set[str]:
+def names_of_tests(file: Path) -> set[str]:
     """The names of the tests in a file."""
     if not file.is_file():
         return set()

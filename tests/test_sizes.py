@@ -40,7 +40,7 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
         ((128, 4, 16), "accumulation.factor must agree with effective batch 128 and micro-batch 16"),
         ((16, None, 32), "accumulation.micro_batch_size must be at most the 16 examples"),
         ((8, None, 5, 2), "accumulation.micro_batch_size must be at most the 4 examples"),
-        ((1, 1, None, 2), "accumulation.effective_batch_size must be at least hardware.replicas (2)"),
+        ((1, 1, None, 2), "accumulation.effective_batch_size must be at least the number of replicas, 2"),
         (
             (10, 6, None),
             "accumulation.factor must cut 10 examples into equal micro-batches. Received: 6. Choices: 3, 4, 5",

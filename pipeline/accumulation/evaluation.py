@@ -28,17 +28,18 @@ class Evaluation:
         weighted_metrics: Metrics = (),
         layer_metrics: Sequence[keras.metrics.Metric] = (),
         strategy: tf.distribute.Strategy | None = None,
+        arrived: tf.Variable | None = None,
     ):
         self.model, self.loss, self.loss_weights = model, loss, loss_weights
         self.metrics, self.weighted_metrics = metrics, weighted_metrics
         self.measured = measured(metrics, weighted_metrics, layer_metrics)
         self.micro_batch_size = micro_batch_size
-        self.strategy = strategy or tf.distribute.get_strategy()
+        self.strategy, self.arrived = strategy or tf.distribute.get_strategy(), arrived
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest) -> GradientSums:
         """Add `batch` to the metrics; return its loss and weight, without gradients."""
-        return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)))
+        return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)), self.arrived)
 
     def _evaluate(self, batch: Nest) -> GradientSums:
         share, _ = share_of(batch, self.strategy.num_replicas_in_sync)

@@ -127,6 +127,7 @@ class Update:
         hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch,
             and not by those of each micro-batch, which differ between replicas.
         jit_compile: compile each forward+backward with XLA.
+        arrived: counts the sums that this process had ready for the other ones, where there are several.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class Update:
         same_noise: bool = False,
         hold_statistics: bool = True,
         jit_compile: bool = False,
+        arrived: tf.Variable | None = None,
     ):
-        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.model, self.loss, self.optimizer, self.arrived = model, loss, optimizer, arrived
         self.micro_batch_size, self.jit_compile = micro_batch_size, jit_compile
         self.loss_weights, self.metrics, self.weighted_metrics = loss_weights, metrics, weighted_metrics
         self.measured = measured(metrics, weighted_metrics, layer_metrics)
@@ -202,7 +204,8 @@ class Update:
         """Return the sums over all replicas, applying nothing; the metrics go on from where they are."""
         # Here, where all copies of a seed get the same value: they may have parted.
         keys = keys_of(noisy_layers(self.model, parts_of(batch)[0])) if self.same_noise else []
-        return reduce(self.strategy, self.strategy.run(self._accumulate, args=(batch, measure_noise, keys)))
+        sums = self.strategy.run(self._accumulate, args=(batch, measure_noise, keys))
+        return reduce(self.strategy, sums, self.arrived)
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> None:
         """Take one step of the optimizer, and one of the moving statistics by those of the effective batch."""
@@ -293,6 +296,9 @@ def _estimates(sums: GradientSums, square: tf.Tensor, scale: tf.Tensor) -> dict[
     return {"gradient_variance": variance, "gradient_square": square}
 
 
-def reduce(strategy: tf.distribute.Strategy, sums: GradientSums) -> GradientSums:
-    """Sum over replicas; every replica gets the result."""
+def reduce(strategy: tf.distribute.Strategy, sums: GradientSums, arrived: tf.Variable | None = None) -> GradientSums:
+    """Sum over replicas; every replica gets the result. `arrived` counts the calls, each once its sums are there."""
+    if arrived is not None:
+        with tf.control_dependencies(tf.nest.flatten(strategy.experimental_local_results(sums.examples))):
+            arrived.assign_add(1)
     return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from omegaconf import DictConfig
 
+from pipeline import cluster
 from pipeline.errors import ConfigError, say
 
 LOCKED = "PIPELINE_GPUS"  # environment variable of a job: the GPUs that it has locked
@@ -38,7 +39,9 @@ def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]
 
 def per_job(hardware: Sequence[DictConfig]) -> int:
     """Return how many GPUs a job may use: the most that one of them asks for."""
-    return max((max(h.gpus_per_job, h.replicas) for h in hardware if h.device.name != "cpu"), default=0)
+    here = not cluster.is_named(os.environ)  # else each worker has GPUs of its own
+    asking = [h for h in hardware if h.device.name != "cpu"]
+    return max((max(h.gpus_per_job, h.replicas * (h.workers or 1) if here else h.replicas) for h in asking), default=0)
 
 
 def visible() -> list[str]:

@@ -200,6 +200,11 @@ class BasicLauncher(SweepLauncher):
 
     interval = 0.0
 
+    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        if any(each.workers != 1 for each in hardware):  # TensorFlow joins others once in a process
+            raise ConfigError("hydra/launcher", "must not be basic with several workers", "basic")
+        return super()._slots(hardware)
+
     def _job(self, call: JobCall, gpus: list[str]) -> _Here:
         return _Here(call)
 

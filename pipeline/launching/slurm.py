@@ -48,7 +48,7 @@ class SlurmLauncher(SweepLauncher):
     def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
         if shutil.which("sbatch") is None:
             raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
-        wanted = gpus_of_machine.per_job(hardware)
+        wanted = -(-gpus_of_machine.per_job(hardware) // (self.params.get("nodes") or 1))
         if wanted and all(self.params.get(key) is None for key in ("gpus_per_node", "gpus_per_task", "gres")):
             partition = [f"--partition={self.params['partition']}"] if self.params.get("partition") else []
             nodes = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True)
@@ -110,7 +110,7 @@ class SlurmJob:
                 return None
             return killed(f"killed (Slurm job {self._job.job_id}: {state})", self._job.stderr() or "")
         try:
-            returned: Ending = self._job.result()
+            returned: Ending = self._job.task(0).result()  # of the chief, where the tasks of the job are workers
         except Exception as error:  # with a whole traceback
             lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)]
             return Ending(FAILED, reason=lines[-1] if lines else "the process failed")

@@ -74,6 +74,11 @@ def strict(gate: Gate) -> Iterator[None]:
         _gate = before
 
 
+def in_force() -> Gate | None:
+    """Return the gate of `strict`, for another process that is to have it too; None outside of it."""
+    return _gate
+
+
 def downloads() -> bool:
     """Return whether datasets may be downloaded and prepared now."""
     return _gate is None or _gate.downloads

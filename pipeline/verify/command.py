@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
 
+from pipeline import cluster, imports, sizes, worker, workers
 from pipeline import config as configuration
-from pipeline import imports, sizes
+from pipeline.cluster import Cluster
 from pipeline.errors import ConfigError, Parser, described, refused, say
 from pipeline.masking import mask
 from pipeline.objective_nodes import METRIC_GROUPS, metrics_of
 from pipeline.sizes import Batching
 
 if TYPE_CHECKING:
+    from pipeline.accumulation import Update
     from pipeline.assembly import Parts
+    from pipeline.verify.engine import Finding
 
+COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
 COARSE = 1e-2  # relative: a bound above it shows little
 
@@ -31,33 +38,35 @@ def verify(arguments: Sequence[str]) -> int:
     parser.add_argument("--log", action="store_true", help="keep the certificate in MLflow")
     options, given = parser.parse_known_args(list(arguments))
     config = compose.composed([*given, "hardware.precision=float64"])
-    cut = configuration.check(config, given)
+    cut = workers.checked(config, given)
     if (size := config.accumulation.micro_batch_size) in sizes.SEARCHED:
         raise ConfigError(sizes.MICRO, "must be a number: what is verified is that cut, in float64", size)
+    team = cluster.of(config, os.environ)
+    if team is not None and not team.is_chief:
+        worker.take_part(team, config, COMPARE)
+        return 0
     with imports.without_chatter():
         from pipeline.verify import engine, layers
 
-    parts, left_out = _assembled(config, cut, given)
-    update = parts.update()
-    whole = next(iter(parts.batches))
-    tail = engine.shortened(whole, parts.plan.batch_size(parts.plan.updates_per_epoch))
-    show = [*{engine.examples(batch): batch for batch in (whole, tail)}.values()]
-    batches = parts.evaluation_batches()
-    validation = [] if batches is None else list(batches.take(1))
-    say(f"{parts.machine.description}; {cut}", to=sys.stdout)
-    for key in left_out:
-        say(f"not compared, as it does not run in float64: {key}", to=sys.stdout)
-    with layers.without_noise(parts.model, parts.placed()) as quiet:
-        if quiet:
-            say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
-        with refused("model", "must compute an update in float64, in which it is verified", parts.model.name):
-            compared = engine.compare(update, show)
-            evaluated = [engine.compare_evaluation(parts.evaluation(), batch) for batch in validation]
-        equal_updates = all(finding.holds for findings in compared for finding in findings)
-        holds = equal_updates and all(finding.holds for findings in evaluated for finding in findings)
-        looked_at = parts.model, update.loss, whole, cut.micro_batch_size, engine.unit(update)
-        with layers.without_noise(parts.model):
-            why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
+    with tempfile.TemporaryDirectory() as folder, workers.Others(team, config) as others:
+        others.start(config, Path(folder), COMPARE)
+        others.gather(config, Path(folder), None)
+        with others.blamed():
+            parts, left_out = _assembled(config, cut, given, team)
+            others.arrived = parts.machine.arrived
+            say(f"{parts.machine.description}; {cut}", to=sys.stdout)
+            for key in left_out:
+                say(f"not compared, as it does not run in float64: {key}", to=sys.stdout)
+            update = parts.update()
+            show, validation = _shown(parts)
+            compared, evaluated, quiet = _compared(parts, update, show, validation)
+    if quiet:
+        say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
+    equal_updates = all(finding.holds for findings in compared for finding in findings)
+    holds = equal_updates and all(finding.holds for findings in evaluated for finding in findings)
+    looked_at = parts.model, update.loss, show[0], cut.micro_batch_size, engine.unit(update)
+    with layers.without_noise(parts.model):
+        why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
     compared += evaluated
     for batch, findings in zip([*show, *validation], compared, strict=True):
         say(*_table(findings, engine.examples(batch)), to=sys.stdout)
@@ -74,7 +83,38 @@ def verify(arguments: Sequence[str]) -> int:
     return 0 if holds else DIFFERENT
 
 
-def _assembled(config: DictConfig, cut: Batching, given: Sequence[str]) -> tuple[Parts, list[str]]:
+def compare(parts: Parts, *_: Any) -> None:
+    """Compare as the chief does, and say nothing: the part of another worker."""
+    _compared(parts, parts.update(), *_shown(parts))
+
+
+def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
+    """Return a whole effective batch and a tail, and a batch of the validation split where there is one."""
+    from pipeline.verify import engine
+
+    whole = next(iter(parts.batches))
+    tail = engine.shortened(whole, parts.plan.batch_size(parts.plan.updates_per_epoch))
+    batches = parts.evaluation_batches()
+    validation = [] if batches is None else list(batches.take(1))
+    return [*{engine.examples(batch): batch for batch in (whole, tail)}.values()], validation
+
+
+def _compared(
+    parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]
+) -> tuple[list[list[Finding]], list[list[Finding]], list[str]]:
+    """Return what was found of updates and of evaluations, and the layers whose noise was off."""
+    from pipeline.verify import engine, layers
+
+    computing = refused("model", "must compute an update in float64, in which it is verified", parts.model.name)
+    with layers.without_noise(parts.model, parts.placed()) as quiet, computing:
+        compared = engine.compare(update, show)
+        evaluated = [engine.compare_evaluation(parts.evaluation(), batch) for batch in validation]
+    return compared, evaluated, quiet
+
+
+def _assembled(
+    config: DictConfig, cut: Batching, given: Sequence[str], team: Cluster | None
+) -> tuple[Parts, list[str]]:
     """Return the parts without the metrics that do not run in float64, and the keys of these.
 
     Args:
@@ -89,8 +129,10 @@ def _assembled(config: DictConfig, cut: Batching, given: Sequence[str]) -> tuple
     left_out: list[str] = []
     while True:
         try:
-            return assembly.assemble(config, cut, lambda _: None), left_out
+            return assembly.assemble(config, cut, lambda _: None, 0, team), left_out
         except ConfigError as error:
+            if team is not None:
+                raise  # they would have to try again together
             own = compose.composed(given)
             own_cut = configuration.check(own, given)
             for key in left_out:

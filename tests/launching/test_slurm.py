@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.running import ROOT, Store, environment, pipeline, start
+from tests.shared import place_store
 from tests.sweep.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
 
 pytestmark = pytest.mark.slow
@@ -174,6 +175,44 @@ def test_the_batch_script_of_the_examples(tmp_path, slurm):
     wait(lambda: journal.exists() and journal.read_text().count("train/loss") > 20)
     _ask(slurm, "scancel", "--batch", "--signal=TERM", job)
     wait(lambda: [run.info.status for run in store.runs()] == ["FINISHED", "KILLED"])
+    wait(lambda: _ask(slurm, "squeue", "--noheader") == "", 60)
+
+
+def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
+    """Started by `srun`, and as the jobs of a sweep; the curve is that of one device."""
+    run = (*TINY, "hardware.precision=float64", "training.updates=15", "accumulation.effective_batch_size=359")
+    curves = {}
+    for how in ("alone", "srun", "sweep"):
+        folder = tmp_path / how
+        folder.mkdir()
+        if how == "alone":
+            pipeline("train", *run, "training.epochs=null", cwd=folder)
+        elif how == "srun":
+            place_store(folder)
+            command = ["srun", "--ntasks=2", "--overcommit", sys.executable, "-m", "pipeline", "train", *run]
+            more = ["training.epochs=null", "hardware=multi_worker", "hydra.run.dir=run"]
+            done = subprocess.run(
+                [*command, *more], cwd=folder, env=environment(**slurm), capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stderr.count("open it with: pipeline ui") == 1
+        else:
+            of_job = (
+                "hydra/launcher=submitit_slurm",
+                "hydra.launcher.tasks_per_node=2",
+                "hydra.launcher.cpus_per_task=1",
+            )
+            more = ("training.epochs=null", "hardware=multi_worker", "hardware.workers=2", "seed=0,1")
+            pipeline("train", "-m", *run, *more, *of_job, cwd=folder, **slurm)
+        store = Store(folder)
+        trained = store.trained()
+        assert len(trained) == (2 if how == "sweep" else 1)
+        assert {each.info.status for each in trained} == {"FINISHED"}
+        (first,) = [each for each in trained if each.data.params["seed"] == "0"]
+        assert first.data.params["derived.replicas"] == ("1" if how == "alone" else "2")
+        curves[how] = store.history(first, "train/loss")
+        assert len(curves[how]) == 15
+        assert curves[how] == pytest.approx(curves["alone"], rel=1e-12)
     wait(lambda: _ask(slurm, "squeue", "--noheader") == "", 60)
 
 
