@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
-import json
 import os
 import platform
-import select
 import socket
 import threading
 import time
@@ -28,10 +26,10 @@ from pipeline import config as configuration
 from pipeline.cluster import KEY, Cluster
 from pipeline.errors import ConfigError
 from pipeline.lag import HANGS, Lag
+from pipeline.lines import Line, readable
 from pipeline.masking import masked
 
 PATIENCE = 300.0  # seconds for all workers to come: a cluster starts them one after the other
-LONGEST = 2**24  # bytes of a message
 INTERVAL = 2.0  # seconds between two looks at the others
 TOLD = 10.0  # seconds in which a chief that refuses its config waits for workers to tell
 _OWN = ("tracking.", "trust.", "start.", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory")
@@ -57,7 +55,7 @@ class Chief:
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self._workers: dict[int, _Line] = {}
+        self._workers: dict[int, Line] = {}
         self._failed: dict[int, dict[str, Any]] = {}
         self._closed = False
         self._server = _listening(cluster)
@@ -124,7 +122,7 @@ class Chief:
         lines = dict(self._workers)
         while lines and not self._closed:
             left = max(0.0, beat - time.monotonic())
-            for index in _readable(lines, left):
+            for index in readable(lines, left):
                 messages = lines[index].received()
                 said = {} if messages is None else next((each for each in messages if "arrived" not in each), None)
                 for each in messages or ():
@@ -158,7 +156,7 @@ class Chief:
                 raise ConfigError(
                     "hardware.workers", "must all be started, at about one time", f"no {places}"
                 ) from None
-            line = _Line(connection)
+            line = Line(connection)
             said = line.read(min(until, time.monotonic() + 5.0))
             if said is not None and said.get("index") in range(1, len(self.cluster.addresses)):
                 line.said = said
@@ -172,7 +170,7 @@ class Member:
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self.told = False  # whether the chief knows why this worker, or another one, refuses
         self._done, self._over = False, threading.Event()
 
@@ -190,7 +188,7 @@ class Member:
         until = time.monotonic() + patience
         while time.monotonic() < until:
             with suppress(OSError):  # it is not there yet
-                line = _Line(socket.create_connection((host.strip("[]"), int(port)), timeout=5.0))
+                line = Line(socket.create_connection((host.strip("[]"), int(port)), timeout=5.0))
                 line.write({"index": self.cluster.index, **own})
                 said = line.read(float("inf"))  # it may search for a micro-batch size meanwhile
                 if said is not None and "answer" in said:
@@ -244,68 +242,6 @@ class Member:
             if time.monotonic() >= beat:
                 self._line.write({"arrived": arrived()})
                 beat = time.monotonic() + INTERVAL
-
-
-class _Line:
-    """A connection over which a message is a line."""
-
-    said: Mapping[str, Any] = {}
-
-    def __init__(self, connection: socket.socket):
-        self.socket = connection
-        self._rest = b""
-
-    def write(self, message: Mapping[str, Any]) -> None:
-        try:
-            self.socket.settimeout(5.0)
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # it is gone, or half a line is
-            with suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)
-
-    def read(self, until: float) -> dict[str, Any] | None:
-        """Return the next message; None where the other side is gone, or speaks of something else, or is late."""
-        while b"\n" not in self._rest:
-            left = until - time.monotonic()
-            if left <= 0 or not self._more(None if left == float("inf") else left):
-                return None
-        text, _, self._rest = self._rest.partition(b"\n")
-        return _parsed(text)
-
-    def received(self, seconds: float = 0.0) -> list[dict[str, Any]] | None:
-        """Return what has come within `seconds`; None where the other side is gone, or speaks of something else."""
-        if b"\n" not in self._rest and _readable({0: self}, seconds) and not self._more(1.0):
-            return None
-        *texts, self._rest = self._rest.split(b"\n")
-        messages = [_parsed(text) for text in texts]
-        return None if None in messages else [message for message in messages if message is not None]
-
-    def _more(self, seconds: float | None) -> bool:
-        """Receive more; return whether there was any, and it may still be a message."""
-        try:
-            self.socket.settimeout(seconds)
-            more = self.socket.recv(65536)
-        except OSError:
-            return False
-        self._rest += more
-        return bool(more) and len(self._rest) <= LONGEST
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        message = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def _readable(lines: Mapping[int, _Line], seconds: float) -> list[int]:
-    """Return those that have something to read, or are gone, within `seconds`."""
-    gone = [index for index, line in lines.items() if line.socket.fileno() < 0]
-    if gone:
-        return gone
-    ready, _, _ = select.select([line.socket for line in lines.values()], [], [], seconds)
-    return [index for index, line in lines.items() if line.socket in ready]
 
 
 def _listening(cluster: Cluster) -> socket.socket:

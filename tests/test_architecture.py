@@ -33,7 +33,18 @@ LEVELS = (
         *("scaling", "schema", "sizes"),
     ),
     (
-        *("best", "cache", "errors", "imports", "interruption", "lag", "masking", "memory_limit", "mlflow_internals"),
+        *(
+            "best",
+            "cache",
+            "errors",
+            "imports",
+            "interruption",
+            "lag",
+            "lines",
+            "masking",
+            "memory_limit",
+            "mlflow_internals",
+        ),
         "progress",
     ),
 )
