@@ -185,7 +185,7 @@ def assemble(
     # TensorFlow traces what the config names, and runs it to read the data.
     with refused("dataset", "must give examples", config.dataset._target_), located(data, files):
         said = [
-            memory.settle(config.dataset, data, machine.agree),
+            memory.settle(config.dataset, data, machine.agree, 1 if workers is None else workers.on_machine),
             batching.one_class(config.dataset, data, config.seed),
         ]
         checksum = config.dataset.get("checksum", "full")

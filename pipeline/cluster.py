@@ -48,6 +48,12 @@ class Cluster:
         hosts = [address.rpartition(":")[0] for address in self.addresses]
         return hosts[: self.index].count(hosts[self.index])
 
+    @property
+    def on_machine(self) -> int:
+        """Return the number of workers on the machine of this one."""
+        hosts = [address.rpartition(":")[0] for address in self.addresses]
+        return hosts.count(hosts[self.index])
+
     def at(self, index: int) -> Cluster:
         """Return the same workers, as another one sees them."""
         return replace(self, index=index)

@@ -57,7 +57,7 @@ class Found:
     tries: Sequence[Sequence[Any]]
 
 
-def settle(config: DictConfig, cut: Batching) -> Found:
+def settle(config: DictConfig, cut: Batching, processes: int = 1) -> Found:
     """Replace the micro-batch size that is to be found by the one that is.
 
     What was found for this config on this machine is remembered; who looks for the same meanwhile waits for it.
@@ -65,12 +65,13 @@ def settle(config: DictConfig, cut: Batching) -> Found:
     Args:
         config: checked.
         cut: as its check returned it.
+        processes: of the run on this machine, which share its memory.
 
     Raises:
         ConfigError: not even one example fits, or the longest example cannot be known, or the config is wrong.
     """
     asked = config.accumulation.micro_batch_size
-    budget = {"resident": memory_limit.limit(), "address_space": memory_limit.address_space()}
+    budget = {"resident": memory_limit.limit() // processes, "address_space": memory_limit.address_space()}
     if config.hardware.memory is not None:
         budget["resident"] = memory_limit.parsed(config.hardware.memory)
     file = cache.place("micro_batch_size", json.dumps(_identity(config, cut, budget), sort_keys=True))

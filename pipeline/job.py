@@ -87,7 +87,7 @@ def run(
             found = None
             if searching := config.accumulation.micro_batch_size in sizes.SEARCHED:
                 journal.ready()  # what takes minutes is not for nothing
-                found = fitting.settle(config, cut)
+                found = fitting.settle(config, cut, 1 if team is None else team.on_machine)
                 overrides = [f"{sizes.MICRO}={found.micro_batch_size}" if _is_micro(o) else o for o in overrides]
             cut = sizes.settle_sizes(config)
             others.start(config, run_dir)

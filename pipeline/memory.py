@@ -16,23 +16,26 @@ BUFFER = 128 * 2**20  # bytes of examples among which those that are streamed ar
 _SAMPLE = 64  # examples that are read where their size is not known from their shapes
 
 
-def settle(node: DictConfig, data: Data, agreed: Callable[[bool], bool] = bool) -> str:
+def settle(node: DictConfig, data: Data, agreed: Callable[[bool], bool] = bool, processes: int = 1) -> str:
     """Replace `in_memory: auto` of the `dataset` group by what it is for `data`; return a line that says which.
 
     The order of the examples depends on it, so what is recorded is true or false and the size of the buffer. `agreed`
-    returns whether each of several workers says so.
+    returns whether each of several workers says so, of which there are `processes` on this machine.
     """
     if node.get("in_memory") == "auto":
-        size = _example_bytes(data.train)
+        size, part = _example_bytes(data.train), limit() / SHARE / processes
         with open_dict(node):
-            node.in_memory = agreed(size * data.examples <= limit() / SHARE)
+            node.in_memory = agreed(size * data.examples <= part)
             if not node.in_memory and node.get("shuffle_buffer") is None:
                 node.shuffle_buffer = max(1, min(data.examples, int(BUFFER / size)))
         what = f"{readable(size * data.examples)} of training examples"
         if node.in_memory:
             return f"{what} are kept in memory"
         buffer = f"shuffled by file and in a buffer of {node.shuffle_buffer} examples"
-        return f"{what} are streamed, as a quarter of the memory is {readable(limit() / SHARE)}; {buffer}"
+        whose = (
+            "a quarter of the memory" if processes == 1 else f"a quarter of the memory, shared by {processes} workers,"
+        )
+        return f"{what} are streamed, as {whose} is {readable(part)}; {buffer}"
     return ""
 
 

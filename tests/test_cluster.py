@@ -60,7 +60,8 @@ def test_the_tasks_of_a_step_are_workers_on_their_nodes(tmp_path, monkeypatch):
     assert count == 5
     assert [address.split(":")[0] for address in team.addresses] == ["node1", "node1", "node2", "node2", "x9"]
     assert len(set(team.addresses)) == 5
-    assert (team.index, team.index_on_machine, team.is_chief, team.started) == (3, 1, False, False)
+    assert (team.index, team.index_on_machine, team.on_machine) == (3, 1, 2)
+    assert (team.is_chief, team.started) == (False, False)
     other = found(None, {**STEP, "SLURM_JOB_ID": "1235"})[1]
     assert not set(other.addresses) & set(team.addresses)
 
@@ -70,7 +71,7 @@ def test_workers_of_this_machine_have_addresses_of_their_own():
     assert count == 3
     assert len({*team.addresses}) == 3
     assert all(address.startswith("127.0.0.1:") for address in team.addresses)
-    assert (team.is_chief, team.started) == (True, True)
+    assert (team.is_chief, team.started, team.on_machine) == (True, True, 3)
     assert team.at(2).index_on_machine == 2
 
 
