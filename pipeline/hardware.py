@@ -38,8 +38,6 @@ class Hardware:
 
     def same(self, number: int) -> bool:
         """Return whether a number of up to 24 bits is the same for every worker; each has to ask."""
-        if self.workers == 1:
-            return True
         # Only where all are the same is N·Σv² = (Σv)².
         return self.strategy.num_replicas_in_sync * self._sum(number**2) == self._sum(number) ** 2
 
