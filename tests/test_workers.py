@@ -47,6 +47,17 @@ class Slow(keras.callbacks.Callback):
                 raise RuntimeError("no more of this")
             time.sleep(10000)
 """
+OTHER = """
+import json, os
+import numpy as np
+import tensorflow as tf
+from pipeline.dataset import Data
+
+def data(data_dir):
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    x = np.full([64, 3], 1 + index, "float32")
+    return Data(tf.data.Dataset.from_tensor_slices((x, np.arange(64) % 2)), None, classes=2)
+"""
 NORMALISED = """
 import keras
 from keras import layers
@@ -239,6 +250,18 @@ def test_one_worker_that_refuses_ends_all_with_one_line(tmp_path, chief, other, 
     left = {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*") if file.is_file()}
     assert left <= {"mlruns", "data"}
     assert not Store(tmp_path).runs() if (tmp_path / "mlruns" / "mlflow.db").exists() else True
+
+
+def test_workers_with_other_data_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(OTHER)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    kept = ("training.updates", "tracking", "hardware", "schedule")
+    own = ["dataset._target_=mine.data", "model=mlp", "accumulation.effective_batch_size=8", "training.metrics={}"]
+    run = [*(text for text in RUN if text.startswith(kept)), *own]
+    tasks = [task(cluster, index, run, tmp_path) for index in (0, 1)]
+    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
+    assert [each.returncode for each in tasks] == [2, 2], (first, second)
+    assert first.splitlines()[-1].startswith("pipeline: dataset must be the same for all workers")
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path):
