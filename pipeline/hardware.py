@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import keras
@@ -42,12 +44,15 @@ class Hardware:
         return self.strategy.num_replicas_in_sync * self._sum(number**2) == self._sum(number) ** 2
 
     def _sum(self, number: int) -> int:
-        @tf.function(autograph=False)
-        def total() -> tf.Tensor:
-            replicas = self.strategy.run(lambda: tf.constant(number, tf.int64))
-            return self.strategy.reduce("SUM", replicas, axis=None)
+        return int(self._total(tf.constant(number, tf.int64)))
 
-        return int(total())
+    @cached_property
+    def _total(self) -> Callable[[tf.Tensor], tf.Tensor]:
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        def total(number: tf.Tensor) -> tf.Tensor:
+            return self.strategy.reduce("SUM", self.strategy.run(lambda: number), axis=None)
+
+        return total
 
 
 def setup(config: DictConfig, seed: int, workers: Cluster | None = None) -> Hardware:
