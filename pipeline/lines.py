@@ -68,8 +68,8 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 def readable(lines: Mapping[int, Line], seconds: float) -> list[int]:
     """Return those that have something to read, or are gone, within `seconds`."""
-    gone = [index for index, line in lines.items() if line.socket.fileno() < 0]
-    if gone:
-        return gone
-    ready, _, _ = select.select([line.socket for line in lines.values()], [], [], seconds)
+    try:
+        ready, _, _ = select.select([line.socket for line in lines.values()], [], [], seconds)
+    except (OSError, ValueError):  # one was closed, perhaps meanwhile
+        return [index for index, line in lines.items() if line.socket.fileno() < 0]
     return [index for index, line in lines.items() if line.socket in ready]
