@@ -118,8 +118,19 @@ class Chief:
             line.socket.close()
 
     def _watch(self, arrived: Callable[[], int], lost: Callable[[int, Mapping[str, Any]], None]) -> None:
+        try:
+            self._look_after(dict(self._workers), arrived, lost)
+        except (OSError, ValueError):
+            if not self._closed:  # else a connection was closed in the middle
+                raise
+
+    def _look_after(
+        self,
+        lines: dict[int, Line],
+        arrived: Callable[[], int],
+        lost: Callable[[int, Mapping[str, Any]], None],
+    ) -> None:
         lag, beat = Lag(len(self.cluster.addresses)), 0.0
-        lines = dict(self._workers)
         while lines and not self._closed:
             left = max(0.0, beat - time.monotonic())
             for index in readable(lines, left):
