@@ -60,9 +60,7 @@ class Chief:
         self._closed = False
         self._server = _listening(cluster)
 
-    def gather(
-        self, own: Mapping[str, Any], answer: Mapping[str, Any], look: Callable[[], None] = lambda: None
-    ) -> None:
+    def gather(self, own: Mapping[str, Any], answer: Mapping[str, Any], look: Callable[[], None]) -> None:
         """Wait for all others, compare what they say with the chief's `own` statement, and give each the `answer`.
 
         `look` is called meanwhile, and may raise.
@@ -164,9 +162,7 @@ class Chief:
                     continue
                 missing = [number for number in range(1, len(self.cluster.addresses)) if number not in self._workers]
                 places = ", ".join(f"{number} at {self.cluster.addresses[number]}" for number in missing)
-                raise ConfigError(
-                    "hardware.workers", "must all be started, at about one time", f"no {places}"
-                ) from None
+                raise ConfigError(KEY, "must all be started, at about one time", f"no {places}") from None
             line = Line(connection)
             said = line.read(min(until, time.monotonic() + 5.0))
             if said is not None and said.get("index") in range(1, len(self.cluster.addresses)):
