@@ -46,8 +46,7 @@ def take_part(workers: Cluster, config: DictConfig, task: str = TRAIN) -> None:
         config: checked.
         task: the dotted name of what each worker does with the parts of a run, its directory, and what it begins with.
 
-    Raises:
-        SystemExit: the run has not ended well, which is the chief's to say.
+    It ends this process, with 2 where it refuses and with 1 where it fails, so that the others see it at once.
     """
     remember(config.tracking.uri)
     member = meeting.Member(workers)
@@ -81,7 +80,7 @@ def take_part(workers: Cluster, config: DictConfig, task: str = TRAIN) -> None:
         sys.stderr.flush()
         with suppress(OSError):
             RunFolders.take_back()
-        os._exit(2 if isinstance(error, ConfigError) else 1)  # at once, so that the others see it
+        os._exit(2 if refuses else 1)
     member.wait()
 
 
