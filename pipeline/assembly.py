@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from pipeline import batching, dataset, forward, hardware, memory, model, objective, objective_checks, optimizer, sizes
 from pipeline.accumulation import Evaluation, Update, by_name, global_seed, measured, normalising_layers, spread
+from pipeline.batching import Reader
 from pipeline.best import Best
 from pipeline.cluster import Cluster
 from pipeline.data import Data
@@ -38,12 +39,13 @@ class Parts:
     data: Data
     recorded_data: dict[str, Any]  # what `provenance.dataset` says of `data`
     plan: Plan
-    batches: tf.data.Dataset  # of the updates that are to come
+    batches: tf.data.Dataset  # of the updates that are to come; of several workers the share of this one
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
     files: Files  # of `data`, as they were before they were read
     best: Best | None = None  # where one is to be kept
     said: Sequence[str] = ()  # of the data, a line each, once the run begins
+    reader: Reader | None = None  # of several workers
 
     def update(self) -> Update:
         """Return what applies one effective batch."""
@@ -84,10 +86,16 @@ class Parts:
             arrived=self.machine.arrived,
         )
 
-    def evaluation_batches(self, name: str = "validation") -> tf.data.Dataset | None:
-        """Return a split in effective batches, in its order; None where there is no such split."""
-        split = self.data.splits.get(name)
-        return None if split is None else self._in_order(split, self.plan.batching.effective_batch_size)
+    def whole_batches(self) -> tf.data.Dataset:
+        """Return effective batches from the first one on, also where this process reads a share of them."""
+        return self.batches if self.reader is None else _batches(self.config, self.data, self.plan)
+
+    def evaluation_batches(self, name: str = "validation", reader: Reader | None = None) -> tf.data.Dataset | None:
+        """Return a split in effective batches, in its order, or a reader's share; None where there is no such split."""
+        split, size = self.data.splits.get(name), self.plan.batching.effective_batch_size
+        if split is None:
+            return None
+        return batching.in_order(split, size, self.config.dataset.get("pad"), reader, self.data.made_of(name))
 
     def _in_order(self, split: tf.data.Dataset, size: int) -> tf.data.Dataset:
         return batching.in_order(split, size, self.config.dataset.get("pad"))
@@ -99,7 +107,7 @@ class Parts:
         changed: Sequence[tf.Variable] = (),
     ) -> Callable[..., dict[str, float]] | None:
         """Return what evaluates a split, as `pipeline.evaluator` says; None where there is no such split."""
-        batches = self.evaluation_batches(name)
+        batches = self.evaluation_batches(name, self.reader)
         if batches is None:
             return None
         return evaluator(self.evaluation(), batches, name, tell, changed, tries=self.machine.workers == 1)
@@ -198,16 +206,10 @@ def assemble(
     plan = sizes.plan(cut, data.examples, *sizes.settle_horizon(config.training))
     size, node, augment = cut.effective_batch_size, config.dataset, config.dataset.get("augment")
     key = "dataset" if augment is None else "dataset.augment"
+    here = config.hardware.replicas
+    reader = None if workers is None else Reader(workers.index * here, here, cut.replicas)
     with refused(key, "must give examples", (augment or node)._target_), located(data, files):
-        batches = batching.effective_batches(
-            node,
-            data,
-            seed=config.seed,
-            effective_batch_size=size,
-            epochs=plan.epochs,
-            first_update=first_update,
-            class_weight=config.training.class_weight,
-        )
+        batches = _batches(config, data, plan, first_update, reader)
     # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
     keras.utils.set_random_seed(config.seed)
     with machine.strategy.scope():
@@ -227,11 +229,26 @@ def assemble(
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(config.training.keep_best, goal, data, list(by_name(network, seen[1])))
     said = [*filter(None, said)]
-    parts = Parts(config, machine, data, recorded_data, plan, batches, network, goal, files, best, said)
+    parts = Parts(config, machine, data, recorded_data, plan, batches, network, goal, files, best, said, reader)
     if config.accumulation.same_noise is True and (layers := parts.cut_dependent_noise()):
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
     return parts
+
+
+def _batches(
+    config: DictConfig, data: Data, plan: Plan, first_update: int = 0, reader: Reader | None = None
+) -> tf.data.Dataset:
+    return batching.effective_batches(
+        config.dataset,
+        data,
+        seed=config.seed,
+        effective_batch_size=plan.batching.effective_batch_size,
+        epochs=plan.epochs,
+        first_update=first_update,
+        class_weight=config.training.class_weight,
+        reader=reader,
+    )
 
 
 def _digest(first: Any, data: Data) -> int:

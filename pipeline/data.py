@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,6 +19,24 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What a split is made of: records as they are stored, each one tensor.
+
+    Attributes:
+        split: that they make; whatever takes its place in a `Data` is made of something else.
+        records: in the order of the split.
+        make: takes a record, gives its example: a tuple, as the split has it.
+        shuffled: takes a seed, a scalar of int64, and gives the records with their files in an order that follows from
+            it; None where they lie in no files.
+    """
+
+    split: tf.data.Dataset
+    records: tf.data.Dataset
+    make: Callable[[tf.Tensor], tuple]
+    shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
+
+
+@dataclass(frozen=True)
 class Data:
     """The splits of a dataset, example by example, in a fixed order.
 
@@ -31,8 +48,9 @@ class Data:
         files: that the examples are read from, where they are prepared files.
         shards: of the splits, by their names, in the order in which they are read.
         shuffled: takes a seed, a scalar of int64, and gives the training split with its files in an
-            order that follows from the seed; None where it is not read from files.
-        from_stored: makes an example of what `shuffled` gives; None where that gives examples.
+            order that follows from the seed; None where it is not read from files, or these are `stored` ones.
+        stored: what splits are made of, by their names: what is streamed is made after it was shuffled, and one of
+            several workers makes its share alone.
     """
 
     train: tf.data.Dataset
@@ -44,13 +62,18 @@ class Data:
     shards: Mapping[str, Sequence[Shard]] = field(default_factory=dict)
     test: tf.data.Dataset | None = None
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
-    from_stored: Callable[[Any], tuple] | None = None
+    stored: Mapping[str, Stored] = field(default_factory=dict)
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
         """The splits that there are, by their names."""
         found = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in found.items() if split is not None}
+
+    def made_of(self, name: str) -> Stored | None:
+        """Return what a split is made of; None where that is not known."""
+        found = self.stored.get(name)
+        return None if found is None or found.split is not self.splits.get(name) else found
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline import instantiate, prepared
 from pipeline.data import Data as Data
+from pipeline.data import Stored as Stored
 from pipeline.dataset_checks import as_parts, checked
 from pipeline.errors import ConfigError, first_line
 from pipeline.trust import gate
@@ -51,7 +52,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     if not isinstance(made, Data):
         rule = "must give (train, validation[, test]) as tf.data.Datasets, or a pipeline.dataset.Data"
         raise ConfigError("dataset._target_", rule, type(made).__name__)
-    if made.shuffled is not None and made.from_stored is None:
+    if made.shuffled is not None:
         of_files = made.shuffled
         made = replace(made, shuffled=lambda seed: as_parts(of_files(seed)))
     splits = {name: checked(split, name) for name, split in made.splits.items()}

@@ -19,7 +19,7 @@ from pipeline import cluster, continuation, fitting, fork, imports, sizes, worke
 from pipeline import config as configuration
 from pipeline.checkpoint import Checkpoint
 from pipeline.continuation import Continuation
-from pipeline.errors import ConfigError, NotShippedError, first_line, say
+from pipeline.errors import NotShippedError, first_line, say
 from pipeline.fitting import Found
 from pipeline.fork import Fork
 from pipeline.interruption import Interruption, Terminated
@@ -72,8 +72,7 @@ def run(
         others = stack.enter_context(workers.Others(team, config))
         before = continuation.of(run_dir, config, cut, required=resume)
         if before is not None and before.finished:
-            others.refuse(ConfigError("RUN", "has finished"))
-            return before.run_id, _finished(before, config)
+            return before.run_id, _finished(before, config, others)
         start = _start(config, cut, run_dir, before)
         # Opens the store while TensorFlow is imported.
         tracking = config.tracking
@@ -125,10 +124,11 @@ def _is_micro(override: str) -> bool:
     return override.lstrip("+").startswith(f"{sizes.MICRO}=")
 
 
-def _finished(before: Continuation, config: DictConfig) -> float:
+def _finished(before: Continuation, config: DictConfig, others: Others) -> float:
     """Say that nothing is left to train, and ship what the store has not got of it; return the last loss."""
     before.past.close()
     say(f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train")
+    others.dismiss()
     last = before.past.last
     loss = last.get("val/loss", last.get("train/loss", math.inf))
     if sync_run(str(before.run_dir), config.tracking.uri, config.tracking.patience, named=False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-BEGINS = 600.0  # seconds for its first one: a store may be slow, and TensorFlow compiles
+BEGINS = 600.0  # seconds for its first two: a store may be slow, and TensorFlow compiles
 HANGS = 90.0  # seconds that a worker may let the others wait for its part of a sum
 
 
@@ -29,5 +29,6 @@ class Lag:
     def late(self) -> int | None:
         """Return the worker that the others have waited for too long; None where there is none."""
         least = min(self._counts)
-        waiting = least < max(self._counts) and time.monotonic() - self._since > (HANGS if least else BEGINS)
+        begins = least < 2  # an update may take two sums
+        waiting = least < max(self._counts) and time.monotonic() - self._since > (BEGINS if begins else HANGS)
         return self._counts.index(least) if waiting else None

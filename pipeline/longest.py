@@ -22,7 +22,7 @@ def of_update(config: DictConfig, data: Data, effective_batch_size: int) -> tf.d
     """
     node, examples = config.dataset, _longest(config, data.train, effective_batch_size)
     if examples is not None:
-        data = replace(data, train=examples, shuffled=None, from_stored=None)
+        data = replace(data, train=examples, shuffled=None)
     return batching.effective_batches(
         node,
         data,

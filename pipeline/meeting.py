@@ -32,6 +32,7 @@ from pipeline.masking import masked
 PATIENCE = 300.0  # seconds for all workers to come: a cluster starts them one after the other
 INTERVAL = 2.0  # seconds between two looks at the others
 TOLD = 10.0  # seconds in which a chief that refuses its config waits for workers to tell
+FINISHED = 60.0  # the same of one whose run has finished: they import TensorFlow before they come
 _OWN = ("tracking.", "trust.", "start.", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory")
 
 
@@ -82,14 +83,22 @@ class Chief:
         for line in self._workers.values():
             line.write({"answer": answer})
 
-    def refuse(self, error: ConfigError, patience: float = TOLD) -> None:
-        """Tell all others, those too that come within `patience` seconds, that the chief refuses."""
+    def refuse(self, error: ConfigError) -> None:
+        """Tell all others that the chief refuses."""
+        self._dismiss({"refused": str(error)}, TOLD)
+
+    def finished(self) -> None:
+        """Tell all others that the run has finished, so that nothing is left to do."""
+        self._dismiss({"finished": True}, FINISHED)
+
+    def _dismiss(self, word: Mapping[str, Any], patience: float) -> None:
+        """Say a last word to all others, those too that come within `patience` seconds."""
         until = time.monotonic() + patience
         with suppress(ConfigError, OSError):
             while len(self._workers) + 1 < len(self.cluster.addresses):
                 self._accept(until, lambda: None)
         for line in self._workers.values():
-            line.write({"refused": str(error)})
+            line.write(word)
         self.close()
 
     def watch(self, arrived: Callable[[], int], lost: Callable[[int, Mapping[str, Any]], None]) -> None:
@@ -181,8 +190,8 @@ class Member:
         self.told = False  # whether the chief knows why this worker, or another one, refuses
         self._done, self._over = False, threading.Event()
 
-    def join(self, own: Mapping[str, Any], patience: float = PATIENCE) -> dict[str, Any]:
-        """Say what is this worker's `own`, and return what the chief answers.
+    def join(self, own: Mapping[str, Any], patience: float = PATIENCE) -> dict[str, Any] | None:
+        """Say what is this worker's `own`, and return what the chief answers; None where the run has finished.
 
         Raises:
             ConfigError: the chief refuses, or does not answer.
@@ -202,6 +211,8 @@ class Member:
                     self._line = line
                     answer: dict[str, Any] = said["answer"]
                     return answer
+                if said is not None and "finished" in said:
+                    return None
                 if said is not None:
                     self.told = True
                     raise ConfigError(KEY, f"must all take part; refused: {said.get('refused')}")

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from filelock import FileLock
 
-from pipeline.data import Data, Shard
+from pipeline.data import Data, Shard, Stored
 from pipeline.errors import ConfigError, first_line
 
 FILES_AT_ONCE = 16  # that are read in turn where files are shuffled
@@ -53,28 +53,38 @@ def read(
     read = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False, add_tfds_id=False)
     adapter = file_adapters.ADAPTER_FOR_FORMAT[builder.info.file_format or file_adapters.DEFAULT_FILE_FORMAT]
 
+    def files_of(name: str) -> tf.data.Dataset:
+        parts = builder.info.splits[name].file_instructions
+        names = tf.constant([str(part.filename) for part in parts], tf.string)
+        counts = tf.constant([(part.skip, part.take) for part in parts], tf.int64, [len(parts), 2])
+        return tf.data.Dataset.from_tensor_slices((names, counts))
+
+    @tf.autograph.experimental.do_not_convert
+    def records_of(name: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+        return adapter.make_tf_data(name, BUFFER).skip(count[0]).take(count[1])
+
     def shuffled(seed: tf.Tensor) -> tf.data.Dataset:
         """Read the records as they lie in the files: TFDS would parse each before it is shuffled, at half of all cost.
 
         One of each of 16 files in turn.
         """
-        parts = builder.info.splits[train].file_instructions
-        names = tf.constant([str(part.filename) for part in parts])
-        counts = tf.constant([(part.skip, part.take) for part in parts], tf.int64)
-        files = tf.data.Dataset.from_tensor_slices((names, counts))
-        return files.shuffle(len(parts), seed=seed, reshuffle_each_iteration=False).interleave(
-            lambda name, count: adapter.make_tf_data(name, BUFFER).skip(count[0]).take(count[1]),
+        files = files_of(train)
+        return files.shuffle(files.cardinality(), seed=seed, reshuffle_each_iteration=False).interleave(
+            records_of,
             cycle_length=FILES_AT_ONCE,
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
 
+    converted = tf.function(preprocess)  # as `map` below does: it may be of the user, with an `if` of a tensor
+
     @tf.autograph.experimental.do_not_convert
-    def from_stored(record: tf.Tensor) -> tuple:
-        example: tuple = preprocess(builder.info.features.deserialize_example(record))
+    def make(record: tf.Tensor) -> tuple:
+        example: tuple = converted(builder.info.features.deserialize_example(record))
         return example
 
     shards: dict[str, list[Shard]] = {}
+    stored: dict[str, Stored] = {}
 
     def split(name: str, key: str) -> tf.data.Dataset:
         try:
@@ -85,7 +95,13 @@ def read(
             raise ConfigError(f"dataset.{key}", f"must be a split of {builder.name}{none}", name, choices) from error
         parts = builder.info.splits[name].file_instructions
         shards[key.removesuffix("_split")] = [Shard(Path(part.filename), part.skip, part.take) for part in parts]
-        return dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+        records = (
+            files_of(name).flat_map(records_of).apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
+        )
+        by_files = shuffled if key == "train_split" else None
+        stored[key.removesuffix("_split")] = Stored(dataset, records, make, by_files)
+        return dataset
 
     labels = dict(builder.info.features or {}).get(label_key)
     files = (path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json")
@@ -99,6 +115,5 @@ def read(
         version=str(builder.version),
         files=tuple(sorted(files)),
         shards=shards,
-        shuffled=shuffled,
-        from_stored=from_stored,
+        stored=stored,
     )

@@ -1,6 +1,7 @@
 """A worker beside the chief: it computes as the chief does, and leaves it to log, write checkpoints and speak.
 
-`python -m pipeline.worker` is one that the chief has started: it reads a line of JSON with the cluster and the config.
+`python -m pipeline.worker` is one that the chief has started: it reads a line of JSON with the cluster and the config,
+which is a text of YAML.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def take_part(workers: Cluster, config: DictConfig, task: str = TRAIN) -> None:
         with imports.without_chatter():
             from pipeline import assembly
         answer = member.join(meeting.statement(config))
+        if answer is None:
+            return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the chief ends the run
         with open_dict(config):
@@ -86,7 +89,7 @@ def take_part(workers: Cluster, config: DictConfig, task: str = TRAIN) -> None:
 
 def train(parts: Parts, run_dir: Path, start: Checkpoint | Fork | None) -> None:
     """Train as the chief does, and write nothing."""
-    from pipeline import training
+    from pipeline import training, unreadable
     from pipeline.checkpoint import Checkpoints
     from pipeline.progress import Progress
     from pipeline.recorder import Nowhere, Recorder
@@ -104,25 +107,26 @@ def train(parts: Parts, run_dir: Path, start: Checkpoint | Fork | None) -> None:
         raises=False,
     )
     parts.changed()
-    training.train(
-        parts.model,
-        parts.batches,
-        update,
-        plan,
-        recorder,
-        evaluate=parts.evaluate("validation"),
-        test=parts.evaluate("test"),
-        evaluate_every=config.training.evaluate_every,
-        callbacks={
-            name: callback
-            for name, callback in parts.objective.callbacks.items()
-            if not any(kind.__name__ in WRITING for kind in type(callback).__mro__)
-        },
-        checkpoints=Checkpoints(run_dir / "checkpoints", None, plan, writes=False),
-        start=start,
-        best=parts.best,
-        agreed=parts.machine.agree,
-    )
+    with unreadable.located(parts.data, parts.files):
+        training.train(
+            parts.model,
+            parts.batches,
+            update,
+            plan,
+            recorder,
+            evaluate=parts.evaluate("validation"),
+            test=parts.evaluate("test"),
+            evaluate_every=config.training.evaluate_every,
+            callbacks={
+                name: callback
+                for name, callback in parts.objective.callbacks.items()
+                if not any(kind.__name__ in WRITING for kind in type(callback).__mro__)
+            },
+            checkpoints=Checkpoints(run_dir / "checkpoints", None, plan, writes=False),
+            start=start,
+            best=parts.best,
+            agreed=parts.machine.agree,
+        )
 
 
 def _from_json(said: dict[str, Any] | None) -> Checkpoint | Fork | None:

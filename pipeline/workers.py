@@ -88,7 +88,8 @@ class Others:
         if self.cluster is None or not self.cluster.started:
             return
         self._logs = run_dir.absolute() / "workers"
-        plain = configuration.plain(config)  # what refers to Hydra is known here alone
+        # What refers to Hydra is known here alone. JSON would make texts of the labels in training.class_weight.
+        plain = OmegaConf.to_yaml(OmegaConf.create(configuration.plain(config)))
         composed: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain))
         self._composed = composed
         self._made = not self._logs.exists()
@@ -143,6 +144,11 @@ class Others:
         """Let those who wait know that there will be no run."""
         if self._chief is not None and self.cluster is not None and not self.cluster.started:
             self._chief.refuse(error)
+
+    def dismiss(self) -> None:
+        """Let those who wait know that the run has finished."""
+        if self._chief is not None and self.cluster is not None and not self.cluster.started:
+            self._chief.finished()
 
     def _lost(self, index: int, said: Mapping[str, Any]) -> None:
         """End a worker that hangs, so that TensorFlow sees it; later this process, if it still waits to be joined."""

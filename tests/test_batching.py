@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from omegaconf import OmegaConf
 
 from pipeline import batching, dataset
+from pipeline.batching import Reader
 from pipeline.dataset import Data
 from pipeline.errors import ConfigError
 from tests.running import ROOT, python
@@ -90,6 +93,64 @@ def test_what_comes_before_an_update_is_left_out(node, augment):
         assert len(read) == (EXAMPLES if node["in_memory"] else EXAMPLES * (3 - first_update // 3))
 
 
+def by_readers(workers, replicas, batches_of):
+    """What each of so many workers, with so many replicas each, reads: `batches_of(reader)`."""
+    readers = [Reader(worker * replicas, replicas, workers * replicas) for worker in range(workers)]
+    return [list(batches_of(reader)) for reader in readers]
+
+
+def assert_shares(whole, of_workers, replicas):
+    """Of every batch each worker has the examples of its replicas, some of them none, and knows where they are."""
+    assert [len(shares) for shares in of_workers] == [len(whole)] * len(of_workers)
+    for batch, *shares in zip(whole, *of_workers, strict=True):
+        count = len(batch[1])
+        size = replicas * -(-count // (replicas * len(of_workers)))
+        assert [int(share.examples) for share in shares] == [count] * len(shares)
+        assert [int(share.start) for share in shares] == [worker * size for worker in range(len(shares))]
+        sizes = [min(max(count - worker * size, 0), size) for worker in range(len(shares))]
+        assert [len(share.batch[1]) for share in shares] == sizes
+        for part, *parts in zip(batch, *(share.batch for share in shares), strict=True):
+            assert np.array_equal(np.concatenate(parts), part)
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2), (9, 1)])
+@pytest.mark.parametrize("augment", [{}, {"augment": {"_target_": f"{__name__}.augmentation"}}], ids=["plain", "shift"])
+@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED, BUFFERED], ids=["in_memory", "streamed", "buffered"])
+def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
+    """Of 23 examples in batches of 8: the last one has 7, so that one of nine workers has two times none."""
+
+    def batches_of(reader):
+        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 2, "first_update": 1, "class_weight": {3: 5.0}}
+        node_of = OmegaConf.create({**node, **augment})
+        return batching.effective_batches(node_of, numbered(), **settings, reader=reader).as_numpy_iterator()
+
+    whole = list(batches_of(None))
+    AUGMENTED.clear()
+    of_workers = by_readers(workers, replicas, batches_of)
+    assert_shares(whole, of_workers, replicas)
+    assert len(AUGMENTED) == (2 * EXAMPLES - 8 if augment else 0)
+
+
+@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED], ids=["in_memory", "streamed"])
+def test_workers_read_examples_of_unequal_length_whole(node):
+    """How long a batch is follows from all of it."""
+    lengths = [1 + number % 4 for number in range(EXAMPLES)]
+    texts = tf.data.Dataset.from_generator(
+        lambda: ((np.full(length, 7), number) for number, length in enumerate(lengths)),
+        output_signature=(tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)),
+    ).apply(tf.data.experimental.assert_cardinality(EXAMPLES))
+    settings = {"seed": 0, "effective_batch_size": 8, "epochs": 1}
+    for pad in (None, {"multiple": 4, "value": 0}):
+        made = OmegaConf.create({**node, "pad": pad})
+        one, two = (
+            list(batching.effective_batches(made, Data(texts, None), **settings, reader=reader))
+            for reader in (None, Reader(1, 1, 2))
+        )
+        for (x, y), (also_x, also_y) in zip(one, two, strict=True):
+            assert (y == also_y).numpy().all()
+            assert x.to_list() == also_x.to_list() if pad is None else (x == also_x).numpy().all()
+
+
 def test_the_augmentation_is_of_the_example_in_this_epoch():
     by_number = []
     for node in (IN_MEMORY, STREAMED):  # two orders
@@ -152,7 +213,7 @@ def digits(tmp_path_factory):
 def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(digits, augment, small, monkeypatch):
     monkeypatch.setattr(batching, "SMALL", small)
     data = dataset.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
-    assert data.shuffled(tf.constant(0, tf.int64)).element_spec.dtype == tf.string  # as it is stored
+    assert data.stored["train"].shuffled(tf.constant(0, tf.int64)).element_spec.dtype == tf.string  # as it is stored
     settings = {"seed": 3, "effective_batch_size": 100, "epochs": 1}
     node = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200, **augment})
     batches = list(batching.effective_batches(node, data, **settings).as_numpy_iterator())
@@ -167,6 +228,102 @@ def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(digits, augm
         kept = {image for image, _ in seen} & {image for image, _ in examples}
         assert len(kept) < 1437 / 10  # one place of 49 is where it was
         assert {x.dtype for x, _ in batches} == {np.dtype("float32")}
+
+
+STORED = []  # examples that `counted` has made
+
+
+def counted(data):
+    """Note each example that is made of what is stored."""
+
+    def noted(label):
+        STORED.append(int(label))
+        return label
+
+    def counting(stored):
+        def make(record):
+            x, y = stored.make(record)
+            return x, tf.ensure_shape(tf.numpy_function(noted, [y], y.dtype), y.shape)
+
+        return replace(stored, make=make)
+
+    return replace(data, stored={name: counting(stored) for name, stored in data.stored.items()})
+
+
+@pytest.mark.parametrize("augment", [{}, SHIFT], ids=["plain", "augmented"])
+@pytest.mark.parametrize("shuffle_files", [True, False])
+def test_each_worker_decodes_its_share_alone(digits, shuffle_files, augment):
+    data = dataset.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
+    node = OmegaConf.create({"in_memory": False, "shuffle_files": shuffle_files, "shuffle_buffer": 200, **augment})
+    settings = {"seed": 3, "effective_batch_size": 100, "epochs": 1}
+    whole = list(batching.effective_batches(node, data, **settings).as_numpy_iterator())
+    STORED.clear()
+
+    def batches_of(reader):
+        return batching.effective_batches(node, counted(data), **settings, reader=reader).as_numpy_iterator()
+
+    assert_shares(whole, by_readers(3, 1, batches_of), 1)
+    assert sorted(STORED) == sorted(np.concatenate([y for _, y in whole]).tolist())
+
+
+def brighter_from_5_on(features):
+    """As a user writes it: TensorFlow makes a branch of the graph of this `if`."""
+    x = tf.cast(features["image"], tf.float32)
+    if features["label"] >= 5:
+        x += 100
+    return x, features["label"]
+
+
+def test_what_makes_an_example_may_have_an_if_of_a_tensor(digits):
+    data = dataset.from_tfds(
+        builder="pipeline.datasets.digits.Digits",
+        data_dir=digits,
+        validation_split="validation",
+        preprocess=brighter_from_5_on,
+    )
+    node = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200})
+    settings = {"seed": 3, "effective_batch_size": 500, "epochs": 1}
+    for reader in (None, Reader(0, 1, 2)):
+        splits = [
+            batching.effective_batches(node, data, **settings, reader=reader),
+            batching.in_order(data.validation, 500, None, reader, data.made_of("validation")),
+        ]
+        for batch in (batch for split in splits for batch in split.as_numpy_iterator()):
+            x, y = batch if reader is None else batch.batch
+            assert ((x.max((1, 2, 3)) >= 100) == (y >= 5)).all()
+            assert len(set(y.tolist())) == 10
+
+
+def test_each_worker_decodes_its_share_of_an_evaluation_alone(digits):
+    data = dataset.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
+    whole = list(batching.in_order(data.validation, 50).as_numpy_iterator())
+
+    def batches_of(reader, data):
+        made_of = data.made_of("validation")
+        return batching.in_order(data.validation, 50, None, reader, made_of).as_numpy_iterator()
+
+    STORED.clear()
+    assert_shares(whole, by_readers(2, 1, lambda reader: batches_of(reader, counted(data))), 1)
+    assert len(STORED) == 180
+    # Another split in its place is read as it is.
+    brighter = replace(data, validation=data.validation.map(lambda x, y: (x + 1, y)))
+    STORED.clear()
+    of_workers = by_readers(2, 1, lambda reader: batches_of(reader, counted(brighter)))
+    assert_shares([(x + 1, y) for x, y in whole], of_workers, 1)
+    assert STORED == []
+
+
+def test_a_training_split_of_ones_own_is_not_read_as_it_was_stored(digits, monkeypatch):
+    """Its examples are changed, so the records that they were made of are not asked."""
+    plain = dataset.digits(digits)
+    brighter = lambda: replace(plain, train=plain.train.map(lambda x, y: (x + 1, y)))  # noqa: E731
+    monkeypatch.setattr(dataset, "digits", brighter)
+    data = dataset.load(DIGITS)
+    node = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200})
+    batches = batching.effective_batches(node, data, seed=0, effective_batch_size=500, epochs=1)
+    assert min(x.min() for x, _ in batches.as_numpy_iterator()) == 1
+    assert data.made_of("train") is None
+    assert data.made_of("validation") is not None
 
 
 def test_the_digits_are_split_once_and_for_all(digits):

@@ -47,6 +47,30 @@ class Slow(keras.callbacks.Callback):
                 raise RuntimeError("no more of this")
             time.sleep(10000)
 """
+# The digits, each noted by the process that makes it.
+NOTED = """
+import os
+import tensorflow as tf
+
+def noted(features):
+    def note(label):
+        with open(f"made-{os.getpid()}", "a") as file:
+            file.write("x")
+        return label
+    label = tf.numpy_function(note, [features["label"]], tf.int64)
+    return tf.cast(features["image"], tf.float32) / 16, tf.ensure_shape(label, [])
+"""
+# The digits, of which one cannot be made: the last one of the validation split, which only its pixels tell.
+BROKEN = """
+import tensorflow as tf
+
+def broken(features):
+    pixels = tf.cast(tf.reshape(features["image"], [-1]), tf.int64)
+    found = tf.reduce_sum(pixels * tf.range(64, dtype=tf.int64))
+    good = tf.debugging.assert_none_equal(found, tf.constant(11097, tf.int64))
+    with tf.control_dependencies([good]):
+        return tf.cast(features["image"], tf.float32) / 16, features["label"]
+"""
 OTHER = """
 import json, os
 import numpy as np
@@ -57,6 +81,14 @@ def data(data_dir):
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     x = np.full([64, 3], 1 + index, "float32")
     return Data(tf.data.Dataset.from_tensor_slices((x, np.arange(64) % 2)), None, classes=2)
+"""
+OF_OTHER_VERSION = """
+from importlib import metadata
+
+def version(name, found=metadata.version):
+    return "9.9.9" if name == "scikit-learn" else found(name)
+
+metadata.version = version
 """
 NORMALISED = """
 import keras
@@ -126,6 +158,51 @@ def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
     assert workers_in(tmp_path) == []
 
 
+def test_workers_make_the_examples_of_their_share_alone(tmp_path):
+    """Streamed, moved and weighted: what two workers have made is what one has made, and the runs are equal."""
+    data = {
+        **{"_target_": "pipeline.dataset.from_tfds", "builder": "pipeline.datasets.digits.Digits"},
+        **{"validation_split": "validation", "test_split": "test", "in_memory": False, "shuffle_buffer": 300},
+        **{"preprocess": {"_target_": "mine.noted", "_partial_": True}},
+        "augment": {"_target_": "pipeline.augmentation.Shift", "pixels": 1},
+    }
+    (tmp_path / "conf" / "dataset").mkdir(parents=True)
+    (tmp_path / "conf" / "dataset" / "noted.yaml").write_text(json.dumps(data))
+    weighted = ("training.class_weight={3: 2.0, 5: 0.5}", "model.l2=0.001")
+    made, curves = [], []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        (folder / "mine.py").write_text(NOTED)
+        of_run = ("--config-dir", "../conf", "dataset=noted", *weighted, f"hardware.workers={workers}")
+        pipeline("train", *RUN, *of_run, cwd=folder)
+        made.append([len(file.read_text()) for file in folder.glob("made-*")])
+        curves.append(left_in(folder))
+    assert set(curves[0]) == set(curves[1])
+    for name, history in curves[0].items():
+        assert curves[1][name] == pytest.approx(history, rel=1e-12), name
+    # Three epochs, four evaluations and a test, and before them the few examples that show their form.
+    ((alone,), (one, other)) = made
+    whole = 3 * 1437 + 4 * 180 + 180
+    assert whole <= alone < whole + 100
+    assert max(one, other) < whole / 2 + 100
+
+
+@pytest.mark.slow
+def test_an_example_that_only_another_worker_makes_is_found(tmp_path):
+    """Each worker evaluates 90 of 180 examples."""
+    (tmp_path / "mine.py").write_text(BROKEN)
+    data = ["dataset=tfds", "dataset.name=null", "+dataset.builder=pipeline.datasets.digits.Digits"]
+    data += ["dataset.validation_split=validation", "+dataset.preprocess._target_=mine.broken"]
+    data += ["+dataset.preprocess._partial_=true"]
+    said = pipeline("train", *RUN, *data, "hardware.workers=2", cwd=tmp_path, status=1).stderr
+    why = (
+        "worker 1 does not take part any more: DataError: the data cannot be read: example 179 of the validation split"
+    )
+    assert why in last_word(said)
+    assert Store(tmp_path).run().info.status == "FAILED"
+
+
 def test_two_tasks_of_a_cluster_are_one_run(tmp_path, alone):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     place_store(tmp_path)
@@ -133,6 +210,12 @@ def test_two_tasks_of_a_cluster_are_one_run(tmp_path, alone):
     ended = [each.communicate(timeout=300) for each in tasks]
     assert [each.returncode for each in tasks] == [0, 0], ended
     assert "update" not in ended[1][1]
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-12)
+    # A cluster that starts the job again, as it does with one that was preempted, is told that it has finished.
+    tasks = [task(cluster, index, (*RUN, "training.resume=auto"), tmp_path) for index in (0, 1)]
+    ended = [each.communicate(timeout=120) for each in tasks]
+    assert [each.returncode for each in tasks] == [0, 0], ended
+    assert "there is nothing to train" in ended[0][1]
     assert left_in(tmp_path)["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-12)
 
 
@@ -257,6 +340,20 @@ def test_one_worker_that_refuses_ends_all_with_one_line(tmp_path, chief, other, 
     assert not Store(tmp_path).runs() if (tmp_path / "mlruns" / "mlflow.db").exists() else True
 
 
+def test_workers_of_other_versions_are_refused(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text(OF_OTHER_VERSION)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    paths = os.pathsep.join([str(other), environment()["PYTHONPATH"]])
+    tasks = [task(cluster, 0, RUN, tmp_path), task(cluster, 1, RUN, tmp_path, PYTHONPATH=paths)]
+    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
+    assert [each.returncode for each in tasks] == [2, 2], (first, second)
+    line = "scikit-learn must be the same for all workers, and is '9.9.9' on worker 1. Received: "
+    assert last_word(first).startswith(f"pipeline: {line}")
+    assert "pipeline: " not in second
+
+
 def test_workers_with_other_data_are_refused(tmp_path):
     (tmp_path / "mine.py").write_text(OTHER)
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
@@ -284,22 +381,27 @@ def test_who_lets_the_others_wait(monkeypatch):
     lag = meeting.Lag(3)
     now[0] = 1000.0
     assert lag.late() is None  # nobody is waited for
-    for worker in (0, 1, 2):
+    for worker in (0, 1):
         lag.note(worker, 1)
+    lag.note(1, 2)
+    now[0] += 2 * meeting.HANGS
+    assert lag.late() is None  # of the first update, which takes two sums, one waits longer
+    for worker in (0, 1, 2):
+        lag.note(worker, 2)
     now[0] += 1000
     assert lag.late() is None
     for worker in (0, 2):
-        lag.note(worker, 2)
+        lag.note(worker, 3)
     assert lag.late() is None
     now[0] += meeting.HANGS - 1
-    lag.note(0, 3)
+    lag.note(0, 4)
     assert lag.late() is None
     now[0] += 2
     assert lag.late() == 1
-    lag.note(1, 3)  # it has come on
+    lag.note(1, 4)  # it has come on
     assert lag.late() is None
-    lag.note(2, 3)
-    lag.note(1, 4)
+    lag.note(2, 4)
+    lag.note(1, 5)
     now[0] += meeting.HANGS + 1
     assert lag.late() == 0
 
@@ -310,14 +412,14 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in bound]
 
 
-def task(cluster: dict, index: int, overrides, cwd: Path) -> subprocess.Popen[str]:
-    """Start one task of a cluster; its run directory is its own."""
+def task(cluster: dict, index: int, overrides, cwd: Path, **more: str) -> subprocess.Popen[str]:
+    """Start one task of a cluster; its run directory is its own, and so are `more` of its environment."""
     own = [text if not text.startswith("hydra.run.dir=") else f"hydra.run.dir=run{index}" for text in overrides]
     config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
     return subprocess.Popen(
         [sys.executable, "-m", "pipeline", "train", "hardware=multi_worker", *own],
         cwd=cwd,
-        env=environment(TF_CONFIG=config),
+        env=environment(TF_CONFIG=config, **more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

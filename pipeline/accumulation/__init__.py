@@ -14,8 +14,8 @@ from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
 from .outputs import Losses, Metrics, Term, by_name, labels_by_name, measured, spread, terms, update_metrics
 from .same_noise import drawn, keys_of, noisy_layers
-from .slicing import examples_in, parts_of, slice_specs
-from .sums import GradientSums
+from .slicing import Share, examples_in, parts_of, slice_specs
+from .sums import GradientSums, Known, known_of
 from .update import Update, accumulate_gradients
 from .weighting import weighted_sum
 
@@ -24,9 +24,11 @@ __all__ = [
     "AccumulatingModel",
     "Evaluation",
     "GradientSums",
+    "Known",
     "Losses",
     "Metrics",
     "NoiseScale",
+    "Share",
     "Term",
     "Update",
     "accumulate_gradients",
@@ -38,6 +40,7 @@ __all__ = [
     "fused_adam",
     "global_seed",
     "keys_of",
+    "known_of",
     "labels_by_name",
     "layers_of",
     "logits_of",

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
-from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
+from .replicas import reduce
+from .slicing import Nest, Share, examples_in, share_of, sum_over_micro_batches
 from .sums import GradientSums, known_of, micro_batch_losses
-from .update import reduce
 
 
 class Evaluation:
@@ -37,13 +37,13 @@ class Evaluation:
         self.strategy, self.arrived = strategy or tf.distribute.get_strategy(), arrived
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, batch: Nest) -> GradientSums:
-        """Add `batch` to the metrics; return its loss and weight, without gradients."""
+    def __call__(self, batch: Nest | Share) -> GradientSums:
+        """Add `batch`, as an `Update` takes it, to the metrics; return its loss and weight, without gradients."""
         return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)), self.arrived)
 
-    def _evaluate(self, batch: Nest) -> GradientSums:
+    def _evaluate(self, batch: Nest | Share) -> GradientSums:
         share, _ = share_of(batch, self.strategy.num_replicas_in_sync)
-        whole = known_of(parts_of(batch))
+        whole = known_of(batch)
 
         def micro_step(_: tf.Tensor, *parts: Nest) -> GradientSums:
             x, y, sample_weight = parts

@@ -1,9 +1,9 @@
-"""A batch in slices: each replica's share of it, and the micro-batches of a share."""
+"""A batch in slices: each process' and each replica's share of it, and the micro-batches of a share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -11,19 +11,46 @@ import tensorflow as tf
 Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
 
 
-def share_of(batch: Nest, replicas: int) -> tuple[Nest, Any]:
-    """Return this replica's part of `batch`, and the place of its first example in it.
+class Share(NamedTuple):
+    """What one of several processes has read of an effective batch: the examples of its own replicas.
+
+    Attributes:
+        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest with the examples on axis 0; of any number, also none.
+        start: place of the first of them in the effective batch, scalar of int32.
+        examples: of the effective batch, scalar of int32.
+    """
+
+    batch: Nest
+    start: tf.Tensor
+    examples: tf.Tensor
+
+    @classmethod
+    def of(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
+        """Return what `count` of all replicas, from number `first` on, have of an effective batch, or of its names."""
+        examples = examples_in(batch)
+        start, stop = (replica * _size(examples, replicas) for replica in (first, first + count))
+        return cls(_slice(batch, start, stop), start, examples)
+
+
+def share_of(batch: Nest | Share, replicas: int) -> tuple[Nest, Any]:
+    """Return this replica's part of an effective batch, and the place of its first example in it.
 
     It is of ⌈examples / replicas⌉ consecutive examples, fewer on the last replicas.
     """
-    batch = parts_of(batch)
+    parts = parts_of(batch)
     if replicas == 1:
-        return batch, 0
+        return parts, 0
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     # On the host, so that a device receives its share and not the whole batch.
     with tf.device("CPU:0"):
-        size = -(-examples_in(batch) // replicas)
-        return _slice(batch, replica * size, (replica + 1) * size), replica * size
+        here, examples = (batch.start, batch.examples) if isinstance(batch, Share) else (0, examples_in(parts))
+        size = _size(examples, replicas)
+        place = replica * size
+        return _slice(parts, place - here, place - here + size), place
+
+
+def _size(examples: tf.Tensor, replicas: int) -> tf.Tensor:
+    return -(-examples // replicas)
 
 
 def sum_over_micro_batches(
@@ -105,11 +132,11 @@ def _like(output: Any, total: Any) -> Any:
     return tf.IndexedSlices(*total, tf.constant(output.shape.as_list()))
 
 
-def parts_of(batch: Nest) -> tuple[Nest, Nest, Nest]:
+def parts_of(batch: Nest | Share) -> tuple[Nest, Nest, Nest]:
     """Return `(x, y, sample_weight)`, its arrays as tensors: a traced loop slices only those. What is None stays so."""
     return tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
-        keras.utils.unpack_x_y_sample_weight(batch),
+        keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share) else batch),
     )
 
 

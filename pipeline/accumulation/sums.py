@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from .moving_statistics import Moves
 from .outputs import Losses, spread, terms
-from .slicing import examples_in
+from .slicing import Share, examples_in, parts_of
 from .weighting import Nest, weighted_sum
 
 Gradients = tuple[Any, ...]  # of each variable a tensor; `()` for one that the losses do not depend on
@@ -46,9 +46,12 @@ class Known(NamedTuple):
     weights: Nest
 
 
-def known_of(batch: Nest) -> Known:
-    """Return what is known of `(x, y, sample_weight)`; on the host, so that no device receives all of it."""
-    x, _, weights = batch
+def known_of(batch: Nest | Share) -> Known:
+    """Return what is known of an effective batch; on the host, so that no device receives all of it.
+
+    The weights of a `Share` are of its own examples alone.
+    """
+    x, _, weights = parts_of(batch)
 
     def total(leaf: Any) -> tf.Tensor | None:
         if leaf is None:
@@ -58,7 +61,8 @@ def known_of(batch: Nest) -> Known:
         return tf.reduce_sum(tf.cast(leaf, tf.float32) if leaf.dtype.size < 4 else leaf)
 
     with tf.device("CPU:0"):
-        return Known(examples_in(x), tf.nest.map_structure(total, weights))
+        examples = batch.examples if isinstance(batch, Share) else examples_in(x)
+        return Known(examples, tf.nest.map_structure(total, weights))
 
 
 class GradientSums(NamedTuple):

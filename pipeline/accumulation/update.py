@@ -25,9 +25,10 @@ from . import noise_scale
 from .adam import fused_adam
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
+from .replicas import known_of_all, reduce
 from .same_noise import drawn, keys_of, noisy_layers
-from .slicing import Nest, examples_in, parts_of, share_of, sum_over_micro_batches
-from .sums import Gradients, GradientSums, Part, known_of, means, micro_batch_losses
+from .slicing import Nest, Share, examples_in, parts_of, share_of, sum_over_micro_batches
+from .sums import Gradients, GradientSums, Known, Part, known_of, means, micro_batch_losses
 
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
@@ -41,7 +42,7 @@ def accumulate_gradients(
     metrics: Metrics = (),
     weighted_metrics: Metrics = (),
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
-    whole: Nest = None,
+    whole: Known | None = None,
     place: tf.Tensor | int = 0,
     measure_noise: tf.Tensor | bool = False,
     noise_keys: Sequence[tf.Tensor] = (),
@@ -67,7 +68,7 @@ def accumulate_gradients(
             name of the output. The mask of the outputs weighs the former, the sample weights weigh the latter.
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
             wants it; the sums then hold scaled gradients and the losses are unscaled.
-        whole: the effective batch, where `batch` is one replica's share of it.
+        whole: what is known of the effective batch, where `batch` is one replica's share of it.
         place: of the share's first example in the effective batch.
         measure_noise: whether `noise` is wanted: a pass over the gradient for each micro-batch.
         noise_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the effective batch: these layers then
@@ -84,7 +85,7 @@ def accumulate_gradients(
             positive.
     """
     variables = [variable.value for variable in model.trainable_variables]
-    effective = known_of(parts_of(batch if whole is None else whole))
+    effective = known_of(batch) if whole is None else whole
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
 
     def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:
@@ -164,17 +165,21 @@ class Update:
         self._scale_loss = optimizer.scale_loss if scales else None
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, batch: Nest) -> dict[str, tf.Tensor]:
+    def __call__(self, batch: Nest | Share) -> dict[str, tf.Tensor]:
         """Apply the gradient of `batch` once. Call it inside a `tf.function`.
 
         Args:
-            batch: the effective batch, as `accumulate_gradients` takes it; every replica gets its share.
+            batch: the effective batch, as `accumulate_gradients` takes it, or of several processes the `Share` that
+                each has read of it; every replica gets its share.
 
         Returns:
             Scalars: `loss`, that of each of several outputs as `<output>_loss`, one entry for each metric,
             `learning_rate` as this update used it, and `gradient_norm`, the global L2 norm of the averaged gradient
             before clipping; where the noise is measured `gradient_variance` and `gradient_square`, as
             `noise_scale.estimate` gives them.
+
+        Raises:
+            ValueError: it is called in a strategy's scope.
         """
         known = [len(metric.variables) for metric in self.measured.values()]
         for metric in self.measured.values():
@@ -200,11 +205,14 @@ class Update:
             results |= _estimates(sums, tf.square(norm), tf.square(scale))
         return {**results, "learning_rate": learning_rate, "gradient_norm": norm}
 
-    def sums(self, batch: Nest, measure_noise: tf.Tensor | bool = False) -> GradientSums:
+    def sums(self, batch: Nest | Share, measure_noise: tf.Tensor | bool = False) -> GradientSums:
         """Return the sums over all replicas, applying nothing; the metrics go on from where they are."""
+        if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
+            raise ValueError("an update must be outside of its strategy's scope; the model is made inside of it")
         # Here, where all copies of a seed get the same value: they may have parted.
         keys = keys_of(noisy_layers(self.model, parts_of(batch)[0])) if self.same_noise else []
-        sums = self.strategy.run(self._accumulate, args=(batch, measure_noise, keys))
+        known = known_of_all(self.strategy, batch, self.loss, self.arrived)
+        sums = self.strategy.run(self._accumulate, args=(batch, known, measure_noise, keys))
         return reduce(self.strategy, sums, self.arrived)
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> None:
@@ -221,7 +229,7 @@ class Update:
             return (self.begun.assign_add(1) - 1) % self.noise_every == 0
 
     def _accumulate(
-        self, batch: Nest, measure_noise: tf.Tensor | bool, noise_keys: Sequence[tf.Tensor]
+        self, batch: Nest | Share, whole: Known, measure_noise: tf.Tensor | bool, noise_keys: Sequence[tf.Tensor]
     ) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync
         share, place = share_of(batch, replicas)
@@ -234,7 +242,7 @@ class Update:
             metrics=self.metrics,
             weighted_metrics=self.weighted_metrics,
             scale_loss=self._scale_loss,
-            whole=batch,
+            whole=whole,
             place=place,
             measure_noise=measure_noise,
             noise_keys=noise_keys,
@@ -294,11 +302,3 @@ def _estimates(sums: GradientSums, square: tf.Tensor, scale: tf.Tensor) -> dict[
     squares, square = squares / tf.cast(scale, squares.dtype), tf.cast(square, squares.dtype)
     variance, square = noise_scale.estimate(squares, parts, square, weight, sums.examples)
     return {"gradient_variance": variance, "gradient_square": square}
-
-
-def reduce(strategy: tf.distribute.Strategy, sums: GradientSums, arrived: tf.Variable | None = None) -> GradientSums:
-    """Sum over replicas; every replica gets the result. `arrived` counts the calls, each once its sums are there."""
-    if arrived is not None:
-        with tf.control_dependencies(tf.nest.flatten(strategy.experimental_local_results(sums.examples))):
-            arrived.assign_add(1)
-    return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)

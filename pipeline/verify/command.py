@@ -92,7 +92,7 @@ def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
     """Return a whole effective batch and a tail, and a batch of the validation split where there is one."""
     from pipeline.verify import engine
 
-    whole = next(iter(parts.batches))
+    whole = next(iter(parts.whole_batches()))
     tail = engine.shortened(whole, parts.plan.batch_size(parts.plan.updates_per_epoch))
     batches = parts.evaluation_batches()
     validation = [] if batches is None else list(batches.take(1))

@@ -108,8 +108,8 @@ def _dense(**arguments: Any) -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), hidden, layers.Dense(CLASSES, **arguments)])
 
 
-def _regularised() -> keras.Model:
-    return _dense(kernel_regularizer=keras.regularizers.L2(0.1))
+def _regularised(by: float = 0.1) -> keras.Model:
+    return _dense(kernel_regularizer=keras.regularizers.L2(by))
 
 
 def _two_heads() -> keras.Model:
@@ -130,7 +130,10 @@ def _cross_entropy(**arguments: Any) -> list[losses.Loss]:
 KINDS = {
     "dense": Kind(_dense, _features, _cross_entropy, 37),
     "masked tokens": Kind(lambda: _of_words(mask_zero=True), _tokens, _cross_entropy, 42),
-    "sample weights": Kind(_dense, _weighted, lambda: _cross_entropy(reduction="mean_with_sample_weight"), 38),
+    # Regularised, so that what the sample weights add up to has to be known before the forward pass.
+    "sample weights": Kind(
+        lambda: _regularised(1e-3), _weighted, lambda: _cross_entropy(reduction="mean_with_sample_weight"), 38
+    ),
     "two outputs": Kind(_two_heads, _two, lambda: [*_cross_entropy(), losses.MeanSquaredError()], 8, (1.0, 0.3)),
     "embedding": Kind(lambda: _of_words(layers.Flatten()), _words, _cross_entropy, 221),
     "regularised": Kind(_regularised, _features, _cross_entropy, 40),
@@ -207,8 +210,10 @@ def micro_batch_size(case: Case) -> int:
     return RAGGED if factor is None else EXAMPLES // DEVICES[case.devices].replicas // factor
 
 
-def accumulated(case: Case, run: Run, strategy: tf.distribute.Strategy) -> Weights:
-    """Return the trained weights after the updates of an `Update`."""
+def accumulated(
+    case: Case, run: Run, strategy: tf.distribute.Strategy, read: Callable[[tuple], Any] = lambda batch: batch
+) -> Weights:
+    """Return the trained weights after the updates of an `Update`, which takes what is `read` of each batch."""
     kind = KINDS[case.kind]
     with strategy.scope():
         model, optimizer = at_start(case, run)
@@ -216,7 +221,7 @@ def accumulated(case: Case, run: Run, strategy: tf.distribute.Strategy) -> Weigh
     given: dict[str, Any] = {"loss_weights": list(kind.loss_weights)} if len(loss) > 1 else {}
     loss = loss if len(loss) > 1 else loss[0]
     update = Update(model, loss, optimizer, micro_batch_size(case), strategy=strategy, **given)
-    step = _traced(update, case, run)
+    step = _traced(lambda batch: update(read(batch)), case, run)
     for batch in batches(case, run):
         step(batch)
     return _weights(model)

@@ -67,32 +67,36 @@ def _serve(index: int, ports: list[int]) -> None:
     import keras
     import tensorflow as tf
 
+    from pipeline.accumulation import Share
     from tests.accumulation import matrix, test_reductions
 
     cluster = tf.train.ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in ports]})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "worker", index, rpc_layer="grpc")
     strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
 
+    def share(batch: Any) -> Share:
+        return Share.of(batch, index, 1, len(ports))
+
     def weights(case: list[str], precision: str, folder: str) -> str:
         keras.config.set_floatx(precision)
         keras.config.set_dtype_policy(precision)
         run = matrix.FLOAT64 if precision == "float64" else matrix.FLOAT32
         file = f"{folder}/weights-{index}.npz"
-        np.savez(file, *matrix.accumulated(matrix.Case(*case), run, strategy))
+        np.savez(file, *matrix.accumulated(matrix.Case(*case), run, strategy, share))
         return file
 
     def reductions(factor: int, folder: str) -> Any:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
         update = test_reductions.update_of(strategy, factor)
-        return test_reductions.reductions(lambda x, y: update((x, y)))
+        return test_reductions.reductions(lambda x, y: update(share((x, y))))
 
     def updates(factor: int, count: int, folder: str) -> int:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
         update = test_reductions.update_of(strategy, factor, width=20_000)
         x = tf.ones([test_reductions.EFFECTIVE, test_reductions.WIDTH])
-        step = tf.function(lambda: update((x, tf.zeros([test_reductions.EFFECTIVE], tf.int64))))
+        step = tf.function(lambda: update(share((x, tf.zeros([test_reductions.EFFECTIVE], tf.int64)))))
         for _ in range(count):
             step()
         return count

@@ -56,6 +56,18 @@ def on_devices(count):
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if count == 2 else tf.distribute.get_strategy()
 
 
+def test_an_update_in_the_scope_of_its_strategy_is_refused():
+    strategy = on_devices(2)
+    x, y = data(8)
+    with strategy.scope():
+        model, optimizer = network(), keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+        update = Update(model, cross_entropy(), optimizer, 2, strategy=strategy)
+        with pytest.raises(ValueError, match="must be outside of its strategy's scope"):
+            tf.function(update, autograph=False)((x, y))
+    assert float(tf.function(update, autograph=False)((x, y))["loss"]) > 0
+
+
 def traced(function):
     """One trace for batches of every size."""
     signature = (tf.TensorSpec((None, FEATURES), keras.config.floatx()), tf.TensorSpec((None,), tf.int64))
