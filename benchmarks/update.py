@@ -7,8 +7,8 @@ apply. Both are measured alone, with nothing summed, in two forms:
     strict  all micro-batches in one traced loop, so that no Python runs between them; the gradients of each are
             loop variables, or the graph optimiser would prune the backward passes whose results nobody reads
 
-The apply is one call of a traced function on gradients that are there already, by the operations that the update takes;
-of an embedding they are rows, as a micro-batch gives them.
+The passes take gradients, and the apply its step, by the operations that the update takes. The apply is one call of a
+traced function on gradients that are there already; of an embedding they are rows, as a micro-batch gives them.
 
 The update is also measured with the gradient noise scale in each: a run measures it in every tenth by default, and
 pays a tenth of that. Of the smaller models it is also measured what a large factor costs at the same micro-batch.
@@ -26,7 +26,7 @@ from benchmarks import models
 from benchmarks.figures import Figure, ratios
 from benchmarks.turns import alternate, repeats
 from benchmarks.workloads import LARGE, examples, sizes
-from pipeline.accumulation import Update, fused_adam
+from pipeline.accumulation import Update, fused_adam, transposed_gradients, wide_layers
 from pipeline.schema import TrackingConfig
 
 MANY = 32  # the factor that is compared with 1 at the same micro-batch
@@ -90,11 +90,14 @@ def contenders(
     x, y = tf.identity(x), tf.identity(y)  # the limit waits for no copy
 
     def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor | None]]:
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, transposed_gradients([] if xla else wide_layers(model, size)):
             value = loss(y, model(x, training=True))
         found = tape.gradient(value, variables)
         # The rows of an embedding that a micro-batch looks up, not the table.
         rows = [each.indices if isinstance(each, tf.IndexedSlices) else None for each in found]
+        for each, row, variable in zip(found, rows, variables, strict=True):
+            if row is None:
+                each.set_shape(variable.shape)
         return value, [each if row is None else each.values for each, row in zip(found, rows, strict=True)], rows
 
     passes = tf.function(gradients, jit_compile=xla or None)

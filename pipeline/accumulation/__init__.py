@@ -6,6 +6,7 @@ any project.
 """
 
 from .adam import fused_adam
+from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
 from .layer_calls import calling
@@ -53,6 +54,8 @@ __all__ = [
     "slice_specs",
     "spread",
     "terms",
+    "transposed_gradients",
     "update_metrics",
     "weighted_sum",
+    "wide_layers",
 ]

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from . import noise_scale
 from .adam import fused_adam
+from .dense import transposed_gradients, wide_layers
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
 from .replicas import known_of_all, reduce
@@ -87,12 +88,14 @@ def accumulate_gradients(
     variables = [variable.value for variable in model.trainable_variables]
     effective = known_of(batch) if whole is None else whole
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
+    wide = [] if jit_compile else wide_layers(model, micro_batch_size)
 
     def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:
         x, y, sample_weight = parts
         with tf.GradientTape(persistent=True) as tape:
             held = normalising_layers(model) if hold_statistics else []
-            with drawn(noisy, noise_keys, place + start, examples_in(x)), observed(held) as moves:
+            drawing = drawn(noisy, noise_keys, place + start, examples_in(x))
+            with transposed_gradients(wide), drawing, observed(held) as moves:
                 outputs = by_name(model, model(x, training=True))
             losses, added, minimised = micro_batch_losses(model, loss, loss_weights, outputs, parts, effective)
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
