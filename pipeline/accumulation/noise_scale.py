@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from .sums import Gradients, GradientSums, Part, means
+
 DECAY = 0.9  # of the moving averages, for each update that is measured
 
 
@@ -58,6 +60,45 @@ def estimate(
     nan = tf.constant(math.nan, squares.dtype)
     per_weight = tf.where(parts > 1, (squares - weight * of_mean) / (parts - 1), nan)
     return per_weight * tf.cast(examples, squares.dtype) / weight, of_mean - per_weight / weight
+
+
+def of_micro_batch(
+    measure: tf.Tensor | bool, sums: Sequence[Gradients], minimised: Sequence[Part]
+) -> tuple[tf.Tensor, ...]:
+    """Return W|g|², 1 and W of one micro-batch; zeros where they are not wanted or nothing in it counts.
+
+    g is the mean gradient of the micro-batch: the mean of all gₖ is the gradient that is applied.
+    """
+    size = minimised[0].size
+    nothing = (tf.zeros_like(size),) * 3
+    if measure is False:
+        return nothing
+
+    def measure_now() -> tuple[tf.Tensor, ...]:
+        if len(sums) == 1:  # a pass over the gradient less
+            weighted = tf.cast(square(sums[0]), size.dtype) / size
+            weighted *= 1 if minimised[0].unit is None else tf.square(minimised[0].unit)
+        else:
+            sizes = [part.size if part.unit is None else part.size / part.unit for part in minimised]
+            weighted = tf.cast(square(means(sums, sizes)), size.dtype) * size
+        counts = tf.cast(minimised[0].weight > 0 if minimised[0].unit is None else size > 0, size.dtype)
+        return weighted * counts, counts, size * counts
+
+    return tf.cond(measure, measure_now, lambda: nothing)
+
+
+def estimates(sums: GradientSums, of_mean: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Return what `estimate` gives of an update, by name: scalars.
+
+    Args:
+        sums: of the update.
+        of_mean: |g|², scalar.
+        scale: by which the gradients in `sums` are too large, squared; scalar.
+    """
+    squares, parts, weight = sums.noise
+    squares, of_mean = squares / tf.cast(scale, squares.dtype), tf.cast(of_mean, squares.dtype)
+    variance, of_true = estimate(squares, parts, of_mean, weight, sums.examples)
+    return {"gradient_variance": variance, "gradient_square": of_true}
 
 
 class NoiseScale:

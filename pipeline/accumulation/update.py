@@ -29,7 +29,7 @@ from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_
 from .replicas import known_of_all, reduce
 from .same_noise import drawn, keys_of, noisy_layers
 from .slicing import Nest, Share, examples_in, parts_of, share_of, sum_over_micro_batches
-from .sums import Gradients, GradientSums, Known, Part, known_of, means, micro_batch_losses
+from .sums import Gradients, GradientSums, Known, known_of, micro_batch_losses
 
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
@@ -108,7 +108,7 @@ def accumulate_gradients(
             for target, part in zip(targets, minimised, strict=True)
         )
         weights = tuple(part.weight for part in minimised)
-        noise = _noise(measure_noise, sums, minimised)
+        noise = noise_scale.of_micro_batch(measure_noise, sums, minimised)
         return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), sums, weights, noise, moves())
 
     return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
@@ -205,7 +205,7 @@ class Update:
             if len(metric.variables) > count:  # built in this trace: the reset above left out what was not there yet
                 metric.reset_state()
         if self.noise_every:
-            results |= _estimates(sums, tf.square(norm), tf.square(scale))
+            results |= noise_scale.estimates(sums, tf.square(norm), tf.square(scale))
         return {**results, "learning_rate": learning_rate, "gradient_norm": norm}
 
     def sums(self, batch: Nest | Share, measure_noise: tf.Tensor | bool = False) -> GradientSums:
@@ -275,33 +275,3 @@ def _gradients(
         return scaled(gradient)
 
     return tuple(map(shaped, tape.gradient(target, variables), variables))
-
-
-def _noise(measure: tf.Tensor | bool, sums: Sequence[Gradients], minimised: Sequence[Part]) -> tuple[tf.Tensor, ...]:
-    """Return W|g|², 1 and W of one micro-batch; zeros where they are not wanted or nothing in it counts.
-
-    g is the mean gradient of the micro-batch: the mean of all gₖ is the gradient that is applied.
-    """
-    size = minimised[0].size
-    nothing = (tf.zeros_like(size),) * 3
-    if measure is False:
-        return nothing
-
-    def measure_now() -> tuple[tf.Tensor, ...]:
-        if len(sums) == 1:  # a pass over the gradient less
-            square = tf.cast(noise_scale.square(sums[0]), size.dtype) / size
-            square *= 1 if minimised[0].unit is None else tf.square(minimised[0].unit)
-        else:
-            sizes = [part.size if part.unit is None else part.size / part.unit for part in minimised]
-            square = tf.cast(noise_scale.square(means(sums, sizes)), size.dtype) * size
-        counts = tf.cast(minimised[0].weight > 0 if minimised[0].unit is None else size > 0, size.dtype)
-        return square * counts, counts, size * counts
-
-    return tf.cond(measure, measure_now, lambda: nothing)
-
-
-def _estimates(sums: GradientSums, square: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
-    squares, parts, weight = sums.noise
-    squares, square = squares / tf.cast(scale, squares.dtype), tf.cast(square, squares.dtype)
-    variance, square = noise_scale.estimate(squares, parts, square, weight, sums.examples)
-    return {"gradient_variance": variance, "gradient_square": square}
