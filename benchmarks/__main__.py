@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks import main_job, memory, processes
 from benchmarks.figures import Figure, table
 from benchmarks.workloads import LARGE, NAMES
-from pipeline import imports
+from pipeline.common import imports
 
 PARTS = ("startup", "main", "auto", "memory", "update", "peers", "tracking", "checkpoints", "replicas")
 RESULTS = Path(__file__).parent / "results"

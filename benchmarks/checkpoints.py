@@ -1,7 +1,7 @@
 """What one checkpoint costs the training loop: how long it stalls, and the time that its writing takes from training.
 
-Both contenders are `pipeline.training.train`. One begins each of its turns with a checkpoint and ends it when that is
-written, synced and verified, so that all of it is in the turn. The difference of two turns is what one checkpoint
+Both contenders are `pipeline.training.loop.train`. One begins each of its turns with a checkpoint and ends it when that
+is written, synced and verified, so that all of it is in the turn. The difference of two turns is what one checkpoint
 costs; at the default interval of `training.checkpoint_every` that is a share of five minutes at most.
 """
 
@@ -16,9 +16,9 @@ from statistics import median
 from benchmarks import fit
 from benchmarks.figures import Figure
 from benchmarks.turns import Coroutine, alternate, repeats
-from pipeline.checkpoint import AUTO_SECONDS, Checkpoints
-from pipeline.sizes import Plan
-from pipeline.state import State
+from pipeline.checkpoints.files import AUTO_SECONDS, Checkpoints
+from pipeline.checkpoints.snapshot import State
+from pipeline.config.sizes import Plan
 
 
 def measure(name: str, rounds: int, seconds: float) -> list[Figure]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.gpu_workloads import setup, updates, workload
-from pipeline import hardware
+from pipeline.components import devices
 
 UPDATES = 20
 EXAMPLES, MICRO = 16, 6  # the last micro-batch is smaller
@@ -51,4 +51,4 @@ def peak_memory(name: str, factor: int, tiny: bool) -> Iterator[tuple[int, int]]
     step = updates(of.build(), batch, micro)
     for _ in range(2):
         step()["loss"].numpy()
-    yield hardware.peak_memory(machine), sum(array.nbytes for array in batch)
+    yield devices.peak_memory(machine), sum(array.nbytes for array in batch)

@@ -21,7 +21,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipeline.launching.job_call import importing_only_this_package
+from pipeline.sweep.job_call import importing_only_this_package
 
 GRACE = 3.0  # seconds in which a piece that is ended can end what it has started
 methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]  # the first one is used
@@ -30,7 +30,7 @@ methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]  # t
 def prepare() -> None:
     """Let the forkserver import TensorFlow meanwhile."""
     if methods[0] == "forkserver":
-        multiprocessing.set_forkserver_preload(["pipeline.launching.warm"])
+        multiprocessing.set_forkserver_preload(["pipeline.sweep.warm"])
         with importing_only_this_package():
             forkserver.ensure_running()
 

@@ -1,4 +1,4 @@
-"""Two loops as contenders that pause between their turns: `pipeline.training.train`, and Keras' `fit`.
+"""Two loops as contenders that pause between their turns: `pipeline.training.loop.train`, and Keras' `fit`.
 
 `fit` accumulates with `gradient_accumulation_steps`. Model, optimizer, examples and the `tf.data` pipeline are the
 same; only the size of a batch differs, which is the effective one here and a micro-batch there.
@@ -15,13 +15,13 @@ import tensorflow as tf
 
 from benchmarks import models
 from benchmarks.workloads import EPOCH, sizes
-from pipeline import training
 from pipeline.accumulation import Update
-from pipeline.checkpoint import Checkpoints
-from pipeline.progress import Progress
-from pipeline.recorder import Recorder
-from pipeline.sizes import Batching, Plan
-from pipeline.smaller import Smaller
+from pipeline.checkpoints.files import Checkpoints
+from pipeline.config.sizes import Batching, Plan
+from pipeline.training import loop
+from pipeline.training.oom_retry import Smaller
+from pipeline.training.progress import Progress
+from pipeline.training.recorder import Recorder
 
 FOREVER = 10**9
 
@@ -80,7 +80,7 @@ def ours(
 
         batches = models.batches(name, sizes(name).effective)
         smaller = Smaller(update, [], batches.element_spec)
-        return training.train(
+        return loop.train(
             model, batches, update, plan(name), recorder, checkpoints=checkpoints, smaller=smaller, stop=between
         )
 

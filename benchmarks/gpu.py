@@ -42,7 +42,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks import children  # noqa: E402
 from benchmarks.figures import Figure, Missing, table  # noqa: E402
-from pipeline.launching import gpus  # noqa: E402
+from pipeline.sweep import gpus  # noqa: E402
 
 NETWORKS = {"resnet50": (12, 18), "transformer10m": (10, 10), "transformer350m": (20, 24)}  # seconds without, with XLA
 PARTS = ("peak", "equal", "repeatable", "memory", "update", "logging", "auto", *NETWORKS)

@@ -15,9 +15,9 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from benchmarks import models, networks
-from pipeline import hardware
 from pipeline.accumulation import Update
-from pipeline.schema import Device, HardwareConfig, Precision
+from pipeline.components import devices
+from pipeline.config.schema import Device, HardwareConfig, Precision
 
 FACTOR = 4
 
@@ -72,11 +72,11 @@ def workload(name: str, tiny: bool) -> Workload:
     )
 
 
-def setup(precision: str, device: str = "auto", deterministic: bool = False) -> hardware.Hardware:
+def setup(precision: str, device: str = "auto", deterministic: bool = False) -> devices.Hardware:
     """Set this process' global state as a run does. `precision` is one of a GPU's, such as `bfloat16`."""
     policy = precision if precision in ("float32", "float64") else f"mixed_{precision}"
     config = HardwareConfig(device=Device[device], precision=Precision[policy], deterministic=deterministic)
-    return hardware.setup(OmegaConf.structured(config), seed=0)
+    return devices.setup(OmegaConf.structured(config), seed=0)
 
 
 def facts() -> Iterator[dict[str, Any]]:

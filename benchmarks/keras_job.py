@@ -8,7 +8,7 @@ import tensorflow as tf
 from mlflow.keras import MlflowCallback
 from sklearn.datasets import load_digits
 
-from pipeline import model
+from pipeline.components import model
 
 EPOCHS, MICRO, FACTOR, TRAINING = 10, 32, 4, 1437
 

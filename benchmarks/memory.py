@@ -60,8 +60,8 @@ def _run(who: str, name: str, effective: int, micro: int) -> int:
     import tensorflow as tf
 
     from benchmarks import models, update
-    from pipeline import hardware
     from pipeline.accumulation import Update
+    from pipeline.components import devices
 
     x = tf.random.uniform((effective, *SHAPES[name]))
     y = tf.zeros(effective, tf.int64)
@@ -76,7 +76,7 @@ def _run(who: str, name: str, effective: int, micro: int) -> int:
         step = update.traced(Update(model, models.loss(), optimizer, micro), x, y)
         for _ in range(UPDATES):
             step(x, y)["loss"].numpy()
-    return hardware.peak_memory(hardware.Hardware(tf.distribute.get_strategy(), False, ""))
+    return devices.peak_memory(devices.Hardware(tf.distribute.get_strategy(), False, ""))
 
 
 if __name__ == "__main__":

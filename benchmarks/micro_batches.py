@@ -24,8 +24,8 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from benchmarks.figures import Figure
-from pipeline import imports
-from pipeline.fitting import TABLE
+from pipeline.common import imports
+from pipeline.run.batch_size_search import TABLE
 
 SECONDS = 3.0  # of a job's updates
 SIDE = 32

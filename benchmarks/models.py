@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 
 from benchmarks import networks
 from benchmarks.workloads import CLASSES, EPOCH, INTEGERS, RATE, ROWS, SHAPES, TRANSFORMER, examples, sizes
-from pipeline import batching
 from pipeline.dataset import Data
+from pipeline.dataset import batches as batching
 
 
 def build(name: str) -> keras.Model:

@@ -1,6 +1,6 @@
 """The training loop ÷ what others offer: Keras' `fit`, a hand-written loop in PyTorch, Accelerate, Lightning.
 
-Ours is `pipeline.training.train` itself, with its recorder and without a tracker. `fit` has `verbose=0` and no
+Ours is `pipeline.training.loop.train` itself, with its recorder and without a tracker. `fit` has `verbose=0` and no
 metrics, at `steps_per_execution` 1, the way people use it, and at as many as the factor is. The other three are in
 `benchmarks.pytorch`, each in a process of `.venv-peers`: eager, as their documentation writes them, with the fastest
 of what it offers. Model, optimizer and examples are the same; all shuffle out of memory. Start and tracing are behind

@@ -19,8 +19,8 @@ from benchmarks import flops, peak, tracking, update
 from benchmarks.figures import Figure, ratios
 from benchmarks.gpu_workloads import FACTOR, Workload, setup, updates, workload
 from benchmarks.turns import alternate, repeats
-from pipeline import hardware
-from pipeline.memory_limit import readable
+from pipeline.common.memory_budget import readable
+from pipeline.components import devices
 
 ROUNDS = 5
 SECONDS = 3.0  # of all turns of a network, about
@@ -35,7 +35,7 @@ def measure(name: str, precision: str, xla: bool, tiny: bool) -> Iterator[Figure
     model = of.build()
     weights = sum(math.prod(weight.shape) for weight in model.trainable_weights)
     micro, rates = _rates(of, model, xla, 0.1 if tiny else SECONDS)
-    memory = hardware.peak_memory(machine)
+    memory = devices.peak_memory(machine)
     possible = max(peak.products(precision, tiny))
     shares = [rate * flops.of_training(model) / possible for rate in rates]
     best = {"examples/s": max(rates)} | ({"tokens/s": of.tokens * max(rates)} if of.tokens else {})

@@ -1,6 +1,6 @@
 """The training loop that logs every update ÷ the same loop that logs nothing, and the CPU time of a logged update.
 
-Both are `pipeline.training.train`. The tracked one has a journal and a shipper with a SQLite store, as
+Both are `pipeline.training.loop.train`. The tracked one has a journal and a shipper with a SQLite store, as
 `pipeline train` has, and logs ten metrics an update beside the system's. While the other one has its turn the
 shipper is stopped (SIGSTOP), so that all it does is charged to the turns of the loop that it works for: at least
 one writing into the store in each, because a pair of turns is longer than what lies between two.
@@ -25,9 +25,9 @@ from benchmarks import fit
 from benchmarks.figures import Figure, ratios
 from benchmarks.turns import Coroutine, alternate, repeats
 from benchmarks.workloads import sizes
-from pipeline.recorder import Recorder
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
+from pipeline.training.recorder import Recorder
 
 SLOW = 0.050  # seconds of an update from which on the ratio has a target
 

@@ -14,8 +14,10 @@ import matplotlib
 import tensorflow as tf
 from omegaconf import OmegaConf
 
-from pipeline import batching, dataset, model
 from pipeline.accumulation import accumulate_gradients
+from pipeline.components import model
+from pipeline.dataset import batches as batching
+from pipeline.dataset import load
 
 EFFECTIVE, MICRO, UPDATES = 32, 2, 200
 
@@ -47,7 +49,7 @@ def mean_of_means(network: keras.Model, loss: keras.losses.Loss, batch: Any) -> 
 def losses(gradients_of: Any) -> list[float]:
     """Return the loss of each effective batch before its update."""
     keras.utils.set_random_seed(0)
-    data = dataset.topics()
+    data = load.topics()
     node = OmegaConf.create({"in_memory": True, "pad": {"multiple": 16, "value": 0}})
     batches = batching.effective_batches(node, data, seed=0, effective_batch_size=EFFECTIVE, epochs=10)
     network = model.decoder(classes=data.classes or 0, length=128)

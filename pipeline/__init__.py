@@ -1,3 +1,16 @@
 """Gradient accumulation that gives exactly what one large batch would have given, tracked in MLflow."""
 
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Return the module that had this name in earlier versions, for what Hydra looks up before a config is ours."""
+    from importlib import import_module
+
+    from pipeline.config.former_names import MODULES
+
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{MODULES[name]}")

@@ -9,22 +9,22 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from pipeline.errors import NOT_SHIPPED, ConfigError, NotShippedError, RunError, say
-from pipeline.interruption import Terminated
-from pipeline.masking import mask
+from pipeline.common.errors import NOT_SHIPPED, ConfigError, NotShippedError, RunError, say
+from pipeline.common.secrets import mask
+from pipeline.common.signals import Terminated
 
 VERBS = {  # name → where it is, and what it does
-    "train": ("pipeline.train:train", "one run, or with -m a Hydra multirun; prints where the run is kept"),
+    "train": ("pipeline.cli.train:train", "one run, or with -m a Hydra multirun; prints where the run is kept"),
     "sweep": (
-        "pipeline.train:sweep",
+        "pipeline.cli.train:sweep",
         "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
     ),
-    "resume": ("pipeline.resume:resume", "an interrupted run, from its last checkpoint on"),
-    "sync": ("pipeline.sync:sync", "ship to MLflow whatever a run could not"),
+    "resume": ("pipeline.cli.resume:resume", "an interrupted run, from its last checkpoint on"),
+    "sync": ("pipeline.cli.sync:sync", "ship to MLflow whatever a run could not"),
     "rerun": ("pipeline.rerun.command:rerun", "the same run again from what MLflow recorded, then a comparison"),
     "verify": ("pipeline.verify.command:verify", "whether, for this config, accumulating equals the large batch"),
     "report": ("pipeline.report.command:report", "the comparison of a sweep, as plots and a table"),
-    "ui": ("pipeline.ui:ui", "MLflow's UI on the configured store, on 127.0.0.1"),
+    "ui": ("pipeline.cli.ui:ui", "MLflow's UI on the configured store, on 127.0.0.1"),
 }
 
 
@@ -84,8 +84,8 @@ def _complete(arguments: list[str]) -> int:
     if asked and len(words) <= 2:
         print(" ".join(VERBS))
         return 0
+    from pipeline.cli.train import train
     from pipeline.sweep.files import sweep_files
-    from pipeline.train import train
 
     named = words[1:2] and words[1] in ("sweep", "rerun", "report")
     if asked and named and len(words) <= 3:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.launching.job_call import Ending
+from pipeline.sweep.job_call import Ending
 
 
 @dataclass(frozen=True)

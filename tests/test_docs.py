@@ -18,11 +18,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from pipeline import config as configuration
 from pipeline.__main__ import VERBS
-from pipeline.compose import composed
+from pipeline.config import validate as configuration
+from pipeline.config.compose import composed
+from pipeline.config.sizes import Batching
 from pipeline.rerun.request import parsed
-from pipeline.sizes import Batching
 from pipeline.sweep.files import sweep_files
 from tests.running import ROOT, environment
 
@@ -107,7 +107,7 @@ def test_a_cell_without_its_test_is_found():
 def test_every_training_composes_and_passes_the_checks(line):
     words = shlex.split(line)[1:]
     if words == ["--help"]:
-        return  # tests/test_cli.py
+        return  # tests/cli/test_cli.py
     settle([word.replace("1,2,4,8", "2") for word in words if word not in ("-m", "--config-dir", "conf")])
 
 

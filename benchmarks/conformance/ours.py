@@ -11,11 +11,12 @@ from benchmarks.conformance import in_keras
 from benchmarks.conformance.cases import FACTOR, MICRO, Case, examples
 from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 from benchmarks.fit import Nowhere, Silent
-from pipeline import batching, training
 from pipeline.accumulation import Update
-from pipeline.data import Data
-from pipeline.recorder import Recorder
-from pipeline.sizes import Batching, Plan
+from pipeline.config.sizes import Batching, Plan
+from pipeline.dataset import batches as batching
+from pipeline.dataset.splits import Data
+from pipeline.training import loop
+from pipeline.training.recorder import Recorder
 
 prepare = in_keras.prepare
 
@@ -44,7 +45,7 @@ def ours(case: Case) -> Outcome:
     )
     plan, rows = Plan(sizes, sum(case.sizes), case.updates), Rows()
     recorder = Recorder(rows, plan, 1, lambda: 0, Silent(case.updates))
-    training.train(model, batches, update, plan, recorder)
+    loop.train(model, batches, update, plan, recorder)
     weights, losses = in_keras.large(case, list(batches.as_numpy_iterator()))
     if case.logged:
         return by_log(rows.losses, len(rows.losses), losses)

@@ -1,4 +1,4 @@
-"""The launchers and the sweeper of `pipeline.launching`, under the names that configs choose them by.
+"""The launchers and the sweeper of `pipeline.sweep`, under the names that configs choose them by.
 
 Hydra instantiates only classes that are defined in `hydra_plugins`, so each is derived here.
 """
@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
-from pipeline.launching import launcher, local, search, slurm
+from pipeline.sweep import launcher, local, search, slurm
 
 
 class LocalLauncher(local.LocalLauncher):

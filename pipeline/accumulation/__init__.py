@@ -8,6 +8,7 @@ any project.
 from .adam import fused_adam
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
+from .forward import Forward, batch_dependent_layers, trace_forward, unknown_to_keras
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
 from .layer_calls import calling
 from .model import AccumulatingModel
@@ -24,6 +25,7 @@ __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
     "AccumulatingModel",
     "Evaluation",
+    "Forward",
     "GradientSums",
     "Known",
     "Losses",
@@ -34,6 +36,7 @@ __all__ = [
     "Update",
     "accumulate_gradients",
     "assign_moving_statistics",
+    "batch_dependent_layers",
     "by_name",
     "calling",
     "drawn",
@@ -54,7 +57,9 @@ __all__ = [
     "slice_specs",
     "spread",
     "terms",
+    "trace_forward",
     "transposed_gradients",
+    "unknown_to_keras",
     "update_metrics",
     "weighted_sum",
     "wide_layers",

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pipeline import compose
-from pipeline.errors import ConfigError, Parser, say
+from pipeline.common.errors import ConfigError, Parser, say
+from pipeline.config import compose
 from pipeline.tracking.foreign_store import ForeignStore
 
 

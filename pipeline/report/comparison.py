@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.metric_names import UPDATE_METRICS
+from pipeline.config.metric_names import UPDATE_METRICS
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
-from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.foreign_store import ForeignStore, listed
+from pipeline.tracking.sweep_record import SweepRecord
 
 AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
 NO_RUN = "NO RUN"  # the status of a job that was planned and left nothing
@@ -216,7 +216,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     store = ForeignStore.open(uri, allow)
     client, parent = store.client(), store.sweep(sweep)
     tags, info = parent.data.tags, parent.info
-    runs = ParentRun(uri, info.run_id, info.experiment_id).children()
+    runs = SweepRecord(uri, info.run_id, info.experiment_id).children()
     names = dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
     jobs = [_job(client, name, runs.get(name)) for name in names]
     best = ""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import printable
+from pipeline.common.errors import printable
 from pipeline.report import comparison, numbers, plots, target_loss
 from pipeline.report.comparison import Comparison, Measure, comparable_jobs, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale

@@ -9,7 +9,7 @@ from pipeline.report.comparison import NO_RUN, Comparison
 from pipeline.report.findings import Finding
 from pipeline.report.numbers import count
 from pipeline.report.trajectories import Parting, partings
-from pipeline.sweep import resume
+from pipeline.tracking.sweep_record import again_command
 
 
 def summarize(sweep: Comparison) -> list[Finding]:
@@ -35,7 +35,7 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
     if missing:
         text = f"Run the {count(len(missing), 'job')} that did not finish: "
         text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
-        yield Finding("next", text + resume.command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
+        yield Finding("next", text + again_command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     best = timed.get("best")
     if sweep.best:

@@ -3,4 +3,4 @@
 In: a run ID and overrides. Out: a new run, the verdict, and an exit status.
 """
 
-__all__ = ["agreement", "command"]
+__all__ = ["command"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import metric_names
+from pipeline.config import metric_names
 from pipeline.tracking.tracker import HALVED
 
 # Precision → relative difference that counts as rounding: at the first update, where both runs have the same weights,

@@ -14,13 +14,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import config as configuration
-from pipeline import fork, hydra_errors, imports, sizes
-from pipeline.errors import ConfigError, first_line, printable, say
-from pipeline.masking import HIDDEN, mask
+from pipeline.checkpoints import fork
+from pipeline.common import imports
+from pipeline.common.errors import ConfigError, first_line, printable, say
+from pipeline.common.secrets import HIDDEN, mask
+from pipeline.config import former_names, hydra_errors, sizes
+from pipeline.config import validate as configuration
+from pipeline.config.schema import SCHEMA
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
 from pipeline.rerun.request import Request, in_folder, parsed
-from pipeline.schema import SCHEMA
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict
@@ -35,13 +37,13 @@ _OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the 
 
 def rerun(arguments: Sequence[str]) -> int:
     """Run a recorded run again and compare the two."""
-    from pipeline import compose
+    from pipeline.config import compose
 
     request = parsed(arguments, rerun.__doc__)
     # The user's own config says where the store is, and what is trusted; never the fetched one.
     overrides = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
     own = compose.composed([*request.own, *overrides])
-    own.trust.allow = [*own.trust.allow, *request.allow]
+    own.trust.allow = [*own.trust.allow, *map(former_names.current, request.allow)]
     store = ForeignStore.open(own.tracking.uri, own.trust.allow)
     if request.sweep:
         return _rerun_sweep(store, request)
@@ -144,7 +146,8 @@ class Rerun:
 
     def _train(self, config: dict[str, Any]) -> str | None:
         """Train by the config; return the new run's ID, or None with --dry."""
-        from pipeline import compose, job
+        from pipeline.config import compose
+        from pipeline.run import run as job
 
         run_ids: list[str] = []
         command = " ".join(["pipeline rerun", self.run_id, *map(mask, self.request.overrides)])
@@ -184,10 +187,10 @@ class Rerun:
         cut = configuration.check(config, overrides)
         fork.of(config, cut, self.gate.run_dir)
         with imports.without_chatter():
-            from pipeline import dataset
+            from pipeline.dataset import load
 
             try:
-                self._check_dataset(provenance.dataset(dataset.load(config.dataset, prepare=False)))
+                self._check_dataset(provenance.dataset(load.load(config.dataset, prepare=False)))
             except ConfigError as error:
                 say(f"  differs: {error}")
 
@@ -235,10 +238,10 @@ def _run_dir(request: Request) -> Path:
 
 def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     """Run all jobs of a sweep again, one after the other, each in a process of its own."""
-    from pipeline.sweep.parent_run import ParentRun
+    from pipeline.tracking.sweep_record import SweepRecord
 
     parent = store.sweep(request.run_id).info
-    children = ParentRun(store.uri, parent.run_id, parent.experiment_id).children()
+    children = SweepRecord(store.uri, parent.run_id, parent.experiment_id).children()
     if not children:
         raise ConfigError("RUN_ID", "must be a sweep with runs", request.run_id)
     options = [*request.own, *(f"--allow={entry}" for entry in request.allow), *(["--dry"] if request.dry else [])]

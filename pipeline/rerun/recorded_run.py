@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import ConfigError, first_line, say
-from pipeline.schema import SCHEMA
+from pipeline.common.errors import ConfigError, first_line, say
+from pipeline.config import former_names
+from pipeline.config.schema import SCHEMA
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
@@ -56,7 +57,7 @@ class RecordedRun:
         return taken == str(self.run.data.tags.get("config.hash"))
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
-        """Return a copy of the config in which what lay in the recorded run's directory lies in `run_dir`."""
+        """Return the config with current names; what lay in the recorded run's directory is in `run_dir`."""
         before = self.run_dir.rstrip("/")
 
         def move(_: tuple[str, ...], node: Any) -> Any:
@@ -64,7 +65,7 @@ class RecordedRun:
                 return f"{run_dir.absolute()}{node[len(before) :]}"
             return node
 
-        return dict(_copy(self.config, move))
+        return dict(former_names.renamed(_copy(self.config, move)))
 
     def check_schema(self) -> None:
         """Refuse a record of a newer schema, and say that it is of an older one.

@@ -11,9 +11,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from pipeline import compose, hydra_errors
-from pipeline import config as configuration
-from pipeline.errors import Parser
+from pipeline.common.errors import Parser
+from pipeline.config import compose, hydra_errors
+from pipeline.config import validate as configuration
 
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
 

@@ -3,4 +3,4 @@
 In: the planned jobs of a multirun. Out: the parent run, its page in MLflow's UI, and what is left to run again.
 """
 
-__all__ = ["description", "files", "parent_run", "resume"]
+__all__ = ["again", "description", "files", "gpus", "launcher", "local", "parent_run", "search", "slurm"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import say
+from pipeline.common.errors import say
 from pipeline.sweep import files, mlflow_view
 from pipeline.sweep.mlflow_view import LONGEST_TAG
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pipeline import config as configuration
+from pipeline.config import validate as configuration
 
 
 def sweep_files() -> dict[str, Path]:

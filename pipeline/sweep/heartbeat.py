@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 
 ALIVE = "sweep.alive"  # tag of the parent: when its process last said that it works on it, in ms since the epoch
 # Of a job: the second comes every few seconds, also where an update takes minutes.

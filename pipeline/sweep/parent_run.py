@@ -1,6 +1,6 @@
 """A sweep: one parent run in MLflow, a child for each job, and a table of what became of them.
 
-The launchers in `pipeline.launching` call `begin` before the first job starts; the command line calls
+The launchers call `begin` before the first job starts; the command line calls
 `close` when the last one has ended, however it ended.
 """
 
@@ -18,17 +18,18 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import config as configuration
-from pipeline.errors import ConfigError, say
-from pipeline.masking import HIDDEN, mask
-from pipeline.sweep import description, heartbeat, resume
+from pipeline.common.errors import ConfigError, say
+from pipeline.common.secrets import HIDDEN, mask
+from pipeline.config import validate as configuration
+from pipeline.sweep import again, description, heartbeat
 from pipeline.sweep.mlflow_view import LONGEST_TAG
-from pipeline.tracking.foreign_store import RUN_ID, ForeignStore, listed
+from pipeline.tracking.foreign_store import ForeignStore, listed
 from pipeline.tracking.journal_file import WRITER, absolute, lock
+from pipeline.tracking.sweep_record import MULTIRUN, SweepRecord
 
 LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
 # Seconds for a job's shipper to close its run after the job ended: longer than `tracking.shipper.PATIENCE`, and than
-# `launching.launcher.GRACE`.
+# `sweep.launcher.GRACE`.
 PATIENCE = 75.0
 
 
@@ -41,12 +42,9 @@ class PlannedJob:
 
 
 @dataclass
-class ParentRun:
+class ParentRun(SweepRecord):
     """The parent run, and what is known of its jobs."""
 
-    uri: str  # of the store
-    run_id: str
-    experiment_id: str
     name: str = ""  # of the sweep file; `multirun` where there is none
     places: tuple[str, ...] = ()  # where artifacts may lie, other than with the store
     names: list[str] = field(default_factory=list)  # of all jobs, in the order in which they were planned
@@ -56,24 +54,6 @@ class ParentRun:
     ended: dict[str, float] = field(default_factory=dict)  # when a job's process ended, by its name
     folder: str = ""  # of the sweep
     closed: threading.Event = field(default_factory=threading.Event)  # set when the parent run is about to end
-
-    def client(self) -> Any:
-        """Return MLflow's client of the store."""
-        return ForeignStore(self.uri).client()
-
-    def children(self) -> dict[str, Any]:
-        """Return the latest run of each job, by the job's name.
-
-        Raises:
-            ConfigError: one of them does not say which job it is.
-        """
-        runs = self.client().search_runs(
-            [self.experiment_id], f"tags.sweep = '{self.run_id}'", max_results=50000, order_by=["start_time ASC"]
-        )
-        for run in runs:
-            if "sweep.job" not in run.data.tags or not RUN_ID.fullmatch(run.info.run_id):
-                raise ConfigError("SWEEP", "must have runs with MLflow's IDs and a tag sweep.job", run.info.run_id)
-        return {run.data.tags["sweep.job"]: run for run in runs}
 
     def finished(self) -> dict[str, float]:
         """Return the jobs that need not run again, each with its last loss: infinite where it logged none."""
@@ -158,7 +138,7 @@ def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str])
         current.plan(jobs, varied)
         return current
     file = config.hydra.job.config_name
-    name = resume.MULTIRUN if file == "config" else file
+    name = MULTIRUN if file == "config" else file
     current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
     current.varied, current.metrics = list(varied), [str(metric) for metric in config.training.metrics]
     current.plan(jobs, varied)
@@ -234,7 +214,7 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
     experiment_id = store.experiment(config.tracking.experiment)
     # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
     given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # what they refer to may be secret
-    overrides = resume.recordable([*given["hydra"], *given["task"]])
+    overrides = again.recordable([*given["hydra"], *given["task"]])
     tags = {"sweep.name": name, "sweep.overrides": json.dumps(overrides), "mlflow.source.name": "pipeline"}
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")

@@ -9,16 +9,14 @@ import logging
 import os
 
 __all__ = [
-    "checksums",
-    "delivery",
     "foreign_store",
     "journal",
     "journal_file",
     "logged_model",
     "provenance",
-    "shipper",
-    "shipping",
     "store",
+    "sweep_record",
+    "sync_run",
     "tracker",
 ]
 

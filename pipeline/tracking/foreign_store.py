@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import config as configuration
-from pipeline.errors import ConfigError, first_line
+from pipeline.common.errors import ConfigError, first_line
+from pipeline.config import validate as configuration
 from pipeline.trust import artifact_locations
 
 _MOST = 50_000  # runs that are looked through

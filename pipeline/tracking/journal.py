@@ -29,8 +29,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError, say
-from pipeline.masking import mask
+from pipeline.common.errors import ConfigError, say
+from pipeline.common.secrets import mask
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
 from pipeline.tracking.shipper_process import ShipperProcess

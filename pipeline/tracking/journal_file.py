@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError, say
+from pipeline.common.errors import ConfigError, say
 
 NAME = "journal.jsonl"  # in the run directory
 DESCRIBED = "dataset.json"  # the last of the artifacts that a run logs before it trains

@@ -20,8 +20,8 @@ import tensorflow as tf
 from mlflow.models import Model, ModelSignature, infer_signature
 from mlflow.types import TensorSpec
 
-from pipeline import imports
 from pipeline.accumulation import by_name, layers_of
+from pipeline.common import imports
 from pipeline.tracking.store import SQLITE
 
 # In another folder and without the user's path, as somebody who loads the model from the store.
@@ -130,7 +130,7 @@ def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> list[Any]:
     """Return what the logged model predicts in a fresh process in another folder."""
     if uri.startswith(SQLITE):
         uri = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
-    package = str(Path(imports.__file__).parents[1])
+    package = str(Path(imports.__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _ELSEWHERE],

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import __version__
-from pipeline.config import directory, leaves, plain
-from pipeline.errors import ConfigError
-from pipeline.masking import mask
-from pipeline.tracking.checksums import Files
+from pipeline.common.errors import ConfigError
+from pipeline.common.secrets import mask
+from pipeline.config.validate import directory, leaves, plain
+from pipeline.dataset.checksums import Files
 
 if TYPE_CHECKING:
-    from pipeline.data import Data
-    from pipeline.sizes import Batching
+    from pipeline.config.sizes import Batching
+    from pipeline.dataset.splits import Data
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
 AT_ONCE = 1024  # examples that are read at a time

@@ -20,9 +20,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError, first_line
-from pipeline.tracking.delivery import Delivery, StoreGoneError
+from pipeline.common.errors import ConfigError, first_line
 from pipeline.tracking.store import Store
+from pipeline.tracking.uploader import Delivery, StoreGoneError
 from pipeline.trust import artifact_locations
 
 INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics

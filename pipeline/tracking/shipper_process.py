@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import Any
 
-from pipeline import imports
+from pipeline.common import imports
 
 
 class ShipperProcess:

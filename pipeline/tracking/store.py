@@ -14,8 +14,8 @@ from filelock import FileLock
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from pipeline.errors import ConfigError, first_line
-from pipeline.masking import mask, remember
+from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.secrets import mask, remember
 
 SQLITE = "sqlite:///"
 PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}  # where a URI names none

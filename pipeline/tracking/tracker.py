@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline import config as configuration
-from pipeline.best import Best
-from pipeline.errors import say
-from pipeline.interruption import Terminated
-from pipeline.masking import mask, masked
-from pipeline.sizes import Plan
+from pipeline.common.errors import say
+from pipeline.common.secrets import mask, masked
+from pipeline.common.signals import Terminated
+from pipeline.config import validate as configuration
+from pipeline.config.sizes import Plan
+from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
-from pipeline.tracking.checksums import Files
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past
 
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from pipeline.data import Data
+    from pipeline.dataset.splits import Data
+    from pipeline.training.best_evaluation import Best
 
 
 HALVED = "micro_batch_size.halved"  # the tag that says when an update was cut how, where one did not fit into memory

@@ -4,4 +4,4 @@ In: a config or an address that came out of a store. Out: the same, checked, or 
 `artifact_locations` checks where a store keeps its artifacts.
 """
 
-__all__ = ["artifact_locations", "gate"]
+__all__ = ["artifact_locations", "gate", "instantiate"]

@@ -11,25 +11,25 @@ from collections.abc import Sequence
 
 from hydra.utils import get_object
 
-from pipeline.config import DOTTED
-from pipeline.errors import ConfigError, first_line
+from pipeline.common.errors import ConfigError, first_line
+from pipeline.config.validate import DOTTED
 
 BUILDERS = {
-    "pipeline.augmentation.Flip",
-    "pipeline.augmentation.Shift",
+    "pipeline.dataset.augmentation.Flip",
+    "pipeline.dataset.augmentation.Shift",
     "pipeline.dataset.breast_cancer",
     "pipeline.dataset.diabetes",
     "pipeline.dataset.digits",
     "pipeline.dataset.from_tfds",
     "pipeline.dataset.topics",
-    "pipeline.metrics.BitsPerToken",
-    "pipeline.model.application",
-    "pipeline.model.cnn",
-    "pipeline.model.decoder",
-    "pipeline.model.mlp",
-    "pipeline.model.tabular",
-    "pipeline.optimizer.InverseSquareRoot",
-    "pipeline.optimizer.constant",
+    "pipeline.components.metrics.BitsPerToken",
+    "pipeline.components.model.application",
+    "pipeline.components.model.cnn",
+    "pipeline.components.model.decoder",
+    "pipeline.components.model.mlp",
+    "pipeline.components.model.tabular",
+    "pipeline.components.optimizer.InverseSquareRoot",
+    "pipeline.components.optimizer.constant",
 }
 
 # Public namespace of Keras → what its classes must derive from.
@@ -68,7 +68,7 @@ READERS = {
     "pipeline.dataset.digits": "data_dir",
     "pipeline.dataset.from_tfds": "data_dir",
     "pipeline.dataset.topics": "data_dir",
-    "pipeline.model.application": "weights",
+    "pipeline.components.model.application": "weights",
 }
 
 

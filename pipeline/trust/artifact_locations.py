@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 
 _BESIDE = ("artifacts", "mlartifacts", "mlruns")  # ours, and those that MLflow's server makes
 # Read as text: parsers disagree on where the host of an address with an @ or a backslash ends.

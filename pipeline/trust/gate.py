@@ -20,8 +20,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.errors import ConfigError
-from pipeline.hydra_errors import refusing
+from pipeline.common.errors import ConfigError
+from pipeline.config.hydra_errors import refusing
 from pipeline.trust import allowlist
 
 _TFDS = "pipeline.dataset.from_tfds"

@@ -3,4 +3,4 @@
 In: a config, or an `Update` and batches. Out: how far the two are apart, beside what rounding explains.
 """
 
-__all__ = ["command", "engine", "layers"]
+__all__ = ["command"]

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
 
-from pipeline import cluster, imports, sizes, worker, workers
-from pipeline import config as configuration
-from pipeline.cluster import Cluster
-from pipeline.errors import ConfigError, Parser, described, refused, say
-from pipeline.masking import mask
-from pipeline.objective_nodes import METRIC_GROUPS, metrics_of
-from pipeline.sizes import Batching
+from pipeline.common import imports
+from pipeline.common.errors import ConfigError, Parser, described, refused, say
+from pipeline.common.secrets import mask
+from pipeline.config import cluster, sizes
+from pipeline.config import validate as configuration
+from pipeline.config.cluster import Cluster
+from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
+from pipeline.config.sizes import Batching
+from pipeline.distributed import chief, worker
 
 if TYPE_CHECKING:
     from pipeline.accumulation import Update
-    from pipeline.assembly import Parts
+    from pipeline.components.assembly import Parts
     from pipeline.verify.engine import Finding
 
 COMPARE = "pipeline.verify.command.compare"
@@ -32,13 +34,13 @@ COARSE = 1e-2  # relative: a bound above it shows little
 
 def verify(arguments: Sequence[str]) -> int:
     """Prove, for a config, that accumulating equals the large batch; all else is as for `pipeline train`."""
-    from pipeline import compose
+    from pipeline.config import compose
 
     parser = Parser(prog="pipeline verify", description=verify.__doc__, allow_abbrev=False)
     parser.add_argument("--log", action="store_true", help="keep the certificate in MLflow")
     options, given = parser.parse_known_args(list(arguments))
     config = compose.composed([*given, "hardware.precision=float64"])
-    cut = workers.checked(config, given)
+    cut = chief.checked(config, given)
     if (size := config.accumulation.micro_batch_size) in sizes.SEARCHED:
         raise ConfigError(sizes.MICRO, "must be a number: what is verified is that cut, in float64", size)
     team = cluster.of(config, os.environ)
@@ -48,7 +50,7 @@ def verify(arguments: Sequence[str]) -> int:
     with imports.without_chatter():
         from pipeline.verify import engine, layers
 
-    with tempfile.TemporaryDirectory() as folder, workers.Others(team, config) as others:
+    with tempfile.TemporaryDirectory() as folder, chief.Others(team, config) as others:
         others.start(config, Path(folder), COMPARE)
         others.gather(config, Path(folder), None)
         with others.blamed():
@@ -124,7 +126,8 @@ def _assembled(
     Raises:
         ConfigError: the config is wrong, or something else of it does not run in float64.
     """
-    from pipeline import assembly, compose
+    from pipeline.components import assembly
+    from pipeline.config import compose
 
     left_out: list[str] = []
     while True:

@@ -10,8 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline import forward
-from pipeline.accumulation import Update, drawn, keys_of, noisy_layers
+from pipeline.accumulation import Update, drawn, keys_of, noisy_layers, trace_forward
 
 # As in test_update.py: 1e-15 an update, which 50 updates add up and these rates hardly amplify.
 EXACT = 1e-12
@@ -264,8 +263,8 @@ def test_what_cannot_have_it_is_named(layer, names):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((TIME, WIDTH)), layer(), layers.Dropout(0.1), layers.Dense(1)])
     x = np.ones((2, TIME, WIDTH))
-    assert forward.trace(model, x, same_noise=True).cut_dependent_noise == names
-    drawing = set(forward.trace(model, x, same_noise=False).cut_dependent_noise)
+    assert trace_forward(model, x, same_noise=True).cut_dependent_noise == names
+    drawing = set(trace_forward(model, x, same_noise=False).cut_dependent_noise)
     assert drawing >= {*names, model.layers[-2].name}
 
 
@@ -274,7 +273,7 @@ def test_ragged_examples_have_no_place_for_their_noise():
     dense = layers.Lambda(lambda x: x.to_tensor(), output_shape=(None, WIDTH))(inputs)
     model = keras.Model(inputs, layers.Dense(1)(layers.Dropout(0.5, name="padded")(dense)))
     x = tf.RaggedTensor.from_row_lengths(np.ones((5, WIDTH)), [2, 3])
-    assert forward.trace(model, x, same_noise=True).cut_dependent_noise == ["padded"]
+    assert trace_forward(model, x, same_noise=True).cut_dependent_noise == ["padded"]
 
 
 def test_replicas_whose_seeds_have_parted_draw_from_one():
@@ -298,5 +297,5 @@ def test_replicas_whose_seeds_have_parted_draw_from_one():
 @pytest.mark.parametrize("kind", [Legacy, Generator])
 def test_operations_of_tensorflow_that_draw_are_named(kind):
     model = keras.Sequential([keras.Input((WIDTH,)), kind(name="legacy"), layers.Dense(1)])
-    (name,) = forward.trace(model, np.ones((2, WIDTH)), same_noise=True).cut_dependent_noise
+    (name,) = trace_forward(model, np.ones((2, WIDTH)), same_noise=True).cut_dependent_noise
     assert "legacy" in name

@@ -13,11 +13,11 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline import optimizer as optimizers
 from pipeline.accumulation.evaluation import Evaluation
 from pipeline.accumulation.update import Update, accumulate_gradients
-from pipeline.compose import composed
-from pipeline.evaluator import evaluator
+from pipeline.components import optimizer as optimizers
+from pipeline.config.compose import composed
+from pipeline.training.evaluator import evaluator
 
 # One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
 # add up to 1e-13 where the training does not amplify, which these rates see to. Ten times for that.
@@ -242,7 +242,7 @@ def test_the_learning_rate_is_the_one_used(precision, schedule):
     for number in range(1, horizon + 1):
         rate = np.float32(update((ones, ones))["learning_rate"])
         expected = np.float32(at(number - 1) if callable(at) else at)
-        # One unit in the last place; see tests/test_optimizer.py for the exponential.
+        # One unit in the last place; see tests/components/test_optimizer.py for the exponential.
         units = 2 + 1.5 * abs(np.log(expected / config.optimizer.learning_rate)) if schedule == "exponential" else 1
         assert abs(rate - expected) <= units * np.spacing(expected)
         after = model.get_weights()[0][0, 0]

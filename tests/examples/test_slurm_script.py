@@ -1,6 +1,6 @@
 """The batch script of the examples, where there is no Slurm: its syntax and its command lines.
 
-tests/launching/test_slurm.py submits it.
+tests/sweep/test_slurm.py submits it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from pipeline.compose import composed
+from pipeline.config.compose import composed
 from pipeline.sweep.files import sweep_files
 from tests.running import ROOT
 
@@ -25,7 +25,7 @@ def test_its_syntax():
 def test_its_command_lines_compose():
     overrides = re.search(r"^# Command: +sbatch examples/slurm/train\.sbatch ((?:\S+=\S+ ?)+)", TEXT, re.MULTILINE)
     assert overrides
-    assert composed(overrides[1].split()).model["_target_"] == "pipeline.model.mlp"
+    assert composed(overrides[1].split()).model["_target_"] == "pipeline.components.model.mlp"
     sweep = re.search(r"^# +pipeline sweep (\S+) (.*)$", TEXT, re.MULTILINE)
     assert sweep
     file = ["--config-dir", str(sweep_files()[sweep[1]].parent), "--config-name", sweep[1]]

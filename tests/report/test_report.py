@@ -15,7 +15,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 from pipeline.report import comparison, document, page, plots
 from pipeline.report.findings import Finding
 from tests import synthetic

@@ -7,12 +7,12 @@ import signal
 
 import psutil
 import pytest
+from tests.test_kills import RUN, is_in
 
 from pipeline.sweep.heartbeat import ALIVE
 from tests.killing import CALLS, Plan
 from tests.running import Store, pipeline, start, wait
 from tests.shared import note, place_store
-from tests.test_kills import RUN, is_in
 
 FACTORS = ("2", "4", "8")
 SWEEP = ("train", "-m", *RUN[:-1], f"accumulation.factor={','.join(FACTORS)}", "hardware.parallel_jobs=2")

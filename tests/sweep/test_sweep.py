@@ -362,8 +362,8 @@ def test_a_sweep_file_is_a_plain_hydra_multirun_and_runs_in_one_process_for_a_de
 
 PLANNED = """
 import json
-from pipeline.launching.launcher import completed_with
-from pipeline.launching.local import LocalLauncher
+from pipeline.sweep.launcher import completed_with
+from pipeline.sweep.local import LocalLauncher
 
 class Planned(LocalLauncher):
     # Plans as ever, and starts nothing.

@@ -15,7 +15,7 @@ import zlib
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.running import Store, environment, one_process, pipeline, wait

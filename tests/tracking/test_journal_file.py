@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import NAME, DamagedError, Past, Reader
 

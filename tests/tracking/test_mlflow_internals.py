@@ -1,4 +1,4 @@
-"""What pipeline/mlflow_internals.py uses of MLflow still is what it was read as."""
+"""What pipeline/tracking/mlflow_internals.py uses of MLflow still is what it was read as."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import inspect
 
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-from pipeline import mlflow_internals
-from pipeline.tracking import store
+from pipeline.tracking import mlflow_internals, store
 
-WHERE = "see pipeline/mlflow_internals.py"
+WHERE = "see pipeline/tracking/mlflow_internals.py"
 
 
 def test_the_signatures_are_those_that_were_read():

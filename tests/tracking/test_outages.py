@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.running import wait

@@ -21,10 +21,11 @@ import yaml
 from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
 
-from pipeline import compose, hydra_errors, masking
-from pipeline import config as configuration
-from pipeline.errors import ConfigError
-from pipeline.masking import mask, masked, remember
+from pipeline.common import secrets
+from pipeline.common.errors import ConfigError
+from pipeline.common.secrets import mask, masked, remember
+from pipeline.config import compose, hydra_errors
+from pipeline.config import validate as configuration
 from pipeline.rerun.recorded_run import relinked
 from pipeline.tracking import provenance
 from tests.browser import server
@@ -212,7 +213,7 @@ def test_a_password_of_any_signs_is_masked_wherever_its_uri_stands(uri, masked_u
 
 
 def test_the_pieces_of_a_uri_in_use_are_masked(monkeypatch):
-    monkeypatch.setattr(masking, "_remembered", set())
+    monkeypatch.setattr(secrets, "_remembered", set())
     remember("postgresql://postgres:ab@Hunter7:x y/Zaphod9@h/db?sslpassword=a%20Marvin42")
     remember("mssql+pyodbc:///?odbc_connect=DRIVER%3DDriver18%3BPWD%3DArthur4242%3B")
     for text in ("no port: 'Hunter7'", "no host: ab@Hunter7", "x y/Zaphod9@h", "a Marvin42", "PWD: Arthur4242"):
@@ -371,10 +372,10 @@ HOSTILE = {
     "posix": ({"training.loss": {"_target_": "posix.system", "_args_": ["touch ran"]}}, "posix.system"),
     "import": ({"dataset": {"_target_": "importlib.import_module", "name": "evil"}}, "importlib.import_module"),
     "own module": ({"model": EVIL}, "evil.run"),
-    "no builder": ({"model": {"_target_": "pipeline.job.run"}}, "pipeline.job.run"),
+    "no builder": ({"model": {"_target_": "pipeline.run.run.run"}}, "pipeline.run.run.run"),
     "no builder either": (
-        {"model": {"_target_": "pipeline.compose.train", "arguments": []}},
-        "pipeline.compose.train",
+        {"model": {"_target_": "pipeline.config.compose.train", "arguments": []}},
+        "pipeline.config.compose.train",
     ),
     "re-exported": (
         {"model": {"_target_": "pipeline.tracking.provenance.os.system", "_args_": ["touch ran"]}},

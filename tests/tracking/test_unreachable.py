@@ -9,9 +9,9 @@ import threading
 import time
 
 import pytest
+from tests.test_kills import RUN, UPDATES
 
 from tests.running import pipeline, start, wait
-from tests.test_kills import RUN, UPDATES
 from tests.tracking.shipped import fields
 
 BUSY = 20  # seconds that this machine may take for what it does at once, such as ending a shipper

@@ -10,7 +10,7 @@ import pytest
 from mlflow.artifacts import download_artifacts
 from mlflow.tracking import MlflowClient
 
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 from pipeline.trust import artifact_locations
 
 SERVER = "http://me:secret@127.0.0.1:5000"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
 from pipeline.tracking.foreign_store import ForeignStore
 from tests import synthetic
 from tests.running import one_process

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from pipeline import compose, instantiate
-from pipeline import config as configuration
-from pipeline.errors import ConfigError
+from pipeline.common.errors import ConfigError
+from pipeline.config import compose
+from pipeline.config import validate as configuration
 from pipeline.rerun.recorded_run import RecordedRun
-from pipeline.trust import allowlist
+from pipeline.trust import allowlist, instantiate
 from pipeline.trust.gate import Gate, check_config, check_size, confine, drop_writers, strict
 from tests.running import ROOT, environment
 
 CALLBACK = "training.callbacks.it"
-MODEL = "pipeline.model.mlp"
+MODEL = "pipeline.components.model.mlp"
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ SHELL = {"_target_": "os.system", "_args_": ["touch RAN"]}
 KERAS_OBJECT = {"module": "evil", "class_name": "run", "registered_name": "evil>run", "config": {}}
 LOSS = "keras.losses.Loss"
 
-ANY_TEXT = {"_target_": "pipeline.optimizer.constant", "learning_rate": "x"}
+ANY_TEXT = {"_target_": "pipeline.components.optimizer.constant", "learning_rate": "x"}
 PLAIN = "must be a plain dotted name. Received: "
 
 # (where it stands in the config, what stands there, what the message must name)
@@ -104,9 +104,13 @@ REFUSED = [
     ("model", {"_target_": "evil"}, "'evil'"),
     ("model", {"_target_": "mypkg2.run"}, "mypkg2.run"),
     ("model", {"_target_": "pipeline.tracking.store.Store", "uri": "x"}, "pipeline.tracking.store.Store"),
-    ("model", {"_target_": "pipeline.model.build"}, "pipeline.model.build"),
-    ("model", {"_target_": "pipeline.job.run"}, "pipeline.job.run"),
-    ("model", {"_target_": "pipeline.model.keras.saving.load_model"}, "pipeline.model.keras.saving.load_model"),
+    ("model", {"_target_": "pipeline.components.model.build"}, "pipeline.components.model.build"),
+    ("model", {"_target_": "pipeline.run.run.run"}, "pipeline.run.run.run"),
+    (
+        "model",
+        {"_target_": "pipeline.components.model.keras.saving.load_model"},
+        "pipeline.components.model.keras.saving.load_model",
+    ),
     ("model", {"_target_": "tensorflow.keras.Sequential"}, "tensorflow.keras.Sequential"),
     ("model", {"_target_": "tensorflow.io.read_file", "filename": "x"}, "tensorflow.io.read_file"),
     # what is merely reachable through Keras
@@ -243,7 +247,7 @@ BY_TEXT = ["keras.losses.get", "keras.layers.deserialize", "keras.layers._x", "k
 
 
 @pytest.mark.parametrize(
-    "name", [*BY_TEXT, "keras.layers.Lambda", "pipeline.job.run", "pipeline.tracking.store.Store", "evil.run"]
+    "name", [*BY_TEXT, "keras.layers.Lambda", "pipeline.run.run.run", "pipeline.tracking.store.Store", "evil.run"]
 )
 def test_refused_before_anything_is_imported(name, gate):
     with pytest.raises(ConfigError, match=re.escape(repr(name))):
@@ -291,7 +295,7 @@ def test_a_refusal_imports_no_keras(gate):
     """A refused name costs no ten seconds, and what names only Keras and this package is read as text."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom pipeline.trust import gate as trust\n"
-        "from pipeline.errors import ConfigError\n"
+        "from pipeline.common.errors import ConfigError\n"
         "gate = trust.Gate(Path('run'))\n"
         "good, bad = {'_target_': 'keras.losses.Huber'}, {'_target_': 'os.system'}\n"
         "trust.check_config({'loss': good}, gate, imports=False)\n"
@@ -331,7 +335,9 @@ def test_every_ready_config_passes(option, gate):
 
 def test_every_builder_of_a_ready_config_is_on_the_list_and_exists():
     named = re.findall(r"_target_: (pipeline\.[\w.]+)", "".join(f.read_text() for f in (ROOT / "conf").rglob("*.yaml")))
-    assert set(named) - {"pipeline.compose.RunFolders"} <= allowlist.BUILDERS  # Hydra's own, of the user's config
+    assert (
+        set(named) - {"pipeline.config.compose.RunFolders"} <= allowlist.BUILDERS
+    )  # Hydra's own, of the user's config
     for name in allowlist.BUILDERS:
         assert callable(instantiate.locate(OmegaConf.create({"_target_": name}), "model"))
 
@@ -347,7 +353,7 @@ ALLOWED = [
     ("optimizer.kernel", {"_target_": "keras.regularizers.L2"}),
     ("optimizer.start", {"_target_": "keras.initializers.HeNormal"}),
     ("optimizer.keep", {"_target_": "keras.constraints.MaxNorm"}),
-    ("dataset.augment", {"_target_": "pipeline.augmentation.Flip"}),
+    ("dataset.augment", {"_target_": "pipeline.dataset.augmentation.Flip"}),
     ("tracking.experiment", "/Users/somebody/it"),
     ("start.run", None),
     ("start.run", "deadbeef"),
@@ -425,7 +431,7 @@ def test_nothing_is_downloaded_unless_the_user_says_so(gate, monkeypatch, tmp_pa
     """TFDS' own code of some datasets unpickles or evaluates what it downloads."""
     import tensorflow_datasets
 
-    from pipeline import dataset
+    from pipeline.dataset import load
 
     def asked(*_: object) -> None:
         raise InterruptedError("it is asked for")
@@ -433,11 +439,11 @@ def test_nothing_is_downloaded_unless_the_user_says_so(gate, monkeypatch, tmp_pa
     monkeypatch.setattr(tensorflow_datasets.core.DatasetBuilder, "download_and_prepare", asked)
     name = "mnist:3.0.1"
     with strict(gate), pytest.raises(ConfigError, match=r"prepared; dataset\.download=true allows"):
-        dataset.from_tfds(name, data_dir=str(tmp_path))
+        load.from_tfds(name, data_dir=str(tmp_path))
     with strict(replace(gate, downloads=True)), pytest.raises(ConfigError, match="it is asked for"):
-        dataset.from_tfds(name, data_dir=str(tmp_path))
+        load.from_tfds(name, data_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="it is asked for"):
-        dataset.from_tfds(name, data_dir=str(tmp_path))
+        load.from_tfds(name, data_dir=str(tmp_path))
 
 
 def test_a_claimed_run_directory_leads_nowhere_else(gate):

@@ -1,0 +1,125 @@
+"""What a forward pass in training does beside its outputs: which variables it assigns, and which layers draw noise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .keras_internals import global_seed, layers_of
+from .same_noise import drawn, noisy_layers
+from .slicing import examples_in, slice_specs
+
+# Operations of TensorFlow's that draw from a state of their own, as `tf.random.normal` and `tf.random.Generator` do.
+_DRAWING = re.compile(
+    "(?!Stateless).*Random.*|Rng.*|Stateful(Standard|Uniform|Truncated).*|.*TruncatedNormal|Multinomial"
+)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a trace of a forward pass in training shows.
+
+    Attributes:
+        assigned: moving statistics, and the seeds of layers.
+        cut_dependent_noise: the names of what draws for each micro-batch anew.
+        placed: the layers that draw for each example by its place in the effective batch.
+    """
+
+    assigned: list[keras.Variable]
+    cut_dependent_noise: list[str]
+    placed: list[keras.Layer]
+
+
+def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
+    """Trace a forward pass of a built model, which does not change.
+
+    Args:
+        model: traced on `x`, the inputs of a few examples.
+        x: see above.
+        same_noise: as an `Update` takes it.
+    """
+    placed = noisy_layers(model, x) if same_noise else []
+    x = tf.nest.map_structure(lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), x)
+
+    @tf.function(input_signature=[slice_specs(x)], autograph=False)
+    def call(x: Any) -> None:
+        with drawn(placed, [tf.zeros([2], tf.int64)] * len(placed), 0, examples_in(x)):
+            model(x, training=True)
+
+    with keras.StatelessScope() as scope:
+        graph = call.get_concrete_function().graph
+    found = [variable for variable in model.variables if scope.get_current_value(variable) is not None]
+    seeds = [layer.seed_generator.state for layer in placed]
+    seed = global_seed()
+    drew = seed is not None and scope.get_current_value(seed) is not None
+    own = {*_drawing(model, found), *_operations(graph), *(["keras.random without a seed"] if drew else [])}
+    known = {id(variable) for variable in found}
+    by_place = [layer for layer in placed if id(layer.seed_generator.state) not in known]
+    return Forward([*found, *(state for state in seeds if id(state) not in known)], sorted(own), by_place)
+
+
+def batch_dependent_layers(model: keras.Model, forward: Forward) -> list[str]:
+    """Return the names of the layers that assign state while they train, random seeds left out.
+
+    They look at a micro-batch, so what they give differs between factors at one effective batch.
+    """
+    ids = {id(variable) for variable in forward.assigned}
+
+    def owners(layer: keras.Layer) -> Iterator[str]:
+        assigns = any(id(weight) in ids for weight in layer.weights)
+        if assigns and isinstance(layer, keras.Model):
+            for inner in layer.layers:
+                yield from owners(inner)
+        elif assigns:
+            yield layer.name
+
+    return sorted(owners(model))
+
+
+def unknown_to_keras(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
+    """Yield TensorFlow's own variables and generators in the attributes of layers, with names that may repeat."""
+    for layer in (model, *layers_of(model)):
+        for attribute, entry in _attributes(layer):
+            if isinstance(entry, tf.Variable):
+                yield f"{layer.path}/{attribute}", entry
+            elif isinstance(entry, tf.random.Generator):
+                yield f"{layer.path}/{attribute}", entry.state
+
+
+def _attributes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of attributes, those in a list or a dict one by one."""
+    for attribute, value in vars(layer).items():
+        several = list(value.values()) if isinstance(value, dict) else value
+        for entry in several if isinstance(several, list | tuple) else [several]:
+            yield attribute, entry
+
+
+def _drawing(model: keras.Model, assigned: list[keras.Variable]) -> Iterator[str]:
+    """Yield the names of the layers whose seeds, or those of a layer inside of them, are among the variables."""
+    ids = {id(variable) for variable in assigned}
+
+    def draws(layer: keras.Layer) -> bool:
+        return any(
+            id(value.state) in ids for _, value in _attributes(layer) if isinstance(value, keras.random.SeedGenerator)
+        )
+
+    if draws(model):
+        yield model.name
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _drawing(layer, assigned)
+        elif any(map(draws, (layer, *layers_of(layer)))):
+            yield layer.name
+
+
+def _operations(graph: tf.Graph) -> Iterator[str]:
+    """Yield the names of the operations that draw from a state of TensorFlow's, those in functions included."""
+    definition = graph.as_graph_def()
+    for node in (*definition.node, *(node for function in definition.library.function for node in function.node_def)):
+        if _DRAWING.fullmatch(node.op):
+            yield node.name.rpartition("/")[0] or node.name

@@ -1,0 +1,81 @@
+"""Run directories: which there are, which one is meant, and what its run began with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.common.errors import ConfigError, first_line
+from pipeline.config import former_names
+from pipeline.tracking.journal_file import NAME, Past
+
+
+def find(start: str, key: str, but: Path | None = None) -> Path:
+    """Return the run directory that `start` names: itself, or the start of the ID of its run in MLflow.
+
+    The one in `but` is passed over, and its journal is not opened: closing it would free its lock.
+
+    Raises:
+        ConfigError: there is none below the working directory, or there are several.
+    """
+    if (Path(start) / NAME).exists() and not _same(Path(start), but):
+        return Path(start)
+    matching = [folder for run_id, folder in by_id(key, but).items() if len(start) >= 4 and run_id.startswith(start)]
+    if len(matching) != 1:
+        rule = "must be one run directory, or the start of the ID of one run whose directory lies below this one"
+        raise ConfigError(key, rule, start, [*map(str, matching)] if matching else None)
+    return matching[0]
+
+
+def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
+    """Return the run directories below the working directory by the ID of their run in MLflow.
+
+    `key` and `but` are as `find` has them.
+
+    That a journal is there which says so is proof enough: no store has named the folder.
+    """
+    found = {}
+    for folder in (folder for folder in run_dirs([]) if not _same(Path(folder), but)):
+        try:
+            past = Past.of(Path(folder), key, running=True)
+        except ConfigError:  # of another version
+            continue
+        past.close()
+        if past.run:
+            found[past.run["run_id"]] = Path(folder)
+    return found
+
+
+def run_dirs(folders: Sequence[str]) -> list[str]:
+    """Return the run directories among `folders` and below them; below the working directory where none is given."""
+    found: dict[str, None] = {}
+    for folder in folders or ["."]:
+        inside = [str(path) for path, _, files in os.walk(folder) if NAME in files]
+        if folders and not inside:
+            raise ConfigError("RUN_DIR", f"must be a folder with a {NAME} in it", folder)
+        found |= dict.fromkeys(sorted(map(os.path.normpath, inside)))
+    return list(found)
+
+
+def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
+    """Return the resolved config that the run in `run_dir` began with.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no mapping")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        rule = f"must have a config.yaml that can be read ({first_line(error)})"
+        raise ConfigError(key, rule, str(run_dir)) from error
+    return dict(former_names.renamed(config))
+
+
+def _same(folder: Path, other: Path | None) -> bool:
+    return other is not None and folder.resolve() == other.resolve()

@@ -1,0 +1,59 @@
+"""`pipeline resume`: an interrupted run goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from pipeline.checkpoints.run_dirs import find, recorded_config
+from pipeline.common.errors import ConfigError, Parser
+from pipeline.common.secrets import HIDDEN
+from pipeline.config import compose
+from pipeline.config import validate as configuration
+from pipeline.sweep import gpus
+from pipeline.tracking.journal_file import Past
+
+
+def resume(arguments: Sequence[str]) -> int:
+    """Go on with RUN from its last checkpoint on, in the same MLflow run.
+
+    The run directory is trusted as your own files are: what its config names is imported.
+    """
+    parser = Parser(prog="pipeline resume", description=resume.__doc__, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="a run directory, or the start of the ID of a run below this folder")
+    options, overrides = parser.parse_known_args(list(arguments))
+    run_dir = find(options.run, "RUN").absolute()
+    past = Past.of(run_dir, running=True)  # its chief may have begun to go on, where this is another worker
+    past.close()
+    config = recorded_config(run_dir, "RUN")
+    named = {text.lstrip("+").split("=")[0] for text in overrides}
+    _complete(config, past, named)
+    if any(name.startswith("hydra.") for name in named):
+        raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))
+
+    def task(composed: DictConfig, given: list[str], run_dir: Path) -> float:
+        if composed.hardware.device.name == "gpu":
+            gpus.slots([composed.hardware], at_once=None)
+        from pipeline.run import run
+
+        _, loss = run.run(composed, given, run_dir, resume=True)
+        return loss
+
+    compose.run_recorded(config, [*overrides, f"hydra.run.dir={_quoted(run_dir)}"], task)
+    return 0
+
+
+def _complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
+    """Put the store of the run into its config; ask for what is a secret."""
+    if HIDDEN not in past.start["store"]:  # whatever folder this is called in
+        config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
+    for key, value in configuration.leaves(config).items():
+        if HIDDEN in str(value) and key not in named:
+            raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

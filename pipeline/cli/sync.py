@@ -1,0 +1,46 @@
+"""`pipeline sync`: ship to MLflow whatever a run could not. Safe to call again, and from several machines at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.checkpoints.run_dirs import run_dirs
+from pipeline.common.errors import NOT_SHIPPED, Parser, first_line, say
+from pipeline.config import compose
+from pipeline.tracking.sync_run import sync_run
+
+
+def sync(arguments: Sequence[str]) -> int:
+    """Ship to MLflow what is missing of the runs in RUN_DIR …; without one, of those below the working directory."""
+    parser = Parser(prog="pipeline sync", description=sync.__doc__, allow_abbrev=False)
+    parser.add_argument("folders", metavar="RUN_DIR", nargs="*", help="run directories, or folders that hold some")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
+    options = parser.parse_args([text for text in arguments if "=" not in text])
+    overrides = [text for text in arguments if "=" in text]
+    config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
+    tracking = compose.composed([*config_dir, *overrides]).tracking
+    # The journal names its store; the config's counts where it is given here, as it may hold a password.
+    given = tracking.uri if any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides) else None
+    found = run_dirs(options.folders)
+    if not found:
+        say("no run directory with a journal was found")
+        return 0
+    named = {os.path.normpath(folder) for folder in options.folders}
+    statuses = [sync_run(folder, given, tracking.patience, named=folder in named) for folder in found]
+    return max(statuses + [_close_sweep(folder, given) for folder in {Path(folder).parent for folder in found}])
+
+
+def _close_sweep(folder: Path, given: str | None) -> int:
+    """Close the sweep in `folder`, if there is one that could not be closed when its jobs had ended."""
+    from pipeline.sweep import parent_run
+
+    try:
+        parent = parent_run.left_open(folder, given)
+        if parent is not None:
+            parent.close()
+    except Exception as error:
+        say(f"{folder}: the sweep is not closed in the store yet: {first_line(error)}")
+        return NOT_SHIPPED
+    return 0

@@ -1,0 +1,126 @@
+"""The verbs that train: `pipeline train` and `pipeline sweep`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
+from pipeline.common.secrets import mask
+from pipeline.config import compose
+from pipeline.config import validate as configuration
+from pipeline.sweep import gpus
+from pipeline.sweep.again import trusted_overrides
+from pipeline.sweep.files import sweep_files
+from pipeline.tracking.foreign_store import ForeignStore
+from pipeline.trust import artifact_locations
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Compose a config and train it, with -m every job of a sweep; return 0 when all finished, else 1."""
+    return _train(arguments, lambda run_id: ["train", *_repeated(arguments), f"tracking.sweep={run_id}"])
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """Train the multirun in `sweeps/NAME.yaml`, of this folder or of the package."""
+    files = sweep_files()
+    parser = Parser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(files)}")
+    parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
+    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="what a sweep's record may name")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
+    if not arguments:
+        raise ConfigError("NAME", "must name a sweep", "", files)
+    options, rest = parser.parse_known_args(list(arguments))
+    if options.name not in files:
+        raise ConfigError("NAME", "must name a sweep", options.name, files)
+    file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
+    if options.config_dir:
+        compose.check_config_dir(options.config_dir)
+    ours = Path(configuration.directory("sweeps"))
+    searched = [Path(options.config_dir).absolute()] if options.config_dir else []
+    searched += [ours] if files[options.name].parent != ours else []
+    if searched:
+        file.append("hydra.searchpath=[" + ",".join(f'"file://{folder}"' for folder in searched) + "]")
+    missing = _resumed(options, file, rest) if options.again else rest
+    given = [*(["--config-dir", options.config_dir] if options.config_dir else []), *_repeated(rest)]
+    given += [f"--allow={entry}" for entry in options.allow]
+    return _train(["-m", *file, *missing], lambda run_id: ["sweep", options.name, "--again", run_id, *given])
+
+
+def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
+    """Train; where jobs of a sweep are missing at its end, say the command `again` that runs them."""
+    # Who takes up a sweep reads its store.
+    confined = ["tracking.confined=true"] * any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments)
+    try:
+        compose.run(partial(compose.in_run_dir, _run), [*arguments, *confined])
+    except BaseException as error:
+        _close(again, "FAILED" if isinstance(error, Exception) else "KILLED")
+        raise
+    return _close(again)
+
+
+def _close(again: Callable[[str], list[str]], broken: str | None = None) -> int:
+    """Close the sweep of this process, if there was one, and publish its report unless it was `broken` off."""
+    module = sys.modules.get("pipeline.sweep.parent_run")  # which the launcher has imported, if there was a sweep
+    current = None if module is None else module.take()
+    if current is None:
+        return 0
+    missing = f"run what is missing with: {shlex.join(['pipeline', *map(mask, again(current.run_id))])}"
+    try:
+        status: int = current.close(broken)
+    except Exception as error:  # the store is away
+        close = shlex.join(["pipeline", "sync", current.folder])
+        say(
+            f"the sweep could not be closed in the store ({first_line(error)}): {close}",
+            *([missing] if current.lost else []),
+        )
+        return NOT_SHIPPED
+    if status:
+        say(missing)
+    if broken is None:
+        from pipeline.report import command
+        from pipeline.sweep import description
+
+        children = description.complete(current)
+        if any("train/loss" in run.data.metrics for run in children.values()):
+            command.publish(current.uri, current.run_id, current.places)
+    return status
+
+
+def _repeated(arguments: Sequence[str]) -> list[str]:
+    """Return those of `arguments` that hold for the rest of a sweep as well: its folder has jobs in it by then."""
+    return [text for text in arguments if not text.startswith(("hydra.sweep.dir=", "tracking.sweep="))]
+
+
+def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> list[str]:
+    """Return `rest` with the recorded overrides of the sweep `options.again` before them."""
+    # What is swept composes to no one config.
+    where = [text for text in rest if text.startswith(("tracking.", "tracking=", "trust.", "dataset.data_dir="))]
+    own = compose.composed([*file, *where])
+    own.trust.allow = [*own.trust.allow, *options.allow]
+    parent = ForeignStore.open(own.tracking.uri, own.trust.allow).sweep(options.again)
+    if parent.data.tags["sweep.name"] != options.name:
+        raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
+    allowed = [f"trust.allow={list(own.trust.allow)}"] if options.allow else []
+    # What is given now counts more: Hydra takes the last.
+    recorded = trusted_overrides(parent.data.tags, rest, own)
+    return [*recorded, *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
+
+
+def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
+    if config.hardware.device.name == "gpu":
+        gpus.slots([config.hardware], at_once=None)  # refuses in a moment what TensorFlow takes seconds to find
+    from pipeline.run import run as job
+
+    places = configuration.allowed_places(config.trust.allow)
+    with artifact_locations.confined(config.tracking.uri, places) if config.tracking.confined else nullcontext():
+        _, loss = job.run(config, overrides, run_dir)
+        return loss

@@ -1,0 +1,88 @@
+"""The verb `pipeline ui`: MLflow's UI on the configured store, and where its newest run is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from omegaconf import DictConfig
+
+from pipeline.common.errors import ConfigError, Parser, say
+from pipeline.config import compose
+
+HOST = "127.0.0.1"
+_PATIENCE = 10.0  # seconds for the server's processes to end
+
+
+def ui(arguments: Sequence[str]) -> int:
+    """Serve MLflow's UI on the store of the composed config, until Ctrl-C or SIGTERM."""
+    parser = Parser(
+        prog="pipeline ui",
+        description=ui.__doc__,
+        epilog="All other arguments are overrides, such as tracking.uri=sqlite:///elsewhere/mlflow.db",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--port", metavar="PORT", default="5000", help="where to listen on 127.0.0.1; default 5000")
+    options, rest = parser.parse_known_args(list(arguments))
+    opened: list[DictConfig] = []
+    compose.run(opened.append, [*rest, "hydra.run.dir=."])
+    for config in opened:  # none where Hydra was asked to show something, and did
+        return _serve(config.tracking.uri, _free(options.port))
+    return 0
+
+
+def _free(text: str) -> int:
+    """Return the port, on which nobody listens yet."""
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise ConfigError("--port", "must be from 1 to 65535", text)
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind((HOST, int(text)))
+        except OSError as error:
+            rule = f"must be a port that is free: choose another with --port ({error.strerror})"
+            raise ConfigError("--port", rule, int(text)) from None
+    return int(text)
+
+
+def _serve(uri: str, port: int) -> int:
+    if uri.startswith(("http://", "https://")):
+        say(f"The store is a server with a UI of its own: {uri}", to=sys.stdout)
+        return 0
+    say(*_pages(uri, f"http://{HOST}:{port}"), "Ctrl-C ends it", to=sys.stdout)
+    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
+    # MLflow leaves some of its processes behind: a session of their own can be ended whole. With its URI in the
+    # environment, other users do not read a password in the list of processes. Eight more processes would wait for jobs
+    # of MLflow's, such as evaluations of language models.
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
+    environment |= {"MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1"}  # no file of the user's folder is imported
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return server.wait()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(_PATIENCE)
+
+
+def _pages(uri: str, root: str) -> list[str]:
+    """Return lines with the addresses of the newest run and of its experiment, or of MLflow's first page."""
+    from pipeline.tracking.store import Store
+
+    client = Store(uri).client()
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, order_by=["start_time DESC"], max_results=1)
+    for run in runs:
+        where = f"{root}/#/experiments/{run.info.experiment_id}"
+        return [f"newest run: {where}/runs/{run.info.run_id}", f"all runs:   {where}/runs"]
+    return [f"there is no run yet: {root}"]

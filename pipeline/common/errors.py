@@ -1,0 +1,161 @@
+"""Errors that are shown in one line: wrong input, and a run that failed."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from typing import Any, NoReturn, TextIO
+
+from pipeline.common.secrets import mask
+
+_NOT_GIVEN: Any = object()
+_LONGEST = 300  # characters of a value
+_MOST = 40  # choices in the list
+
+
+class ConfigError(Exception):
+    """The config or the arguments are wrong; nothing has been created. Exit status 2.
+
+    Args:
+        key: dotted name of the config key, or the command-line argument.
+        rule: what the value must be, as the end of a sentence that starts with the key.
+        received: the value that broke the rule; left out of the line when it is not given.
+        choices: the values that would have been accepted, where they can be counted.
+        similar: values that would have been accepted where there are too many to list; a close one is suggested.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        rule: str,
+        received: object = _NOT_GIVEN,
+        choices: Iterable[object] | None = None,
+        similar: Iterable[object] = (),
+    ):
+        # Everything is kept as text, so that the error crosses from one process to another.
+        self.key, self.rule = key, rule
+        self.received = None if received is _NOT_GIVEN else _shown(received)
+        self.choices = None if choices is None else [str(choice) for choice in choices]
+        self.close = ""
+        if isinstance(received, str):
+            accepted = [*(self.choices or ()), *map(str, similar)]
+            self.close = next(iter(difflib.get_close_matches(received, accepted, n=1, cutoff=0.7)), "")
+        super().__init__(key, rule)
+
+    def __str__(self) -> str:
+        line = f"{self.key} {self.rule}."
+        if self.received is not None:
+            line += f" Received: {self.received}."
+        if self.choices is not None:
+            more = len(self.choices) - _MOST
+            listed = self.choices[:_MOST] + ([f"and {more} more"] if more > 0 else [])
+            line += f" Choices: {', '.join(listed) or 'none'}."
+        if self.close:
+            line += f" Did you mean {self.close!r}?"
+        return printable(" ".join(line.split()))
+
+
+class DataError(ValueError):
+    """The data cannot be read, or are not any more what they were; the message is one line."""
+
+
+class OutOfMemoryError(Exception):
+    """Memory ran out where no smaller micro-batch helps; the message is one line."""
+
+
+class RunError(Exception):
+    """A run failed while running. The message is one line and names the file with the traceback. Exit status 1."""
+
+
+NOT_SHIPPED = 4  # exit status
+
+
+class NotShippedError(Exception):
+    """A run trained to its end, but not all of it is in the store yet: `pipeline sync`. Exit status 4.
+
+    Args:
+        loss: the last one of the run.
+    """
+
+    def __init__(self, message: str, loss: float):
+        super().__init__(message)
+        self.loss = loss
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("arguments", f"must be as {self.prog} --help says ({message})")
+
+
+def printable(text: str) -> str:
+    """Return `text` with `?` for each control character: a store's names and messages are foreign."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def say(*lines: str, to: TextIO | None = None) -> None:
+    """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters."""
+    with suppress(OSError):  # a terminal that is closed meanwhile keeps no run from being closed
+        for line in lines:
+            print(printable(mask(line)), file=to or sys.stderr, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the message of an exception in one line; its type where it has no message."""
+    text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # where in its graph TensorFlow was
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
+
+
+def cause(error: BaseException) -> str:
+    """Return what TensorFlow says was wrong, without where in its graph and in which of its iterators it was."""
+    lines = [said for line in str(error).splitlines() if (said := line.strip())]
+    before = next((number for number, line in enumerate(lines) if "[[{{node" in line), 0)
+    said = lines[before - 1] if before else first_line(error)
+    said = re.sub(r"\{\{.*?\}\} | \[Op:.*$", "", said)
+    said = re.sub(r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said)
+    return re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", said).rstrip(".")
+
+
+def _shown(value: object) -> str:
+    """Return `value` as a person would have written it in YAML, cut where it is long."""
+    text = mask(_yaml(value))  # before it is cut: half a secret would not be found any more
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+@contextmanager
+def refused(key: str, rule: str, received: object) -> Iterator[None]:
+    """Refuse what the config has at `key` where it raises; the rule ends with the error in parentheses."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        cause = first_line(error) if isinstance(error, ValueError) else described(error)
+        raise ConfigError(key, f"{rule} ({cause})", received) from error
+
+
+def described(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _yaml(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return repr(value)

@@ -1,0 +1,39 @@
+"""What processes import: this package wherever it lies, and TensorFlow without the notices that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def without_chatter() -> Iterator[None]:
+    """Hold back the notices that TensorFlow's libraries print when they are loaded; let all else through.
+
+    They come before any log level is read, so that no setting stops them.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            for line in held.read().decode(errors="replace").splitlines():
+                if not re.match(r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl", line):
+                    print(line, file=sys.stderr, flush=True)
+
+
+def path_of_processes() -> str:
+    """Return the PYTHONPATH with which a new process imports this package, wherever it was imported from here."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))

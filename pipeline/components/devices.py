@@ -1,0 +1,154 @@
+"""Device, replicas, precision and determinism: what must be set before TensorFlow builds anything."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+from omegaconf import DictConfig
+
+from pipeline.common.errors import ConfigError
+from pipeline.config.cluster import KEY, Cluster
+from pipeline.config.schema import Device
+from pipeline.config.sizes import REPLICAS
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run computes on."""
+
+    strategy: tf.distribute.Strategy  # mirrored where there are several devices
+    on_gpu: bool
+    description: str  # one line for a person
+    workers: int = 1  # processes
+    arrived: tf.Variable | None = None  # with several: how many sums this one had ready for the others
+
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds for every worker; each has to ask."""
+        if self.workers == 1:
+            return holds
+
+        return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
+
+    def same(self, number: int) -> bool:
+        """Return whether a number of up to 24 bits is the same for every worker; each has to ask."""
+        # Only where all are the same is N·Σv² = (Σv)².
+        return self.strategy.num_replicas_in_sync * self._sum(number**2) == self._sum(number) ** 2
+
+    def _sum(self, number: int) -> int:
+        return int(self._total(tf.constant(number, tf.int64)))
+
+    @cached_property
+    def _total(self) -> Callable[[tf.Tensor], tf.Tensor]:
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        def total(number: tf.Tensor) -> tf.Tensor:
+            return self.strategy.reduce("SUM", self.strategy.run(lambda: number), axis=None)
+
+        return total
+
+
+def setup(config: DictConfig, seed: int, workers: Cluster | None = None) -> Hardware:
+    """Choose the devices and set this process' global state, with the seed of Python's, NumPy's and TensorFlow's draws.
+
+    Call it once, before any other TensorFlow call. `config` is the `hardware` group. With several `workers` it returns
+    once all are there.
+
+    Raises:
+        ConfigError: the machine lacks the devices that the config asks for.
+    """
+    replicas = config.replicas
+    gpus = tf.config.list_physical_devices("GPU")
+    if config.device == Device.gpu and not gpus:
+        rule = "must be a device of this machine, which has no GPU"
+        raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
+    on_gpu = uses_gpu(config)
+    if on_gpu:
+        if replicas > len(gpus):
+            rule = f"must be at most the {len(gpus)} GPUs of this machine"
+            raise ConfigError(REPLICAS, rule, replicas)
+        if workers is not None and workers.started and len(workers.addresses) * replicas > len(gpus):
+            rule = (
+                f"must be at most {len(gpus) // replicas}: each has {replicas} of the {len(gpus)} GPUs of this machine"
+            )
+            raise ConfigError(KEY, rule, len(workers.addresses))
+        # Workers on one machine share its GPUs, unless each sees its own alone.
+        first = 0 if workers is None else workers.index_on_machine * replicas
+        gpus = gpus[first : first + replicas] if len(gpus) >= first + replicas else gpus[:replicas]
+        tf.config.set_visible_devices(gpus, "GPU")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    else:
+        tf.config.set_visible_devices([], "GPU")
+        if replicas > 1 and workers is not None:
+            raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
+        if replicas > 1:
+            (cpu,) = tf.config.list_physical_devices("CPU")
+            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
+            tf.config.set_logical_device_configuration(cpu, logical)
+    precision = config.precision.name
+    # A checkpoint knows a variable by its name, in which Keras counts the layers of all models that a process has had.
+    keras.utils.clear_session(free_memory=False)
+    # Not every loss and layer follows the policy alone: what has no policy follows floatx.
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    keras.config.set_dtype_policy(precision)
+    keras.utils.set_random_seed(seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
+    if on_gpu:
+        what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus)
+    why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
+    count = 1 if workers is None else len(workers.addresses)
+    each = f"{count} workers, each with " if workers is not None else ""
+    strategy, arrived = _strategy(replicas, on_gpu, workers), None
+    if workers is not None:
+        with tf.device("CPU:0"):
+            arrived = tf.Variable(0, dtype=tf.int64, trainable=False)
+    return Hardware(strategy, on_gpu, f"{each}{what}{why}, {precision}", count, arrived)
+
+
+def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distribute.Strategy:
+    if workers is not None:
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": list(workers.addresses)}),
+            task_type="worker",
+            task_id=workers.index,
+            rpc_layer="grpc",
+            num_accelerators={"GPU": replicas} if on_gpu else {},
+        )
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+        # TensorFlow has taken SIGTERM, to note that the machine is about to go, which nobody asks it about.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        return strategy
+    if replicas == 1:
+        return tf.distribute.get_strategy()
+    return tf.distribute.MirroredStrategy([f"/{'GPU' if on_gpu else 'CPU'}:{index}" for index in range(replicas)])
+
+
+def uses_gpu(config: DictConfig) -> bool:
+    """Return whether a run with this `hardware` group computes on a GPU."""
+    return config.device != Device.cpu and bool(tf.config.list_physical_devices("GPU"))
+
+
+def peak_memory(hardware: Hardware) -> int:
+    """Return the peak in bytes: of the first GPU's memory, or of this process' resident memory on a CPU.
+
+    Of a forked job the libraries that were loaded before the fork count as far as it has used them.
+    """
+    if hardware.on_gpu:
+        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+    with suppress(OSError):  # Linux; its ru_maxrss begins with that of the process that started this one
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,213 @@
+"""Whether the loss and the metrics fit the labels and the outputs, seen on one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from pipeline.accumulation import (
+    Losses,
+    Metrics,
+    Term,
+    by_name,
+    labels_by_name,
+    logits_of,
+    mask_of,
+    measured,
+    spread,
+    terms,
+    update_metrics,
+    weighted_sum,
+)
+from pipeline.common.errors import ConfigError, refused
+from pipeline.components.objective import Objective
+from pipeline.config.metric_names import UPDATE_METRICS, is_name
+from pipeline.config.objective_nodes import METRIC_GROUPS
+from pipeline.dataset.splits import Data
+
+
+def check(
+    objective: Objective,
+    model: keras.Model,
+    data: Data,
+    batch: Any,
+    class_weight: Mapping[int, float] | None = None,
+    *,
+    padded: bool = False,
+) -> tuple[Any, Any]:
+    """Compute the loss and the metrics of `batch`, so that labels and outputs that do not fit are refused at once.
+
+    Build the model where it is not built yet, and find the metrics that its layers update. `padded` is whether examples
+    of unequal length were padded.
+
+    Returns:
+        The labels and the outputs.
+
+    Raises:
+        ConfigError: the loss does not fit the labels or the model's outputs, or the model trains nothing.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    with refused("model", f"must take inputs of {_shape(x)}", model.name):
+        outputs = model(x, training=False)
+    if not model.trainable_variables:
+        raise ConfigError("model", "must have weights to train", model.name)
+    named = by_name(model, outputs)
+    # By the outputs and not by the weights, which under a strategy have gradients inside of a replica only. From a
+    # softmax or a sigmoid Keras takes the logits, which it has left on the output.
+    reached = [output for output in named.values() if output.dtype.is_floating]
+    reached += [logits for output in reached if (logits := logits_of(output)) is not None]
+    shapes = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
+    with tf.GradientTape() as tape:
+        tape.watch(reached)
+        given = objective, data, y, named, sample_weight, shapes, padded
+        total = _check_loss(*given) if objective.loss is not None else None
+    if objective.loss is None and not model.losses:
+        raise ConfigError("training.loss", "must be given for a model that adds no loss by itself", model.name)
+    if total is not None and all(gradient is None for gradient in tape.gradient(total, reached)):
+        raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", model.name)
+    classes = data.classes or _classes(objective.loss, *named.values())
+    for label in class_weight or ():
+        if classes is not None and label >= classes:
+            raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
+    labels = {} if y is None else labels_by_name(objective.loss, y, named)
+    for group in METRIC_GROUPS:
+        _check_metrics(getattr(objective, group), f"training.{group}", shapes, labels, named, sample_weight)
+    layers = [model] if not model.compiled else model.layers
+    objective.layer_metrics.extend(metric for layer in layers for metric in layer.metrics)
+    own = list(measured(objective.layer_metrics))
+    own += [f"{name}_loss" for name in named] if len(named) > 1 else []
+    configured = measured(objective.metrics, objective.weighted_metrics)
+    for name in own:
+        if name in UPDATE_METRICS or name in configured or own.count(name) > 1 or not is_name(f"train/{name}"):
+            rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"
+            raise ConfigError("model", rule, name)
+    return y, outputs
+
+
+def _classes(loss: Losses, output: Any, *others: Any) -> int | None:
+    """Return the number of classes that a cross-entropy of the only output has."""
+    if others or not isinstance(loss, _CROSS_ENTROPIES):
+        return None
+    return max(2, output.shape[-1]) if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
+
+
+def _check_loss(
+    objective: Objective, data: Data, y: Any, outputs: dict[str, Any], sample_weight: Any, shapes: str, padded: bool
+) -> tf.Tensor:
+    """Return the sum of all losses."""
+    if y is None:
+        raise ConfigError("training.loss", "must be null: the dataset has no labels")
+    with refused("training.loss", shapes, _names(objective.loss)):
+        found = terms(objective.loss, None, y, outputs, sample_weight)
+    with refused("training.loss_weights", "must fit the outputs", objective.loss_weights):
+        spread(objective.loss_weights, list(outputs))
+    total = tf.zeros((), tf.float64)
+    for term in found:
+        key = f"training.loss.{term.name}" if len(outputs) > 1 and isinstance(objective.loss, dict) else "training.loss"
+        if padded and _counts_padding(term):
+            rule = (
+                "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: "
+            )
+            raise ConfigError(f"{key}.reduction", f"{rule}this one divides by the padding as well", term.loss.reduction)
+        with refused(key, shapes, term.loss.name):
+            _check_shapes(term.loss, term.y, term.output)
+            _check_classes(term.loss, term.y, term.output, data.classes if len(outputs) == 1 else None)
+            given = term.loss, term.y, term.output, term.sample_weight
+            total += tf.cast(weighted_sum(*given).total, tf.float64)
+            _trace(weighted_sum, *given)
+    return total
+
+
+def _counts_padding(term: Term) -> bool:
+    """Return whether the mean is over elements whose weight is 0, as it is of padding."""
+    weights = term.sample_weight
+    several = tf.is_tensor(weights) and weights.shape.rank > 1
+    return several and term.loss.reduction in ("mean", "sum_over_batch_size") and mask_of(term.output) is None
+
+
+def _check_metrics(
+    metrics: Metrics, key: str, shapes: str, y: Any, outputs: dict[str, Any], sample_weight: Any
+) -> None:
+    several = isinstance(metrics, Mapping)
+    given: list[tuple[str, Any]] = list(metrics.items()) if isinstance(metrics, Mapping) else [("", metrics)]
+    for output, metric in ((output, metric) for output, listed in given for metric in listed):
+        alone: Metrics = {output: [metric]} if several else [metric]
+        where = f"{key}.{output}.{metric.name}" if several else f"{key}.{metric.name}"
+        with refused(where, shapes, type(metric).__name__):
+            if not several and len(outputs) == 1 and y:
+                _check_shapes(metric, *y.values(), *outputs.values())
+            arguments = alone, y, outputs, sample_weight if key.endswith("weighted_metrics") else None
+            update_metrics(*arguments)
+            _trace(update_metrics, *arguments)
+            if tf.nest.is_nested(result := metric.result()) or tf.convert_to_tensor(result).shape.rank != 0:
+                raise ValueError("its result is not one number")
+        metric.reset_state()
+
+
+def _trace(function: Callable[..., Any], *arguments: Any) -> None:
+    """Raise where `function` cannot be traced, which a call does not show; compute nothing."""
+    try:
+        tf.function(lambda: function(*arguments), autograph=False).get_concrete_function()
+    except tf.errors.OperatorNotAllowedInGraphError as error:
+        rule = "it branches in Python by the value of a tensor: use keras.ops.where or keras.ops.cond"
+        raise ValueError(rule) from error
+
+
+def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
+    """Refuse (batch,) labels against (batch, n) outputs, which many of Keras' losses broadcast without a word."""
+    kind = type(measure)
+    if not kind.__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
+        return
+    labels, predicted = list(y.shape[1:]), list(outputs.shape[1:])
+    if kind.__name__ in _SPARSE:
+        predicted = predicted[:-1]
+    elif kind.__name__ not in _ELEMENTWISE:
+        return
+    if [size for size in labels if size != 1] != [size for size in predicted if size != 1]:
+        raise ValueError("the shapes differ")
+
+
+def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int | None) -> None:
+    """Refuse what Keras computes without a word: a label without an output, the logarithm of a logit."""
+    if not isinstance(loss, _CROSS_ENTROPIES) or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
+        return
+    if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+        labels, ignored = tf.cast(y, tf.int64), loss.ignore_class
+        counting = labels if ignored is None else labels[labels != ignored]
+        largest = classes - 1 if ignored is None and classes is not None else int(tf.reduce_max(counting))
+        smallest = int(tf.reduce_min(counting))
+        for label in (largest, smallest):
+            if not 0 <= label < outputs.shape[-1]:
+                raise ValueError(f"label {label} is outside of the {outputs.shape[-1]} outputs")
+    elif float(tf.reduce_min(y)) < 0 or float(tf.reduce_max(y)) > 1:
+        raise ValueError("the labels must be from 0 to 1")
+    outside = float(tf.reduce_min(outputs)) < 0 or float(tf.reduce_max(outputs)) > 1 + 1e-3
+    if outside and not loss.get_config().get("from_logits"):
+        raise ValueError("the outputs are no probabilities; for logits, set from_logits=true")
+
+
+# Losses and metrics whose labels have the shape of the outputs, and those whose labels lack its last axis.
+_ELEMENTWISE = {
+    *("MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredLogarithmicError"),
+    *("Huber", "LogCosh", "LogCoshError", "CosineSimilarity", "Hinge", "SquaredHinge", "CategoricalHinge"),
+    *("KLDivergence", "Poisson", "BinaryCrossentropy", "BinaryFocalCrossentropy", "Dice", "Tversky"),
+    *("CategoricalCrossentropy", "CategoricalFocalCrossentropy"),
+    *("Accuracy", "BinaryAccuracy", "CategoricalAccuracy", "TopKCategoricalAccuracy"),
+}
+_SPARSE = {"SparseCategoricalCrossentropy", "SparseCategoricalAccuracy", "SparseTopKCategoricalAccuracy"}
+_CROSS_ENTROPIES = (
+    keras.losses.BinaryCrossentropy,
+    keras.losses.CategoricalCrossentropy,
+    keras.losses.SparseCategoricalCrossentropy,
+)
+
+
+def _names(loss: Losses) -> str:
+    return ", ".join(each.name for each in tf.nest.flatten(loss) if each is not None)
+
+
+def _shape(nest: Any) -> str:
+    return ", ".join(f"{tuple(leaf.shape)} {leaf.dtype.name}" for leaf in tf.nest.flatten(nest) if leaf is not None)

@@ -1,0 +1,191 @@
+"""Config → Keras optimizer, its schedule counted in updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from pipeline.common.errors import ConfigError, refused
+from pipeline.config.lr_scaling import FACTORS, Rule
+from pipeline.trust import instantiate
+
+# The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
+_LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
+
+
+def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.optimizers.Optimizer:
+    """Return the optimizer of `config.optimizer` at the rates of `config.schedule`.
+
+    Args:
+        config: the whole config.
+        updates: the horizon; lengths such as `5%` in the schedule are shares of it.
+        effective_batch_size: examples per update, which `config.scaling` compares with its reference.
+
+    Raises:
+        ConfigError: a target or one of its arguments is wrong.
+    """
+    schedule = scaled(build_schedule(config.schedule, updates), config, effective_batch_size, updates)
+    optimizer = instantiate.build(config.optimizer, "optimizer", learning_rate=schedule)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        rule = "must name a keras.optimizers.Optimizer"
+        raise ConfigError("optimizer._target_", rule, config.optimizer.get("_target_"))
+    if optimizer.gradient_accumulation_steps:
+        rule = "must be left out: the pipeline accumulates; set accumulation.factor"
+        raise ConfigError("optimizer.gradient_accumulation_steps", rule, optimizer.gradient_accumulation_steps)
+    if config.hardware.precision.name == "mixed_float16" and not isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer
+    ):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def build_schedule(node: DictConfig, updates: int) -> Any:
+    """Return the schedule of `node`: a Keras schedule, or a number that stays as it is.
+
+    Args:
+        node: the `schedule` group; a string such as `5%` stands for that share of `updates`, at least one.
+        updates: the horizon.
+
+    Raises:
+        ConfigError: a target or one of its arguments is wrong.
+    """
+    lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule"))
+    assert isinstance(lengths, DictConfig)
+    boundaries = OmegaConf.select(node, "boundaries")
+    if isinstance(boundaries, ListConfig) and list(lengths.boundaries) != sorted(lengths.boundaries):
+        raise ConfigError("schedule.boundaries", "must rise", list(boundaries))
+    schedule = instantiate.build(lengths, "schedule")
+    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule | float | int):
+        raise ConfigError("schedule._target_", "must name a Keras schedule or give a number", node.get("_target_"))
+    return schedule
+
+
+def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Trace the apply of one gradient, which changes nothing: Keras looks at most arguments only then.
+
+    Args:
+        optimizer: built.
+        variables: that it was built for.
+
+    Raises:
+        ConfigError: one of its arguments, or its schedule, cannot be computed with.
+    """
+    named, variable = getattr(optimizer, "inner_optimizer", optimizer), variables[0]
+    with refused("optimizer", "must be able to apply a gradient", type(named).__name__):
+        rate = float(ops.convert_to_numpy(named.learning_rate))
+        apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]), autograph=False)
+        apply.get_concrete_function(tf.TensorSpec(variable.shape, variable.dtype))
+    if not 0 <= rate < float("inf"):
+        raise ConfigError("schedule", "must start at a learning rate that is finite and not negative", rate)
+
+
+def scaled(schedule: Any, config: DictConfig, effective_batch_size: int, updates: int) -> Any:
+    """Return `schedule`, scaled for the effective batch by the rule that the config names: see `config.lr_scaling`."""
+    if config.scaling.rule == Rule.none:
+        return schedule
+    factor = FACTORS[config.scaling.rule](effective_batch_size / config.scaling.reference_batch_size)
+    warmup = _in_updates(config.scaling.warmup, updates, "scaling.warmup")
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise ConfigError("scaling.warmup", "must be a number of updates, or a share of the horizon such as 5%", warmup)
+    return Scaled(schedule, factor, warmup)
+
+
+def constant(learning_rate: float) -> float:
+    """Return the same rate for every update; callbacks may still set it."""
+    return learning_rate
+
+
+@keras.saving.register_keras_serializable("pipeline")
+class Scaled(keras.optimizers.schedules.LearningRateSchedule):
+    """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)): Goyal et al. 2017, section 2.2, gradual warm-up.
+
+    It starts at the rate of the reference batch and rises to the scaled one. A factor below 1 has nothing to rise to:
+    it applies from the first update on.
+
+    Args:
+        schedule: a schedule, or a number.
+        factor: multiplies every rate once the warm-up is over.
+        warmup: updates; 0 scales from the first one.
+    """
+
+    def __init__(self, schedule: Any, factor: float, warmup: int):
+        self.schedule, self.factor, self.warmup = schedule, factor, warmup
+
+    def __call__(self, step: Any) -> Any:
+        rate = ops.convert_to_tensor(self.schedule(step) if callable(self.schedule) else self.schedule)
+        if not self.warmup or self.factor <= 1:
+            return rate * self.factor
+        share = ops.minimum(1.0, (ops.cast(step, rate.dtype) + 1) / self.warmup)
+        return rate * (1 + (self.factor - 1) * ops.cast(share, rate.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        schedule = self.schedule
+        if callable(schedule):
+            schedule = keras.optimizers.schedules.serialize(schedule)
+        return {"schedule": schedule, "factor": self.factor, "warmup": self.warmup}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Scaled:
+        schedule = config["schedule"]
+        if isinstance(schedule, dict):
+            schedule = keras.optimizers.schedules.deserialize(schedule)
+        return cls(schedule, config["factor"], config["warmup"])
+
+
+@keras.saving.register_keras_serializable("pipeline")
+class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
+    """rate · min(u/w, √(w/u)), u = completed updates + 1, w = warm-up (Vaswani et al. 2017, equation 3).
+
+    Args:
+        learning_rate: the peak, reached when the warm-up ends.
+        warmup_steps: updates of linear warm-up, at least 1.
+    """
+
+    def __init__(self, learning_rate: float, warmup_steps: int):
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps must be at least 1. Received: {warmup_steps}")
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+
+    def __call__(self, step: Any) -> Any:
+        rate = ops.convert_to_tensor(self.learning_rate)
+        update = ops.cast(step, rate.dtype) + 1
+        warmup = ops.cast(self.warmup_steps, rate.dtype)
+        return rate * ops.minimum(update / warmup, ops.sqrt(warmup / update))
+
+    def get_config(self) -> dict[str, Any]:
+        return {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
+
+
+def _in_updates(value: Any, updates: int, key: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_updates(entry, updates, f"{key}.{name}") for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_in_updates(entry, updates, f"{key}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, str) and value.endswith("%"):
+        try:
+            share = float(value[:-1]) / 100
+        except ValueError:
+            raise ConfigError(key, "must be a share of the horizon such as 5%", value) from None
+        if not 0 <= share <= 1:
+            raise ConfigError(key, "must be from 0% to 100%", value)
+        return max(1, round(share * updates))
+    if isinstance(value, int | float):
+        _check_length(value, updates, key)
+    return value
+
+
+def _check_length(value: float, updates: int, key: str) -> None:
+    """Refuse a length that Keras computes with although it is no number of updates within the run."""
+    name = key.rpartition(".")[2]
+    if name not in _LEAST:
+        return
+    warms_up = name.startswith("warmup")
+    whole = not isinstance(value, bool) and value % 1 == 0
+    if not whole or value < _LEAST[name] or (warms_up and value > updates):
+        most = f" to the horizon's {updates}" if warms_up else " on"
+        raise ConfigError(key, f"must be a whole number of updates from {_LEAST[name]}{most}", value)

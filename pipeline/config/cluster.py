@@ -1,0 +1,148 @@
+"""The workers of a run: how many, where each listens, and which of them this process is. Imports no TensorFlow.
+
+TF_CONFIG ─────────────┐
+the step of a Slurm job ┼─► Cluster: an address for each worker, and this one's index; worker 0 is the chief
+hardware.workers=N ────┘    (which starts the others, on this machine)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from omegaconf import DictConfig
+
+from pipeline.common.errors import ConfigError
+
+KEY = "hardware.workers"
+_TF_CONFIG = 'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, "task": {"type": "worker", "index": 0}}'
+_PORTS = range(20000, 32000)  # of Slurm's tasks: below those that Linux gives to whoever asks for any
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All workers, as one of them sees them.
+
+    Attributes:
+        addresses: `host:port` of each.
+        index: of this one; 0 is the chief, which logs and writes checkpoints.
+        started: whether the chief has started the others, on this machine.
+    """
+
+    addresses: tuple[str, ...]
+    index: int = 0
+    started: bool = False
+
+    @property
+    def is_chief(self) -> bool:
+        return self.index == 0
+
+    @property
+    def index_on_machine(self) -> int:
+        """Return the number of workers before this one on its machine."""
+        hosts = [address.rpartition(":")[0] for address in self.addresses]
+        return hosts[: self.index].count(hosts[self.index])
+
+    @property
+    def on_machine(self) -> int:
+        """Return the number of workers on the machine of this one."""
+        hosts = [address.rpartition(":")[0] for address in self.addresses]
+        return hosts.count(hosts[self.index])
+
+    def at(self, index: int) -> Cluster:
+        """Return the same workers, as another one sees them."""
+        return replace(self, index=index)
+
+
+def settle(config: DictConfig, environment: Mapping[str, str]) -> None:
+    """Set `hardware.workers` to what the environment says, where it is null; refuse what disagrees with that.
+
+    Raises:
+        ConfigError: it is no number, or another one than that of the environment, or there is none.
+    """
+    workers = config.hardware.workers
+    if workers is not None and workers < 1:
+        raise ConfigError(KEY, "must be at least 1, or null for what TF_CONFIG or Slurm says", workers)
+    if workers == 1:
+        return
+    found = _of_environment(environment)
+    if found is None and workers is None:
+        rule = "must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) says which workers there are"
+        raise ConfigError(KEY, rule, None)
+    if found is not None and workers not in (None, len(found.addresses)):
+        where = "TF_CONFIG" if environment.get("TF_CONFIG") else "the step of this Slurm job"
+        raise ConfigError(KEY, f"must be null, or the {len(found.addresses)} of {where}", workers)
+    if found is not None:
+        config.hardware.workers = len(found.addresses)
+
+
+def of(config: DictConfig, environment: Mapping[str, str]) -> Cluster | None:
+    """Return the workers of a checked config; None for one alone. Those of this machine get ports that are free."""
+    workers = config.hardware.workers
+    if workers == 1:
+        return None
+    found = _of_environment(environment)
+    if found is not None:
+        return found if len(found.addresses) > 1 else None
+    with ExitStack() as opened:
+        bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(workers)]
+        return Cluster(tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in bound), started=True)
+
+
+def is_named(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment names the workers, so that this process starts none."""
+    return bool(environment.get("TF_CONFIG")) or int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+
+
+def _of_environment(environment: Mapping[str, str]) -> Cluster | None:
+    if text := environment.get("TF_CONFIG"):
+        return _of_tf_config(text)
+    if int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1 and "SLURM_PROCID" in environment:
+        return _of_slurm(environment)
+    return None
+
+
+def _of_tf_config(text: str) -> Cluster:
+    try:
+        given = json.loads(text)
+        jobs, task = given["cluster"], given["task"]
+        order = [job for job in ("chief", "worker") if job in jobs]
+        addresses = tuple(str(address) for job in order for address in jobs[job])
+        index = sum(len(jobs[job]) for job in order[: order.index(task["type"])]) + int(task["index"])
+        ports = [re.fullmatch(r".+:(\d{1,5})", address) for address in addresses]
+        whole = all(port and 0 < int(port[1]) < 2**16 for port in ports) and 0 <= index < len(addresses)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise ConfigError("TF_CONFIG", f"must be {_TF_CONFIG}", text)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError("TF_CONFIG", "must give each worker an address of its own", list(addresses))
+    return Cluster(addresses, index)
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Cluster:
+    """Return the tasks of a job's step, in the order of their numbers; each has a port by its job, step and number."""
+    nodes, tasks = environment["SLURM_STEP_NODELIST"], environment["SLURM_STEP_TASKS_PER_NODE"]
+    try:
+        asked = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        rule = "must be read by `scontrol show hostnames`, which has failed here"
+        raise ConfigError("SLURM_STEP_NODELIST", rule, nodes) from error
+    counts = [
+        int(found["tasks"])
+        for found in re.finditer(r"(?P<tasks>\d+)(\(x(?P<times>\d+)\))?", tasks)
+        for _ in range(int(found["times"] or 1))
+    ]
+    hosts = [host for host, count in zip(asked.stdout.split(), counts, strict=True) for _ in range(count)]
+    number, node = int(environment["SLURM_PROCID"]), environment.get("SLURMD_NODENAME")
+    if node not in (None, hosts[number]):
+        rule = f"must be {hosts[number]}: the tasks have to be in blocks, srun --distribution=block"
+        raise ConfigError("SLURMD_NODENAME", rule, node)
+    first = int(environment["SLURM_JOB_ID"]) * 64 + int(environment.get("SLURM_STEP_ID") or 0) * 16
+    ports = [_PORTS[(first + number) % len(_PORTS)] for number in range(len(hosts))]
+    return Cluster(tuple(map("{}:{}".format, hosts, ports)), number)

@@ -1,0 +1,237 @@
+"""Command line → composed config → job, through Hydra."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.common.errors import ConfigError, NotShippedError, RunError, described, printable, say
+from pipeline.common.secrets import mask
+from pipeline.config import former_names
+from pipeline.config import validate as configuration
+from pipeline.config.hydra_errors import COMPOSITION, refusing
+from pipeline.config.hydra_internals import get_args_parser
+
+Task = Callable[[DictConfig, list[str], Path], float]
+# An override of what is text, also where Hydra would read a number in it; what Hydra knows as more than words is its.
+_TEXT = re.compile(r"(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)")
+
+
+def composed(arguments: Sequence[str]) -> DictConfig:
+    """Return the config that `arguments` compose to; run nothing."""
+    seen: list[DictConfig] = []
+    run(seen.append, [*arguments, "hydra.mode=RUN", "hydra.run.dir=."])
+    return seen[0]
+
+
+def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], task: Task, folders: Sequence[str] = ()) -> None:
+    """Compose a recorded config, which is plain, resolved and checked, with `overrides`; call `task` on it.
+
+    The user's own config groups are in `folders`.
+    """
+    ours = OmegaConf.load(Path(configuration.directory()) / "config.yaml")
+    of_hydra = [entry for entry in ours.defaults if not isinstance(entry, str) and "override" in str(entry)]
+    hydras = {**ours.hydra, "searchpath": [f"file://{folder}" for folder in folders]}
+    record = OmegaConf.create({"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": hydras})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "record.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")
+        run(partial(in_run_dir, task), ["--config-dir", folder, "--config-name", "record", *overrides])
+
+
+def in_run_dir(task: Task, config: DictConfig) -> float:
+    """Call `task` with the config, the command line's overrides and the run directory that Hydra made."""
+    settings, parent = HydraConfig.get(), config.tracking.sweep
+    if parent is not None and settings.mode == RunMode.RUN:
+        raise ConfigError("tracking.sweep", "must be left out of a single run: it is of a multirun", parent)
+    # Unresolved: an override may hold an interpolation, which is the config's to resolve.
+    overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
+    return task(config, overrides, Path(settings.runtime.output_dir))
+
+
+class RunFolders(Callback):
+    """Expand `~` in the run directory, and note which folders Hydra makes, so that a refused run removes just those."""
+
+    _key: ClassVar[str] = ""
+    _asked: ClassVar[Path] = Path()
+    _made: ClassVar[list[Path]] = []
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        key = "hydra.run.dir" if config.hydra.mode == RunMode.RUN else "hydra.sweep.dir"
+        with suppress(OmegaConfBaseException):  # Hydra reads it next, and then it is refused
+            written = OmegaConf.select(config, key)
+            folder = Path(written).expanduser().absolute()
+            if str(written).startswith("~"):
+                with read_write(config):
+                    OmegaConf.update(config, key, str(folder))
+                    config.hydra.overrides.hydra.append(f"{key}='{folder}'")  # the jobs of a sweep compose it again
+            configuration.expand_home(config)  # here for a launcher, which opens the store
+            RunFolders._key, RunFolders._asked = key, folder
+            RunFolders._made = [made for made in (folder, *folder.parents) if not made.exists()]
+
+    on_multirun_start = on_run_start
+
+    @classmethod
+    @contextmanager
+    def refusing(cls) -> Iterator[None]:
+        """Refuse a folder that cannot be made."""
+        try:
+            yield
+        except OSError as error:
+            if Path(str(error.filename)).absolute() not in (cls._asked, *cls._asked.parents):
+                raise
+            rule = f"must be a folder that can be made ({error.strerror})"
+            raise ConfigError(cls._key, rule, str(error.filename)) from error
+
+    @classmethod
+    def take_back(cls) -> None:
+        """Remove what was made and is empty, from the run directory upwards."""
+        for folder in cls._made:
+            if not folder.is_dir() or {file.name for file in folder.iterdir()} - {"multirun.yaml"}:
+                return
+            (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
+            folder.rmdir()
+
+
+def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
+    """Run `task` on the config that Hydra composes from `arguments`.
+
+    Raises:
+        ConfigError: the arguments or the config that they ask for are wrong.
+        RunError: one run failed after it was created; its traceback is in its run directory.
+    """
+    configuration.register()
+    raised: list[Exception] = []
+
+    def job(config: DictConfig) -> Any:
+        try:
+            configuration.expand_home(config)
+            former_names.rename(config)
+            return task(config)
+        except NotShippedError as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                say(str(error))
+                return error.loss  # the job has done what it was for
+            raised.append(error)
+            return None
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                # The launcher must know which job failed, in words that need no import of TensorFlow there.
+                say(*mask(traceback.format_exc()).splitlines())
+                raise RuntimeError(mask(str(error) if isinstance(error, ConfigError) else described(error))) from None
+            raised.append(_with_traceback_kept(error))  # raised again below: else Hydra prints a line of its own
+            return None
+
+    # A shell leaves KEY=~/… as it is, and Hydra's grammar has no ~ in a value.
+    arguments = [re.sub("^([^=]+=(sqlite:///)?)~(?=/)", rf"\1{Path.home()}", argument) for argument in arguments]
+    arguments = as_text(arguments)
+    options = _parsed(arguments)
+    folders = [configuration.directory(), *([options.config_dir] if options.config_dir else [])]
+    with refusing(options.overrides, folders, (Exception,)):
+        parsed = OverridesParser.create().parse_overrides(options.overrides)
+    flags = [argument for argument in arguments if argument not in options.overrides]
+    overrides = _by_environment(parsed) if options.multirun else options.overrides
+    if options.config_dir and not options.shell_completion:
+        check_config_dir(options.config_dir)
+    # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
+    kinds = COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
+    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR", "0")
+    sys.argv = ["pipeline", *overrides, *flags]  # Hydra wants the overrides side by side
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it refuses in many lines and exits with 1
+    try:
+        with refusing(overrides, folders, kinds), RunFolders.refusing():
+            hydra.main(version_base="1.3", config_path=configuration.directory(), config_name="config")(job)()
+    except ConfigError:
+        if not raised:
+            raise
+    except SystemExit as exit:
+        if exit.code not in (0, None):
+            raise SystemExit(2) from None  # Hydra has said why
+    finally:
+        sys.argv, os.environ["HYDRA_FULL_ERROR"] = before, full_error
+        RunFolders.take_back()
+    if raised:
+        raise raised[0]
+
+
+def _with_traceback_kept(error: Exception) -> Exception:
+    """Write the traceback of a failed run into its run directory, if there is room; return what to say in one line."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():
+        return error
+    file = run_dir / "traceback.log"
+    lines = mask("".join(traceback.format_exception(error))).splitlines()
+    try:
+        file.write_text("\n".join([*map(printable, lines), ""]), encoding="utf-8")
+        kept = f"traceback in {file}"
+    except OSError as full:
+        kept = f"its traceback was not written: {full.strerror}"
+    failure = RunError(f"{described(error)} ({kept})")
+    failure.__cause__ = error
+    return failure
+
+
+def as_text(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with quotes around the start of a run, which may look like a number, such as 12e4."""
+    texts = []
+    for text in overrides:
+        if found := _TEXT.fullmatch(text):
+            values = [value.strip() for value in found[2].split(",")]
+            text = found[1] + ",".join(value if value.lower() in ("null", "") else f"'{value}'" for value in values)
+        texts.append(text)
+    return texts
+
+
+def check_config_dir(folder: str) -> None:
+    """Refuse a folder of the user's configs that is not there; name those that Hydra leaves for a built-in."""
+    if not Path(folder).is_dir():
+        raise ConfigError("--config-dir", "must be a folder that exists", folder)
+    for file in sorted(Path(folder).glob("*/**/*.yaml")):
+        name = file.relative_to(folder)
+        ours = Path(configuration.directory()) / name
+        if ours.exists() and not ours.samefile(file):
+            say(f"pipeline: {name.parent}={name.stem} is the built-in config; {file} is not used, rename it")
+
+
+def _by_environment(overrides: Sequence[Override]) -> list[str]:
+    """Return the overrides with each secret left in the environment; one that is swept over stays.
+
+    The environment carries the secrets to the jobs of a sweep: Hydra writes their overrides into files.
+    """
+    texts = []
+    for number, override in enumerate(overrides):
+        text = str(override.input_line)
+        if mask(text) != text and not override.is_sweep_override():
+            name = f"PIPELINE_SECRET_{number}"
+            os.environ[name] = str(override.value())
+            text = f"{text.split('=')[0]}=${{oc.env:{name}}}"
+        texts.append(text)
+    return texts
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the command line as Hydra's own parser reads it; refuse a wrong one in one line."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError("arguments", f"must be what Hydra takes ({message})", " ".join(arguments))
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args(list(arguments))

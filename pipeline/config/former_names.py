@@ -1,0 +1,49 @@
+"""Dotted names that configs and records of earlier versions hold, and what they are called now.
+
+A config of a user's own keeps them as long as it likes: `pipeline.model.mlp` is `pipeline.components.model.mlp`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+MODULES = {  # of `pipeline`; `pipeline.dataset` is a room, whose door has what it had
+    "augmentation": "dataset.augmentation",
+    "compose": "config.compose",
+    "datasets": "dataset.builtin",
+    "metrics": "components.metrics",
+    "model": "components.model",
+    "optimizer": "components.optimizer",
+}
+_FORMER = re.compile(rf"pipeline\.({'|'.join(MODULES)})((?:\.\w+)*)", re.ASCII)
+
+
+def current(name: str) -> str:
+    """Return a dotted name as it is now; any other text as it is."""
+    found = _FORMER.fullmatch(name)
+    return f"pipeline.{MODULES[found[1]]}{found[2]}" if found else name
+
+
+def renamed(node: Any) -> Any:
+    """Return a copy of a plain config in which each value that is a former name is the current one."""
+    if isinstance(node, dict):
+        return {key: renamed(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [renamed(value) for value in node]
+    return current(node) if isinstance(node, str) else node
+
+
+def rename(config: DictConfig | ListConfig) -> None:
+    """Replace former names among the values of a composed config, in place."""
+    _rename(config, OmegaConf.to_container(config, resolve=False))
+
+
+def _rename(node: Any, plain: Any) -> None:
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
+        if isinstance(value, dict | list):
+            _rename(node[key], value)
+        elif isinstance(value, str) and current(value) != value:
+            node[key] = current(value)

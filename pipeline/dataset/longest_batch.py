@@ -1,0 +1,96 @@
+"""The batch that takes most memory: of the longest examples, where they are of unequal length."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+from omegaconf import DictConfig
+
+from pipeline.common.errors import ConfigError
+from pipeline.config.sizes import MICRO
+from pipeline.dataset import batches
+from pipeline.dataset.splits import Data
+
+
+def of_update(config: DictConfig, data: Data, effective_batch_size: int) -> tf.data.Dataset:
+    """Return effective batches without end as the training has them, each as long as its longest one.
+
+    Raises:
+        ConfigError: which example is the longest is not known.
+    """
+    node, examples = config.dataset, _longest(config, data.train, effective_batch_size)
+    if examples is not None:
+        data = replace(data, train=examples, shuffled=None)
+    return batches.effective_batches(
+        node,
+        data,
+        seed=config.seed,
+        effective_batch_size=effective_batch_size,
+        epochs=1,
+        class_weight=config.training.class_weight,
+    ).repeat()
+
+
+def of_evaluation(config: DictConfig, split: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+    """Return one batch of a split that is evaluated, as long as its longest one.
+
+    Raises:
+        ConfigError: which example is the longest is not known.
+    """
+    examples = _longest(config, split, batch_size)
+    return batches.in_order(split if examples is None else examples, batch_size, config.dataset.get("pad")).take(1)
+
+
+def _longest(config: DictConfig, split: tf.data.Dataset, count: int) -> tf.data.Dataset | None:
+    """Return so many copies of the longest examples of a split; None where all are of one size.
+
+    With `dataset.pad` an example is the longest where it has the longest of any axis, as a batch is padded to the
+    longest of each: copies of these alternate. Without, it is the one with most elements.
+    """
+    specs = tf.nest.flatten(split.element_spec)
+    if not any(map(_varies, specs)):
+        return None
+    if not config.dataset.get("in_memory", True):
+        rule = "must be a number where examples of unequal length are streamed, as the longest is not known before"
+        raise ConfigError(MICRO, rule, config.accumulation.micro_batch_size)
+    padded = config.dataset.get("pad") is not None
+
+    @tf.autograph.experimental.do_not_convert
+    def longer(best: tuple[tf.Tensor, tf.Tensor], numbered: tuple[tf.Tensor, Any]) -> tuple[tf.Tensor, tf.Tensor]:
+        numbers, lengths = best
+        number, example = numbered
+        found = [_lengths(leaf) for leaf, spec in zip(tf.nest.flatten(example), specs, strict=True) if _varies(spec)]
+        now = tf.concat(found, 0) if padded else tf.stack([tf.add_n([part[0] for part in found])])
+        return tf.where(now > lengths, number, numbers), tf.maximum(now, lengths)
+
+    counted = sum(1 + _rank(spec) for spec in specs if _varies(spec)) if padded else 1
+    nothing = tf.zeros(counted, tf.int64), tf.fill([counted], tf.constant(-1, tf.int64))
+    numbers, _ = split.enumerate().reduce(nothing, longer)
+    examples = None
+    for number in sorted({int(number) for number in numbers}):
+        one = split.skip(number).take(1).cache()
+        examples = one if examples is None else examples.concatenate(one)
+    assert examples is not None
+    return examples.repeat().take(count).apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _varies(spec: tf.TypeSpec) -> bool:
+    if isinstance(spec, tf.TensorSpec):
+        return bool(spec.dtype == tf.string or not spec.shape.is_fully_defined())
+    return not isinstance(spec, tf.NoneTensorSpec)
+
+
+def _rank(spec: Any) -> int:
+    return int(spec.shape.rank) if isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) and spec.shape.rank else 0
+
+
+def _lengths(leaf: Any) -> tf.Tensor:
+    """Return the number of a part's elements, of a text that of its bytes; then the length of each of its axes."""
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.reshape(tf.size(leaf.values, tf.int64), [1])
+    values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
+    size = tf.strings.length(values) if values.dtype == tf.string else tf.ones_like(values, tf.int32)
+    axes = leaf.bounding_shape(out_type=tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)
+    return tf.concat([[tf.reduce_sum(tf.cast(size, tf.int64))], axes], 0)

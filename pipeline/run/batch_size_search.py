@@ -1,0 +1,279 @@
+"""`accumulation.micro_batch_size=auto`: the largest micro-batch that fits into memory, or the fastest, found by trying.
+
+    whole share ─► powers of two ─► between ─► [powers below, timed] ─► remembered for (config, machine, versions)
+
+Imports no TensorFlow: each try is a process of its own, whose death means that it does not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.common import disk_cache, imports, memory_budget
+from pipeline.common.errors import ConfigError, say
+from pipeline.common.memory_budget import MARGIN
+from pipeline.common.secrets import mask
+from pipeline.config import validate as configuration
+from pipeline.config.sizes import MICRO, Batching
+from pipeline.tracking import provenance
+
+ALIKE = 0.98  # of the best speed is as good: the smaller micro-batch is taken
+SLOWER = 0.9  # of the best speed, twice: still smaller ones are not timed
+SILENCE = 5.0  # seconds of waiting for another process, before it is said
+COLUMNS = ("micro_batch_size", "factor", "fits", "peak_memory_bytes", "update_seconds", "examples_per_second", "why")
+TABLE = "micro_batch_sizes.json"
+TAG = "micro_batch_size.found"
+
+Try = Callable[[int, bool], dict[str, Any]]  # a micro-batch size, and whether its updates are timed
+
+
+@dataclass(frozen=True)
+class Found:
+    """A micro-batch size that was found.
+
+    Attributes:
+        how: in words, for a tag.
+        tries: a row each, of `COLUMNS`.
+    """
+
+    micro_batch_size: int
+    how: str
+    tries: Sequence[Sequence[Any]]
+
+
+def settle(config: DictConfig, cut: Batching, processes: int = 1) -> Found:
+    """Replace the micro-batch size that is to be found by the one that is.
+
+    What was found for this config on this machine is remembered; who looks for the same meanwhile waits for it.
+
+    Args:
+        config: checked.
+        cut: as its check returned it.
+        processes: of the run on this machine, which share its memory.
+
+    Raises:
+        ConfigError: not even one example fits, or the longest example cannot be known, or the config is wrong.
+    """
+    asked = config.accumulation.micro_batch_size
+    budget = {"resident": memory_budget.limit() // processes, "address_space": memory_budget.address_space()}
+    if config.hardware.memory is not None:
+        budget["resident"] = memory_budget.parsed(config.hardware.memory)
+    file = disk_cache.place("micro_batch_size", json.dumps(_identity(config, cut, budget), sort_keys=True))
+    with _alone(file):
+        entry = disk_cache.recall(file)
+        if entry:
+            say(f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})")
+        else:
+            entry = _found(config, cut, asked, budget)
+            disk_cache.remember(file, entry)
+    config.accumulation.micro_batch_size = entry["micro_batch_size"]
+    return Found(**entry)
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Let no two processes look for the same at once; where there is no place for a lock they do."""
+    lock = FileLock(f"{file}.lock")
+    with suppress(OSError, NotImplementedError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=SILENCE)
+        except Timeout:
+            say(f"{MICRO}: another process looks for the same: waiting for it")
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _found(config: DictConfig, cut: Batching, asked: str, budget: dict[str, Any]) -> dict[str, Any]:
+    limit = min(filter(None, budget.values()))
+    say(f"{MICRO}={asked}: trying what fits into {MARGIN:.0%} of {memory_budget.readable(limit)}, or into the GPU")
+    tries: list[list[Any]] = []
+    with _probing(config, cut, {name: value and MARGIN * value for name, value in budget.items()}) as probe:
+
+        def attempt(size: int, timed: bool) -> dict[str, Any]:
+            answer = probe(size, timed)
+            fits, seconds = "why" not in answer, answer.get("update") if timed else None
+            why = mask(answer.get("why", ""))
+            factor, rate = cut.of(size).factor, cut.effective_batch_size / seconds if seconds else None
+            tries.append([size, factor, fits, answer.get("peak"), seconds, rate, why])
+            what = f"fits: {memory_budget.readable(answer['peak'])}" if fits else f"does not fit: {why}"
+            speed = f", {rate:.4g} examples/s" if rate else ""
+            say(f"  micro-batch of {size} {what}{speed} ({answer['took']:.1f} s)")
+            return {**answer, "rate": rate}
+
+        size = largest(cut.share, lambda size: "why" not in attempt(size, False))
+        if size is None:
+            given = config.hardware.memory
+            key, rule = ("hardware.memory", "must be enough for") if given else (MICRO, "must find room for")
+            rule = f"{rule} a micro-batch of one example, which does not fit ({tries[-1][-1]})"
+            raise ConfigError(key, rule, given or asked)
+        how = f"the largest of at most {cut.share} that fits"
+        if asked == "auto_fastest":
+            size, how = fastest(size, cut.share, lambda size: attempt(size, True)), "the fastest that fits"
+    return {"micro_batch_size": size, "how": how, "tries": tries}
+
+
+def balanced(share: int, size: int) -> int:
+    """Return the smallest micro-batch that cuts `share` examples into as many pieces as `size` does."""
+    return -(-share // -(-share // size))
+
+
+def largest(share: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the largest micro-batch of up to `share` examples that fits; None where not even one example does.
+
+    Whatever is smaller than what fits, fits. Of the sizes that cut `share` into as many pieces the smallest counts.
+    """
+    if fits(share):
+        return share
+    powers = sorted({balanced(share, 2**power) for power in range((share - 1).bit_length())})
+    found = _last([size for size in powers if size < share], fits)
+    if found is None:
+        return None
+    above = min([size for size in powers if size > found], default=share)
+    between = sorted({balanced(share, size) for size in range(found + 1, above)} - {found, above})
+    return _last(between, fits) or found
+
+
+def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the last of `sizes`, which ascend, that fits, by halving them."""
+    low, high = 0, len(sizes)  # those before `low` fit, those from `high` on do not
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
+    return sizes[low - 1] if low else None
+
+
+def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> int:
+    """Return the fastest micro-batch of up to `most` examples, which fit: `most`, or a power of two below.
+
+    Of those that are about as fast it is the smallest.
+    """
+    sizes = sorted({balanced(share, 2**power) for power in range(most.bit_length())} | {most}, reverse=True)
+    rates: dict[int, float] = {}
+    for size in (size for size in sizes if size <= most):
+        if (rate := attempt(size)["rate"]) is not None:  # beside its timed updates there may be too little memory
+            rates[size] = rate
+        if len(rates) > 2 and all(rate < SLOWER * max(rates.values()) for rate in [*rates.values()][-2:]):
+            break
+    return min((size for size in rates if rates[size] >= ALIKE * max(rates.values())), default=most)
+
+
+def _identity(config: DictConfig, cut: Batching, budget: dict[str, Any]) -> dict[str, Any]:
+    """Return what the answer depends on.
+
+    Of an optimizer's numbers it is whether they are 0: without momentum there is no velocity in memory.
+    """
+    given = configuration.plain(config)
+    numbers = {key: bool(value) for key, value in given["optimizer"].items() if isinstance(value, int | float)}
+    hardware = {key: value for key, value in given["hardware"].items() if key not in ("parallel_jobs", "gpus_per_job")}
+    training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
+    surroundings = provenance.environment(Path())
+    machine = ("python", "processor", "processors", "driver", "package", "packages")
+    return {
+        "asked": config.accumulation.micro_batch_size,
+        "effective_batch_size": cut.effective_batch_size,
+        "budget": budget,
+        **{key: given[key] for key in ("dataset", "model")},
+        "hardware": {**hardware, "gpus": [] if given["hardware"]["device"] == "cpu" else _gpus(surroundings["gpus"])},
+        "optimizer": {**given["optimizer"], **numbers},
+        "training": {key: given["training"][key] for key in training},
+        "noise_every": given["tracking"]["noise_every"],
+        "machine": {key: surroundings[key] for key in machine},
+        "code": _own_code([value for key, value in configuration.leaves(given).items() if key.endswith("_target_")]),
+    }
+
+
+def _gpus(names: Sequence[str]) -> Sequence[str]:
+    """Return the names of the GPUs that this process may use, of those of the machine."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None or not names:
+        return names
+    found = []
+    for given in map(str.strip, listed.split(",")):
+        if not given or given.startswith("-") or (given.isdecimal() and int(given) >= len(names)):
+            break  # as CUDA reads it
+        found.append(names[int(given)] if given.isdecimal() else given)
+    return found
+
+
+def _own_code(targets: Sequence[str]) -> str:
+    """Return a SHA-256 of the user's modules that define the `targets`, and of all beside them."""
+    found = hashlib.sha256()
+    for name in sorted({target.partition(".")[0] for target in targets} - {"pipeline", "keras", "tensorflow"}):
+        spec = importlib.util.find_spec(name)
+        if spec is None or "site-packages" in str(spec.origin):  # whose version counts
+            continue
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        files = [path for folder in folders for path in folder.rglob("*.py")]
+        for path in sorted(
+            files or (Path(spec.origin).parent.glob("*.py") if spec.has_location and spec.origin else ())
+        ):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+@contextmanager
+def _probing(config: DictConfig, cut: Batching, budget: dict[str, Any]) -> Iterator[Try]:
+    """Yield a function that tries a micro-batch size, in a fork of a process that has imported TensorFlow."""
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "pipeline.run.batch_size_trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which ends that one and its forks
+        ) as process,
+    ):
+        questions, answers = process.stdin, process.stdout
+        assert questions is not None
+        assert answers is not None
+
+        def probe(size: int, timed: bool) -> dict[str, Any]:
+            asked = {"cut": dataclasses.asdict(cut.of(size)), "timed": timed}
+            with suppress(BrokenPipeError):
+                print(json.dumps(asked), file=questions, flush=True)
+            line = answers.readline()
+            if not line:
+                said.seek(0)
+                last = [text.strip() for text in said if text.strip()][-1:]
+                raise ConfigError(
+                    MICRO, f"must be a number, as the process that tries sizes ended ({mask(*last or [''])})"
+                )
+            answer: dict[str, Any] = json.loads(line)
+            if "refused" in answer:
+                error = ConfigError(answer["refused"]["key"], answer["refused"]["rule"])
+                vars(error).update(answer["refused"])
+                raise error
+            return answer
+
+        try:
+            opening = {"config": OmegaConf.to_yaml(config, resolve=True), "budget": budget}
+            with suppress(BrokenPipeError):
+                print(json.dumps(opening), file=questions, flush=True)
+            yield probe
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(OSError):  # what it has not read
+                questions.close()

@@ -1,0 +1,161 @@
+"""What is missing of a sweep, run again: with which of the overrides that its record holds.
+
+A record comes out of a tracking store, so of its overrides only those are taken that can name no code, no folder and
+no host; what else it holds has to be given again by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep, Transformer
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.secrets import HIDDEN, mask
+from pipeline.config import validate as configuration
+from pipeline.tracking.foreign_store import listed
+from pipeline.trust.gate import Gate, check_config
+
+# Where one call of the command works, and nothing of the sweep.
+_PLACES = (
+    *("tracking", "tracking.uri", "tracking.sweep", "tracking.confined"),
+    *("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.mode", "hydra.searchpath"),
+)
+_CHOICES = {
+    "hydra/launcher": ("local", "submitit_local", "submitit_slurm", "basic"),
+    "hydra/sweeper": ("basic", "search"),
+}
+_OF_HYDRA = re.compile(
+    r"hydra\.(sweeper\.(trials|at_once|seed)|launcher\.(account|array_parallelism|constraint|cpus_per_gpu|cpus_per_task"
+    r"|exclude|gpus_per_node|gpus_per_task|gres|mem_gb|mem_per_cpu|mem_per_gpu|nodes|partition|qos|timeout_min))"
+)
+# Parameters that a launcher does not have, though one that the same sweep ran on before may have had them.
+_NOT_OF_LAUNCHER = {
+    **dict.fromkeys(("local", "submitit_local"), re.compile(r"hydra\.launcher\.(?!timeout_min=)")),
+    "basic": re.compile(r"hydra\.launcher\."),
+}
+_PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # a line of a batch script is made of it
+_SWEPT = "hydra.sweeper.params."
+_NEVER = ("hydra", "trust", "defaults")
+_DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")  # what a dataset is fetched by
+_MOST = 10_000  # values that one override is swept over
+
+
+def recordable(overrides: Iterable[str]) -> list[str]:
+    """Return those of a command line's `overrides` that make the sweep what it is, without secrets."""
+    return [mask(text) for text in overrides if _key(text) not in _PLACES]
+
+
+def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> list[str]:
+    """Return the recorded overrides of a sweep that are not given again; each of them is harmless.
+
+    The user's files and command line are trusted: only what the record says passes the gate.
+
+    Args:
+        tags: of the sweep's parent run.
+        given: overrides of the command line.
+        own: the user's own config.
+
+    Raises:
+        ConfigError: one of them could name code, a file or a host, or was a secret, and is not among `given`.
+    """
+    given_again = {mask(text) for text in given}
+    # Older records hold `tracking=server`; where the store is, this call says.
+    recorded = [
+        text for text in listed(tags, "sweep.overrides") if text not in given_again and _key(text) != "tracking"
+    ]
+    values: dict[str, Any] = {}
+    try:
+        for text in recorded:
+            for key, value in _values(text):
+                _put(values, key.split("."), value)
+        data_dir = OmegaConf.select(own, "dataset.data_dir")
+        names = configuration.allowed_names(own.trust.allow)
+        gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), names)
+        check_config(values, gate, imports="_target_" in str(values))
+    except ConfigError as error:
+        rule = "come from the store, and this one must be given again on the command line"
+        raise ConfigError("the sweep's overrides", f"{rule} ({str(error).rstrip('.')})") from error
+    launchers = [text.partition("=")[2] for text in (*recorded, *given) if _key(text) == "hydra/launcher"]
+    unknown = _NOT_OF_LAUNCHER.get(launchers[-1]) if launchers else None
+    return [text for text in recorded if unknown is None or not unknown.match(text.lstrip("+"))]
+
+
+def _values(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield each key that `text` sets, with a list of the values it is swept over; nothing where it is harmless."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+        alternatives = _alternatives(override)
+    except (HydraException, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError("override", f"must be one of Hydra's ({first_line(error)})", str(text)) from None
+    key, value = override.key_or_group, text.partition("=")[2]
+    if HIDDEN in text:
+        raise ConfigError(key, "was a secret and is not in the record", text)
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            raise ConfigError(key, "must be a choice of this package", value, _CHOICES[key])
+    elif _OF_HYDRA.fullmatch(key):
+        if not _PLAIN.fullmatch(value):
+            raise ConfigError(key, "must be a plain word or number", value)
+    elif key.startswith(_SWEPT) and not key.startswith(2 * _SWEPT):
+        # Hydra takes a quoted value as the text in it.
+        inner = value if override.is_sweep_override() else override.value()
+        yield from _values(f"{key.removeprefix(_SWEPT)}={inner}")
+    elif override.package is not None or re.split(r"[./]", key)[0] in (*_NEVER, ""):
+        raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
+    else:
+        for alternative in alternatives:
+            _check_leaves(configuration.leaves(alternative, key.replace("/", ".")), text)
+        if not override.is_delete():
+            yield key.replace("/", "."), alternatives if override.is_sweep_override() else alternatives[0]
+
+
+def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
+    """Refuse what is harmless by itself and reaches out with what the user's files hold beside it."""
+    for key, value in leaves.items():
+        if key in _PLACES:
+            raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
+        if key in _DOWNLOADING or "from_tfds" in str(value):
+            raise ConfigError(key, "may start a download", text)
+        known = f"{key.rpartition('.')[0]}._target_" in leaves  # then the gate knows what its arguments do
+        entries = value if isinstance(value, list) else [value]
+        if key.startswith("training.callbacks") and not known and any(isinstance(entry, str) for entry in entries):
+            raise ConfigError(key, "may name a file that is written", text)
+
+
+def _alternatives(override: Override) -> list[Any]:
+    """Return the values that `override` sets one after the other; one where it is not swept over."""
+    if not override.is_sweep_override():
+        return [override.value()]
+    if override.is_interval_sweep():
+        return [None]  # between two numbers
+    value = override.value()
+    # Not Hydra's iterator of a range: before it shuffles one, it makes a list of it.
+    swept = value.range() if isinstance(value, RangeSweep) else override.sweep_iterator(transformer=Transformer.encode)
+    texts = list(islice(swept, _MOST + 1))
+    if len(texts) > _MOST:
+        raise ConfigError(override.key_or_group, f"must be swept over at most {_MOST} values")
+    parse = OverridesParser.create().parse_override
+    return [parse(f"x={text}").value() for text in texts]
+
+
+def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+    *parents, last = path
+    for part in parents:
+        if not isinstance(values.setdefault(part, {}), dict):  # a group's choice, of which a key follows
+            values[part] = {"choice": values[part]}
+        values = values[part]
+    if isinstance(values.get(last), dict):
+        values, last = values[last], "choice"
+    values[last] = value
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+~").split("=")[0]

@@ -1,0 +1,236 @@
+"""A batch of jobs: planned, run as many at once as there are slots, and each one's end told to the sweep."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from pipeline.checkpoints.run_dirs import by_id
+from pipeline.common.errors import ConfigError, first_line, say
+from pipeline.common.secrets import mask
+from pipeline.config import validate as configuration
+from pipeline.config.sizes import Batching
+from pipeline.sweep import parent_run
+from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
+
+# Seconds for a job that is asked to end to close its run; then it is killed. `tracking.shipper.PATIENCE` is as long,
+# and `sweep.parent_run.PATIENCE` longer.
+GRACE = 60.0
+
+
+@dataclass
+class Slot:
+    """Room for one job at a time, which has these GPUs."""
+
+    gpus: list[str]
+    name: str = ""
+    job: Any = None  # with `start()`, and `ending()`, which is None while it runs
+    since: float = 0.0
+
+
+class SweepLauncher(Launcher):
+    """Plans the jobs of a batch, then runs those that have not finished."""
+
+    config: Any  # set by Hydra, as the two below
+    hydra_context: HydraContext
+    task_function: TaskFunction
+    sweep: parent_run.ParentRun  # from the first job on
+    _begun: Mapping[str, str] = MappingProxyType({})
+    interval = 0.1  # seconds between two looks at the jobs
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, signal.default_int_handler)  # they interrupt as Ctrl-C does
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        jobs, varied, hardware = self.plan(job_overrides, initial_job_idx)
+        slots = [Slot(gpus) for gpus in self._slots(hardware)]
+        with open_dict(self.config):
+            self.sweep = parent_run.begin(self.config, jobs, varied)
+        losses = self.sweep.finished()
+        if self.config.tracking.sweep is not None:  # it was taken up again
+            self._begun = self._interrupted()
+        numbered = enumerate(jobs, initial_job_idx)
+        calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
+        losses |= self._run(calls, slots)
+        return [completed_with(losses.get(job.name, WORST)) for job in jobs]
+
+    def plan(
+        self, job_overrides: Sequence[Sequence[str]], first: int
+    ) -> tuple[list[parent_run.PlannedJob], list[str], list[DictConfig]]:
+        """Compose and check every job, numbered from `first` on: a wrong one is refused before any job starts.
+
+        Return the jobs, the config keys in which they differ, and each job's `hardware`.
+        """
+        composed = [self._composed(overrides) for overrides in job_overrides]
+        parse = OverridesParser.create().parse_override
+        values = [
+            {o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in map(parse, overrides)}
+            for overrides in job_overrides
+        ]
+        asked: Any = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)
+        asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
+        # What is swept is in the name also where this batch, of a sweeper that goes in batches, has one value of it.
+        swept = {o.get_key_element().lstrip("+~") for o in map(parse, asked) if o.is_sweep_override()}
+        keys = dict.fromkeys(key for job in values for key in job)
+        varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
+        differing = [{key: job[key] for key in varied if key in job} for job in values]
+        sizes = [cut.effective_batch_size for _, cut in composed]
+        names = parent_run.names_of(differing, sizes, first)
+        jobs = [parent_run.PlannedJob(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)]
+        return jobs, varied, [config.hardware for config, _ in composed]
+
+    def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, Batching]:
+        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        before = HydraConfig.instance().cfg
+        try:
+            with open_dict(config):
+                # What a job's config may refer to as `hydra:`, as far as it is known before the job has its number.
+                config.hydra.job.num, config.hydra.job.id = 0, "0"
+                config.hydra.runtime.output_dir = str(Path(config.hydra.sweep.dir).absolute() / "0")
+                HydraConfig.instance().set_config(config)
+                config.pop("hydra")
+                _refuse_secrets(config)
+                return config, configuration.check(config, overrides)
+        finally:
+            HydraConfig.instance().cfg = before
+
+    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        """Return one entry for each job that may run at once, the GPUs of that job; begin what a job will need."""
+        return [[]]
+
+    def _call(self, job: parent_run.PlannedJob, number: int) -> JobCall:
+        quoted = "'" + job.name.replace("'", "\\'") + "'"
+        place = [f"tracking.sweep={self.sweep.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
+        overrides = [*job.overrides, *place]
+        if (folder := self._begun.get(job.name)) is not None:  # it goes on from its checkpoint
+            overrides += ["training.resume=auto", f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
+        return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
+
+    def _interrupted(self) -> dict[str, str]:
+        """Return the run directories of the jobs that were interrupted, where these lie here; one that failed is run
+        anew."""
+        here = by_id("SWEEP")
+        runs = {name: run.info for name, run in self.sweep.children().items() if run.info.status == "KILLED"}
+        found = {name: here[info.run_id] for name, info in runs.items() if info.run_id in here}
+        return {name: str(folder.absolute()).replace("'", "\\'") for name, folder in found.items()}
+
+    def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
+        """Run all jobs; return their losses, by the job's name as `calls`."""
+        losses: dict[str, float] = {}
+        waiting = deque(calls.items())
+        try:
+            while waiting or any(slot.job for slot in slots):
+                for slot in slots:
+                    if waiting and slot.job is None:
+                        self._start(slot, *waiting.popleft())
+                self._wait()
+                losses |= self._collect(slots)
+        except BaseException:
+            self._stop(slots)
+            raise
+        return losses
+
+    def _start(self, slot: Slot, name: str, call: JobCall) -> None:
+        say(f"  {name}: started")
+        slot.name, slot.since = name, time.monotonic()
+        try:
+            slot.job = self._job(call, slot.gpus)  # before it starts: an interruption may come at any time
+            slot.job.start()
+        except Exception as error:
+            self._note(slot, Ending(FAILED, reason=first_line(error)))
+
+    def _collect(self, slots: Sequence[Slot]) -> dict[str, float]:
+        """Return the losses of the jobs that have ended; their slots are free again."""
+        losses = {}
+        for slot in slots:
+            ending = slot.job.ending() if slot.job else None
+            if ending is not None:
+                losses[slot.name] = ending.loss
+                self._note(slot, ending)
+        return losses
+
+    def _note(self, slot: Slot, ending: Ending) -> None:
+        self.sweep.ended[slot.name] = time.monotonic()
+        if ending.how != FINISHED:
+            self.sweep.lost[slot.name] = ending.reason or ending.how
+        say(f"  {slot.name}: {ending.how} after {time.monotonic() - slot.since:.0f} s")
+        slot.job = None
+
+    def _stop(self, slots: Sequence[Slot]) -> None:
+        """End the jobs that run, so that each closes its run as KILLED; kill those that are late."""
+        until = time.monotonic() + GRACE
+        while running := [slot.job for slot in slots if slot.job]:
+            try:
+                self._ask_to_end(running, late=time.monotonic() > until)
+                self._wait()
+                self._collect(slots)
+            except KeyboardInterrupt:
+                until = 0.0  # asked a second time: at once
+
+    def _job(self, call: JobCall, gpus: list[str]) -> Any:
+        """Return a job that has not been started, as `Slot.job` has it."""
+        raise NotImplementedError
+
+    def _wait(self) -> None:
+        time.sleep(self.interval)
+
+    def _ask_to_end(self, running: Sequence[Any], late: bool) -> None:
+        """Ask the jobs to end; kill them when it is late. Called repeatedly."""
+
+
+class BasicLauncher(SweepLauncher):
+    """All jobs in this process, one after the other: for a debugger. TensorFlow's global state is shared."""
+
+    interval = 0.0
+
+    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        if any(each.workers != 1 for each in hardware):  # TensorFlow joins others once in a process
+            raise ConfigError("hydra/launcher", "must not be basic with several workers", "basic")
+        return super()._slots(hardware)
+
+    def _job(self, call: JobCall, gpus: list[str]) -> _Here:
+        return _Here(call)
+
+
+@dataclass
+class _Here:
+    call: JobCall
+    _ending: Ending | None = None
+
+    def start(self) -> None:
+        self._ending = self.call()
+
+    def ending(self) -> Ending:
+        return self._ending or Ending("interrupted")
+
+
+def completed_with(loss: float) -> JobReturn:
+    """Return what Hydra expects of a job: one that failed too gives a loss, the worst one."""
+    returned = JobReturn(status=JobStatus.COMPLETED)
+    returned.return_value = loss
+    return returned
+
+
+def _refuse_secrets(config: DictConfig) -> None:
+    """Refuse a config with a secret: Hydra and submitit write it into files."""
+    for key, value in configuration.leaves(OmegaConf.to_container(config, resolve=False)).items():
+        if isinstance(value, str) and mask(value) != value:
+            rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}: it holds a secret"
+            raise ConfigError(key, rule, value)

@@ -1,0 +1,192 @@
+"""Each job a process on this machine, forked from one that has imported TensorFlow.
+
+    sweep ─► the forkserver of Python's `multiprocessing`, which imports `pipeline.sweep.warm` ─► each job
+
+Importing TensorFlow is the larger part of what a small job costs. A job is a process of its own nevertheless: one that
+is killed, or runs out of memory, fails alone. Where the forkserver cannot be used, a job is a new process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+from omegaconf import DictConfig
+
+from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.signals import Terminated
+from pipeline.sweep import gpus as gpus_of_machine
+from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
+from pipeline.sweep.launcher import GRACE, SweepLauncher
+
+LOST = 255  # exit status that `multiprocessing` gives a job whose forkserver has died, though the job may live
+
+
+class LocalLauncher(SweepLauncher):
+    """Each job a process on this machine: as many at once as `hardware.parallel_jobs` says."""
+
+    def __init__(self, timeout_min: int, **unknown: Any):
+        self.timeout_min, self._unknown = timeout_min, unknown  # minutes after which a job is ended
+        # Elsewhere than on Linux a forked process may not use what its libraries rely on.
+        self._methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]
+
+    def setup(self, *, config: DictConfig, **given: Any) -> None:
+        for key, value in self._unknown.items():
+            raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, ["timeout_min"])
+        if type(self.timeout_min) is not int or self.timeout_min < 1:  # a bool is an int as well
+            raise ConfigError("hydra.launcher.timeout_min", "must be at least 1", self.timeout_min)
+        super().setup(config=config, **given)
+
+    def launch(self, job_overrides: Any, initial_job_idx: int) -> Any:
+        try:
+            return super().launch(job_overrides, initial_job_idx)
+        except BaseException:
+            for process in psutil.Process().children():  # it may still import, for jobs that will not come
+                with contextlib.suppress(psutil.Error):
+                    if "multiprocessing.forkserver" in " ".join(process.cmdline()):
+                        process.kill()
+            raise
+
+    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        slots = gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
+        if "forkserver" in self._methods:
+            multiprocessing.set_forkserver_preload(["pipeline.sweep.warm"])
+            with importing_only_this_package():
+                forkserver.ensure_running()  # imports TensorFlow while this process imports MLflow
+        return slots
+
+    def _job(self, call: JobCall, gpus: list[str]) -> LocalJob:
+        # TensorFlow reads some variables when it is imported, which a fork does not do again.
+        sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in call.overrides)
+        methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
+        log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
+        return LocalJob(call, gpus, log, self.timeout_min, methods)
+
+    def _ask_to_end(self, running: Sequence[LocalJob], late: bool) -> None:
+        for job in running:
+            job.end(late)
+
+
+class LocalJob:
+    """A job in a process of its own, ended after `limit` minutes.
+
+    Of the start `methods` of `multiprocessing` one that fails is removed, and the next one is tried.
+    """
+
+    def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str]):
+        self.deadline = float("inf")  # on the monotonic clock in seconds
+        self._call, self._gpus, self._log, self._limit, self._methods = call, gpus, log, limit, methods
+        self._ours, self._theirs = multiprocessing.Pipe()
+        self._process: Any = None  # with a `pid` once it has started; an interruption may come before either
+        self._ending: Ending | None = None
+        self._overdue = self._asked = False
+
+    def start(self) -> None:
+        """Start the process, then give it the job: what is interrupted in between finds nobody there, and ends."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start_process()
+            self.deadline = time.monotonic() + 60 * self._limit
+            self._theirs.close()
+            with contextlib.suppress(OSError):  # it is dead by now, which `ending` says
+                self._ours.send_bytes(cloudpickle.dumps(self._call))
+        except BaseException:
+            self._ours.close()
+            raise
+
+    def _start_process(self) -> None:
+        method = multiprocessing.get_start_method(allow_none=True)
+        arguments = (self._theirs, str(self._log), dict(os.environ), self._gpus, method)
+        context: Any = multiprocessing.get_context(self._methods[0])
+        self._process = context.Process(target=_main, args=arguments, name=f"job {self._call.number}")
+        try:
+            with importing_only_this_package():
+                self._process.start()
+        except (EOFError, OSError):  # the forkserver could not import, or must not be forked
+            if len(self._methods) == 1:
+                raise
+            del self._methods[0]
+            self._start_process()
+
+    def ending(self) -> Ending | None:
+        """Return how the job ended; None until its process has ended, and with it has let go of its GPUs."""
+        try:
+            while not self._ours.closed and self._ours.poll():
+                self._ending = self._ours.recv()
+        except (EOFError, OSError):
+            self._ours.close()
+        if getattr(self._process, "pid", None) is None:
+            return Ending("interrupted")
+        status = self._process.exitcode
+        if status is None or (status == LOST and not self._ours.closed):
+            if time.monotonic() > self.deadline:
+                self.end(late=self._overdue)
+                self._overdue, self.deadline = True, time.monotonic() + GRACE
+            return None
+        self._ours.close()
+        if self._ending is not None:
+            return self._ending
+        how = f"killed at its time limit of {self._limit} min" if self._overdue else _ended_by(status)
+        return killed(how, self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else "")
+
+    def end(self, late: bool) -> None:
+        """Ask the job to end; kill it when it is late."""
+        if (pid := getattr(self._process, "pid", None)) and (late or not self._asked):  # a second one is no asking
+            self._asked = True
+            with contextlib.suppress(OSError):  # it has ended by itself
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+
+
+def _ended_by(status: int) -> str:
+    number = -status if status < 0 else status - 128  # as a shell has it
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(number).name}"
+    return f"ended with status {status}"
+
+
+def _main(
+    parent: connection.Connection, log: str, environment: dict[str, str], gpus: list[str], method: str | None
+) -> None:
+    """Be the job that comes from `parent`; send it how the job ended."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    multiprocessing.set_start_method(method, force=True)  # the job's own processes are as they are without a sweep
+    try:
+        call = parent.recv_bytes()
+    except EOFError:
+        return
+    # Before TensorFlow looks for GPUs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    gpus_of_machine.lock(gpus)
+    try:
+        ending = pickle.loads(call)()
+    except Exception as error:
+        traceback.print_exc()
+        ending = Ending(FAILED, reason=f"{type(error).__name__}: {first_line(error)}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Terminated:
+        sys.exit(128 + signal.SIGTERM)
+    finally:
+        atexit._run_exitfuncs()  # a process that is forked leaves them out
+    with contextlib.suppress(OSError):  # the sweep was killed
+        parent.send(ending)

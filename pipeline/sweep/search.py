@@ -1,0 +1,85 @@
+"""`hydra/sweeper=search`: Optuna chooses the jobs of a sweep, to make their last loss small.
+
+`hydra-optuna-sweeper` 1.3.0, the published one, is pinned to Optuna 2. This is what of it a sweep needs, over the
+ask and tell of today's Optuna; the space is written in the same grammar, under `hydra.sweeper.params`:
+
+    KEY: interval(1e-4, 1e-1)               a number between the two; in tag(log, interval(…)) on a log scale
+    KEY: 1,2,4,8    or choice(…), range(…)  one of these
+    KEY: value                              the same for every job
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, Transformer
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext
+
+from pipeline.common.errors import ConfigError, say
+from pipeline.sweep import parent_run
+
+DIGITS = 4  # of a number that is tried: enough for a learning rate, and short enough for a name
+
+
+class SearchSweeper(Sweeper):
+    """Jobs in batches, each batch chosen by what those before it gave.
+
+    Args:
+        trials: jobs in all.
+        at_once: jobs in a batch; give the launcher as many places (`hardware.parallel_jobs`).
+        seed: of the sampler. With the same seed `--again` chooses the same jobs, and runs those that are missing.
+        params: the space, by config key.
+    """
+
+    def __init__(self, trials: int, at_once: int, seed: int, params: Mapping[str, Any] | None):
+        self.trials, self.at_once, self.seed, self.params = trials, at_once, seed, params or {}
+
+    def setup(self, *, hydra_context: HydraContext, **given: Any) -> None:
+        self._parser = OverridesParser.create(config_loader=hydra_context.config_loader)
+        self._launcher = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, **given)
+
+    def sweep(self, arguments: list[str]) -> None:
+        try:
+            import optuna
+        except ImportError:
+            rule = "must be one that is installed; this one needs Optuna: pip install 'accumulation-pipeline[search]'"
+            raise ConfigError("hydra/sweeper", rule, "search") from None
+        for key in ("trials", "at_once"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"hydra.sweeper.{key}", "must be at least 1", getattr(self, key))
+        given = self._parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        space = {override.get_key_element(): override for override in given}  # the command line's are the last
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
+        tried: list[tuple[float, list[str]]] = []
+        while len(tried) < self.trials:
+            trials = [study.ask() for _ in range(min(self.at_once, self.trials - len(tried)))]
+            jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
+            for trial, job, returned in zip(trials, jobs, self._launcher.launch(jobs, len(tried)), strict=True):
+                loss = float(returned.return_value)
+                tried.append((loss if math.isfinite(loss) else math.inf, job))  # of a job that gave none: the worst
+                study.tell(trial, tried[-1][0])
+        loss, overrides = min(tried)
+        best = [text for text, of in zip(overrides, space.values(), strict=True) if of.is_sweep_override()]
+        say(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}")
+        if parent_run.current is not None:
+            parent_run.current.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))
+
+
+def _choose(trial: Any, override: Override) -> str:
+    """Return `override` with Optuna's choice in the place of what is swept."""
+    key, value = override.get_key_element(), override.value()
+    if isinstance(value, IntervalSweep):
+        bounds: Any = value.start, value.end
+        number = trial.suggest_float(key, *map(float, bounds), log="log" in value.tags)
+        return f"{key}={number:.{DIGITS}g}"
+    if override.is_sweep_override():
+        choices = list(override.sweep_iterator(transformer=Transformer.encode))
+        return f"{key}={trial.suggest_categorical(key, choices)}"
+    return str(override.input_line)

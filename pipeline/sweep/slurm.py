@@ -1,0 +1,145 @@
+"""Each job a Slurm job, through submitit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.common.errors import ConfigError
+from pipeline.common.signals import Terminated
+from pipeline.sweep import gpus as gpus_of_machine
+from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
+from pipeline.sweep.launcher import SweepLauncher
+
+ENDED = (
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+    "gone",  # Slurm forgets a job some minutes after its end
+)
+LATE = 3  # looks at a job that Slurm has ended, in which a network's file system may show its result
+
+
+class SlurmLauncher(SweepLauncher):
+    """Each job a Slurm job; Slurm decides how many run at once, and where. The parameters are submitit's."""
+
+    interval = 5.0  # of Slurm's controller one question in that time, whatever the number of jobs
+
+    def __init__(self, **params: Any):
+        self.params: dict[str, Any] = {
+            key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in params.items()
+        }
+        self.states: dict[str, str] | None = None
+        self._asked = False
+
+    @property
+    def name(self) -> str:
+        """Return the name that all Slurm jobs of the sweep have."""
+        return f"pipeline-{self.sweep.run_id}"
+
+    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+        if shutil.which("sbatch") is None:
+            raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
+        wanted = -(-gpus_of_machine.per_job(hardware) // (self.params.get("nodes") or 1))
+        if wanted and all(self.params.get(key) is None for key in ("gpus_per_node", "gpus_per_task", "gres")):
+            partition = [f"--partition={self.params['partition']}"] if self.params.get("partition") else []
+            nodes = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True)
+            if "gpu" in nodes.stdout or any(h.device.name == "gpu" for h in hardware):
+                self.params["gpus_per_node"] = wanted
+        return [[] for _ in range(self.params.get("array_parallelism") or 256)]
+
+    def _job(self, call: JobCall, gpus: list[str]) -> SlurmJob:
+        return SlurmJob(call, self)
+
+    def _wait(self) -> None:
+        super()._wait()
+        # `squeue` answers on every cluster; submitit asks `sacct`, which needs a database, and where there is none it
+        # waits for a job that died for ever.
+        command = ["squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T"]
+        answer = subprocess.run(command, capture_output=True, text=True)
+        lines = [line.split() for line in answer.stdout.splitlines() if line.strip()]
+        self.states = {job_id: state for job_id, state, *_ in lines} if answer.returncode == 0 else None
+
+    def _ask_to_end(self, running: Sequence[SlurmJob], late: bool) -> None:
+        # Those that wait are gone, those that run get SIGTERM, and SIGKILL after Slurm's KillWait.
+        if self._asked and not late:
+            return
+        self._asked = True
+        subprocess.run(["scancel", f"--name={self.name}"], check=False)
+
+
+class SlurmJob:
+    """A job of submitit."""
+
+    def __init__(self, call: JobCall, launcher: SlurmLauncher):
+        self._call, self._launcher = call, launcher
+        self._job: Any = None
+        self._looks = 0  # since Slurm ended it
+
+    def start(self) -> None:
+        """Submit the job."""
+        import submitit
+
+        params = {**self._launcher.params, "name": self._launcher.name}
+        folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")  # Slurm's numbers recur
+        retries = params.pop("max_num_timeout")
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=retries)
+        shared = set(OmegaConf.structured(BaseQueueConf).keys())
+        executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
+        variable = os.environ.get("PYTHONPATH", "")
+        with importing_only_this_package():  # sbatch passes the environment on
+            self._job = executor.submit(_There(self._call, list(sys.path), variable))
+
+    def ending(self) -> Ending | None:
+        """Return how the job ended; None while it waits or runs."""
+        if self._job is None:
+            return Ending("interrupted")
+        if not self._job.paths.result_pickle.exists():
+            states = self._launcher.states
+            state = None if states is None else states.get(self._job.job_id, "gone")
+            self._looks = self._looks + 1 if state in ENDED else 0
+            if self._looks < LATE:
+                return None
+            return killed(f"killed (Slurm job {self._job.job_id}: {state})", self._job.stderr() or "")
+        try:
+            returned: Ending = self._job.task(0).result()  # of the chief, where the tasks of the job are workers
+        except Exception as error:  # with a whole traceback
+            lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)]
+            return Ending(FAILED, reason=lines[-1] if lines else "the process failed")
+        return returned
+
+
+@dataclass(frozen=True)
+class _There:
+    """A job on another machine, which searches for code where the sweep does: its path, and its PYTHONPATH."""
+
+    call: JobCall
+    path: list[str]
+    variable: str
+
+    def __call__(self) -> Ending:
+        sys.path[:] = self.path
+        os.environ["PYTHONPATH"] = self.variable
+        os.environ.pop("PYTHONSAFEPATH", None)
+        requeue: Any = signal.getsignal(signal.SIGUSR2)
+        try:
+            return self.call()
+        except Terminated as error:  # by now the run has its checkpoint, and is closed
+            if str(error) == "SIGUSR2" and callable(requeue):
+                requeue(signal.SIGUSR2, None)
+            raise
+
+    def checkpoint(self) -> Any:
+        """Return what Slurm starts in place of a job that it has warned with SIGUSR2 and requeues; for submitit."""
+        from submitit.helpers import DelayedSubmission
+
+        going_on = replace(self.call, overrides=[*self.call.overrides, "training.resume=auto"])
+        return DelayedSubmission(replace(self, call=going_on))

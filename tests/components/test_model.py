@@ -1,0 +1,152 @@
+"""The ready models fit any input shape and class count; a model of the user's own is offered both."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from omegaconf import OmegaConf
+
+from pipeline.accumulation import batch_dependent_layers, trace_forward
+from pipeline.common.errors import ConfigError
+from pipeline.components import model
+from pipeline.dataset import Data
+
+
+def data(shape, classes=10):
+    examples = tf.data.Dataset.from_tensors((np.zeros(shape, np.float32), 0))
+    return Data(examples, None, classes)
+
+
+def build(target, shape, classes=10, **arguments):
+    return model.build(OmegaConf.create({"_target_": target} | arguments), data(shape, classes))
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "classes", "arguments", "parameters"),
+    [
+        # (64 + 1) · 128 + (128 + 1) · 128 + (128 + 1) · 10
+        ("pipeline.components.model.mlp", (8, 8, 1), 10, {}, 26122),
+        # (3 + 1) · 4 + (4 + 1) · 2
+        ("pipeline.components.model.mlp", (3,), 2, {"hidden": [4]}, 26),
+        # 3·3·1·2 + 2, then 4·4·2 → 7 classes: (32 + 1) · 7
+        ("pipeline.components.model.cnn", (8, 8, 1), 7, {"filters": [2], "hidden": []}, 251),
+        # pools 5 → 2 → 1 and then no more: (27·4 + 4) + (36·4 + 4) + 2 · (36·4 + 4), and (4 + 1) · 3
+        ("pipeline.components.model.cnn", (5, 6, 3), 3, {"filters": [4, 4, 4, 4], "hidden": []}, 571),
+    ],
+)
+def test_the_ready_models_fit_any_image(target, shape, classes, arguments, parameters):
+    made = build(target, shape, classes, **arguments)
+    assert made.count_params() == parameters
+    assert made(np.zeros((3, *shape), np.float32)).shape == (3, classes)
+
+
+@pytest.mark.parametrize("target", ["pipeline.components.model.mlp", "pipeline.components.model.cnn"])
+def test_penalty_and_dropout_are_in_the_model(target):
+    made = build(target, (8, 8, 1), hidden=[4], l2=0.5, dropout=0.25)
+    kernels = [weight for weight in made.trainable_variables if weight.path.endswith("kernel")]
+    expected = [0.5 * np.square(kernel.numpy()).sum() for kernel in kernels]
+    assert float(sum(made.losses)) == pytest.approx(sum(expected), rel=1e-5)  # float32
+    assert [layer.rate for layer in made.layers if isinstance(layer, layers.Dropout)] == [0.25]
+
+
+def test_logits_are_in_full_precision_under_a_mixed_policy(precision):
+    precision("mixed_bfloat16")
+    made = build("pipeline.components.model.mlp", (4,))
+    assert [layer.compute_dtype for layer in made.layers if isinstance(layer, layers.Dense)] == [
+        "bfloat16",
+        "bfloat16",
+        "float32",
+    ]
+
+
+def own(classes: int, width: int = 3) -> keras.Model:
+    """A model such as a user brings: it asks for the classes and leaves the input's shape to Keras."""
+    normed = [layers.Dense(width), layers.BatchNormalization(name="norm"), layers.Dropout(0.1), layers.Dense(classes)]
+    return keras.Sequential([keras.Input((4,)), keras.Sequential(normed)])
+
+
+def test_a_model_of_the_users_own_is_offered_what_it_asks_for():
+    made = build(f"{__name__}.own", (4,), classes=6)
+    assert made.output_shape == (None, 6)
+    assert build(f"{__name__}.own", (4,), classes=6, **{"width": 5}).count_params() > made.count_params()
+
+
+class Counting(layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(1.0)
+        return x
+
+
+def spectral() -> keras.Model:
+    parts = [layers.SpectralNormalization(layers.Dense(3), name="spectral"), Counting(name="counting")]
+    return keras.Sequential([keras.Input((4,)), *parts, layers.Dropout(0.1), layers.GaussianNoise(0.1)])
+
+
+def frozen() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(trainable=False), layers.Dense(2)])
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (f"{__name__}.own", ["norm"]),
+        (f"{__name__}.spectral", ["counting", "spectral"]),
+        (f"{__name__}.frozen", []),
+        ("pipeline.components.model.mlp", []),
+    ],
+)
+def test_layers_that_assign_state_depend_on_the_cut(target, names):
+    made = build(target, (4,))
+    before = [value.numpy() for value in made.variables]
+    seen = trace_forward(made, np.ones((2, 4), np.float32), same_noise=False)
+    assert batch_dependent_layers(made, seen) == names
+    for value, was in zip(made.variables, before, strict=True):
+        np.testing.assert_array_equal(value, was)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, *given, **more):
+        return 0.0
+
+
+def synchronized() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(synchronized=True, name="norm")])
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"_target_": "builtins.dict"}, "model._target_ must give a keras.Model. Received: 'dict'."),
+        ({"_target_": "pipeline.components.model.no_such"}, "model._target_ must name something that exists"),
+        (
+            {"_target_": "pipeline.components.model.cnn"},
+            "input_shape must be (height, width, channels). Received: (4,)",
+        ),
+        (
+            {"_target_": "pipeline.components.model.mlp", "depth": 3},
+            "model.depth must be an argument of pipeline.components.model.mlp",
+        ),
+        (
+            {"_target_": f"{__name__}.OwnStep"},
+            "model must not define train_step, which is not called here: use add_loss",
+        ),
+        ({"_target_": f"{__name__}.OwnLoss"}, "model must not define compute_loss"),
+        ({"_target_": f"{__name__}.synchronized"}, "model must have no BatchNormalization(synchronized=True): Tensor"),
+    ],
+)
+def test_what_is_no_model_is_refused(node, message):
+    with pytest.raises(ConfigError) as refused:
+        model.build(OmegaConf.create(node), data((4,)))
+    assert message in str(refused.value)

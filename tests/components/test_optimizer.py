@@ -1,0 +1,145 @@
+"""Every ready optimizer and schedule builds, and its lengths are counted in updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipeline.common.errors import ConfigError
+from pipeline.components import optimizer
+from pipeline.config import validate as configuration
+from pipeline.config.compose import composed
+
+HORIZON = 200
+
+
+def compose(*overrides):
+    return composed(overrides)
+
+
+def rates(*overrides):
+    schedule = optimizer.build_schedule(compose(*overrides).schedule, HORIZON)
+    return [float(schedule(update)) for update in range(HORIZON + 1)]
+
+
+READY = sorted(path.stem for path in Path(configuration.directory(), "optimizer").glob("*.yaml"))
+EXPECTED = {
+    "adam": keras.optimizers.Adam,
+    "adamw": keras.optimizers.AdamW,
+    "lion": keras.optimizers.Lion,
+    "momentum": keras.optimizers.SGD,
+    "rmsprop": keras.optimizers.RMSprop,
+    "sgd": keras.optimizers.SGD,
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_every_ready_optimizer_builds(name):
+    config = compose(f"optimizer={name}", "schedule=constant", "optimizer.global_clipnorm=0.5")
+    made = optimizer.build(config, HORIZON, 128)
+    assert type(made) is EXPECTED[name]
+    assert made.global_clipnorm == 0.5
+    assert float(made.learning_rate) == np.float32(config.optimizer.learning_rate)
+    for key in set(config.optimizer) - {"_target_", "learning_rate"}:
+        assert getattr(made, key) == config.optimizer[key]
+
+
+def test_half_precision_gets_a_loss_scale():
+    made = optimizer.build(compose("hardware.precision=mixed_float16", "optimizer=adamw"), HORIZON, 128)
+    assert type(made) is keras.optimizers.LossScaleOptimizer
+    assert type(made.inner_optimizer) is keras.optimizers.AdamW
+
+
+# At a rate of 1 and 200 updates. Cosine: 5% = 10 of warm-up from a tenth, then half a cosine over 95% = 190.
+RATES = {
+    "cosine": {0: 0.1, 5: 0.55, 10: 1.0, 10 + 95: 0.5, 200: 0.0},
+    "exponential": {0: 1.0, 66: 0.1, 132: 0.01},  # 33% are 66 updates
+    "inverse_sqrt": {0: 0.1, 4: 0.5, 9: 1.0, 39: 0.5, 159: 0.25},  # √(10/40), √(10/160)
+    "piecewise": {0: 1.0, 100: 1.0, 101: 0.1, 150: 0.1, 151: 0.01},
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_lengths_are_shares_of_the_horizon(name):
+    made = rates(f"schedule={name}", "optimizer.learning_rate=1.0")
+    assert {update: made[update] for update in RATES[name]} == pytest.approx(RATES[name], abs=1e-6)  # float32
+
+
+def test_inverse_square_root_is_its_formula():
+    made = rates("schedule=inverse_sqrt", "optimizer.learning_rate=0.3", "schedule.warmup_steps=7")
+    expected = [0.3 * min(u / 7, (7 / u) ** 0.5) for u in range(1, HORIZON + 2)]
+    assert made == pytest.approx(expected, rel=1e-6)  # float32
+    schedule = optimizer.InverseSquareRoot(0.3, 7)
+    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
+    assert float(again(20)) == float(schedule(20))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [*([f"schedule={name}"] for name in RATES), ["scaling=linear"], ["scaling=sqrt", "schedule=inverse_sqrt"]],
+    ids=" ".join,
+)
+def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
+    """To one unit in the last place of float32: TensorFlow's graph optimiser turns x / c into x · (1/c).
+
+    An exponential's x is an exponent: its 1.5 units move rate = r₀·dˣ by 1.5·|ln dˣ| = 1.5·|ln(rate / r₀)| units, and
+    the power and the product round once each.
+    """
+    config = compose(*overrides, "optimizer.learning_rate=0.007")
+    made = optimizer.build(config, HORIZON, 96)
+    traced = tf.function(lambda: tf.convert_to_tensor(made.learning_rate))
+    for update in range(HORIZON):
+        made.iterations.assign(update)
+        expected = np.float32(made.learning_rate)
+        units = 2 + 1.5 * abs(np.log(expected / 0.007)) if "schedule=exponential" in overrides else 1
+        assert abs(np.float32(traced()) - expected) <= units * np.spacing(expected), update
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "first", "middle", "last"),
+    [
+        ("none", 512, 1, 1, 1),
+        ("linear", 512, 1 + 3 / 10, 1 + 3 * 5 / 10, 4),  # from the rate of the reference batch to four times that
+        ("sqrt", 512, 1 + 1 / 10, 1 + 5 / 10, 2),
+        ("linear", 32, 1 / 4, 1 / 4, 1 / 4),  # no detour over the larger rate
+        ("sqrt", 32, 1 / 2, 1 / 2, 1 / 2),
+        ("linear", 128, 1, 1, 1),
+    ],
+)
+def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
+    """Reference 128; a warm-up of 5% of 200 updates: a tenth of the way after the first, half of it after five."""
+    config = compose(f"scaling={rule}", "schedule=constant", "optimizer.learning_rate=1.0")
+    schedule = optimizer.build(config, HORIZON, batch)._learning_rate
+    found = [float(schedule(u)) if callable(schedule) else float(schedule) for u in (0, 4, 9, 10, HORIZON - 1)]
+    assert found == pytest.approx([first, middle, last, last, last], rel=1e-6)  # float32
+
+
+@pytest.mark.parametrize(("share", "updates"), [("50%", 100), ("2.5%", 5), ("0.1%", 1), ("100%", 200)])
+def test_a_share_is_at_least_one_update(share, updates):
+    schedule = optimizer.build_schedule(compose("schedule=exponential", f"schedule.decay_steps={share}").schedule, 200)
+    assert schedule.decay_steps == updates
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["schedule.warmup_steps=x%"], "schedule.warmup_steps must be a share of the horizon such as 5%"),
+        (["schedule.warmup_steps=101%"], "schedule.warmup_steps must be from 0% to 100%. Received: '101%'."),
+        (["schedule=inverse_sqrt", "schedule.warmup_steps=0"], "warmup_steps must be at least 1. Received: 0"),
+        (["schedule._target_=builtins.dict"], "schedule._target_ must name a Keras schedule or give a number"),
+        (["optimizer._target_=builtins.dict"], "optimizer._target_ must name a keras.optimizers.Optimizer"),
+        (
+            ["+optimizer.beta_3=1"],
+            "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) not recognized",
+        ),
+        (["+optimizer.gradient_accumulation_steps=2"], "the pipeline accumulates; set accumulation.factor"),
+    ],
+)
+def test_what_is_no_optimizer_or_schedule_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        optimizer.build(compose(*overrides), HORIZON, 128)
+    assert message in str(refused.value)

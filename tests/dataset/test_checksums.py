@@ -1,0 +1,76 @@
+"""Checksums of data files: beside the training, remembered while a file does not change, and seen when it does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+
+import pytest
+
+from pipeline.dataset import checksums
+from tests.running import Store, pipeline
+
+RUN = ("train", "experiment=quick", "tracking.system_metrics=false", "hydra.run.dir=run")
+
+
+def expected(content: bytes) -> str:
+    return hashlib.sha256(str(len(content)).encode() + content).hexdigest()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pipeline" / "checksums"
+
+
+def aged(path) -> None:
+    os.utime(path, (time.time() - 60,) * 2)
+
+
+def test_a_file_that_has_not_changed_is_not_read_again(tmp_path, cache):
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    assert checksums.of(file) == expected(b"abc")
+    assert not cache.exists()  # it may change within the resolution of its date
+    aged(file)
+    assert checksums.of(file) == expected(b"abc")
+    (entry,) = cache.iterdir()
+    entry.write_text(entry.read_text().replace(expected(b"abc"), "known"))
+    assert checksums.of(file) == "known"
+    file.write_bytes(b"abd")  # of the same size; and its date as well
+    aged(file)
+    assert checksums.of(file) == expected(b"abd")
+    entry.write_text("{")
+    assert checksums.of(file) == expected(b"abd")
+
+
+def test_a_run_records_them_beside_its_training(tmp_path, cache):
+    pipeline(*RUN, f"dataset.data_dir={tmp_path}/data", cwd=tmp_path)
+    store = Store(tmp_path)
+    run = store.run()
+    recorded = json.loads((tmp_path / "run" / "dataset.json").read_text())
+    logged = store.client.download_artifacts(run.info.run_id, "dataset.json", str(tmp_path))
+    with open(logged, encoding="utf-8") as file:
+        assert json.load(file) == recorded
+    files = {file.name: file for file in (tmp_path / "data").rglob("*") if file.name in recorded["files"]}
+    assert len(files) == 4
+    assert recorded["files"] == {name: expected(file.read_bytes()) for name, file in files.items()}
+    # Checked before a rerun trains anything, and where a run goes on.
+    shutil.copytree(tmp_path / "data", tmp_path / "other")
+    (victim,) = (tmp_path / "other").rglob("*train.tfrecord*")
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    for verb, name in (("rerun", run.info.run_id), ("resume", "run")):
+        given = (f"dataset.data_dir={tmp_path}/other", *(["training.epochs=3"] if verb == "resume" else []))
+        allow = [f"--allow={tmp_path}/other"] if verb == "rerun" else []
+        refused = pipeline(verb, name, *allow, *given, cwd=tmp_path, status=2)
+        assert f"the file {victim.name} differs" in refused.stderr, refused.stderr
+    # One that is not asked for is not compared.
+    pipeline(*RUN[:-1], "hydra.run.dir=none", "dataset.checksum=none", cwd=tmp_path)
+    none = json.loads((tmp_path / "none" / "dataset.json").read_text())
+    assert (none["checksum"], none["files"], none["content"]) == ("none", {}, {})
+    assert none["examples"] == recorded["examples"]

@@ -1,0 +1,136 @@
+"""What of the data is kept in memory, and what is streamed and how: `dataset.in_memory=auto`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from omegaconf import OmegaConf
+
+from pipeline.dataset import Data, batches, residency
+from pipeline.dataset import load as dataset
+
+AUTO = {"in_memory": "auto", "shuffle_buffer": None}
+
+
+def split(**parts: object) -> Data:
+    return Data(tf.data.Dataset.from_tensor_slices((parts["x"], parts["y"])), None)
+
+
+def settled(data: Data, **node: object) -> tuple[dict, str]:
+    made = OmegaConf.create({**AUTO, **node})
+    said = residency.settle(made, data)
+    return OmegaConf.to_container(made), said
+
+
+def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
+    assert 0 < residency.limit() <= psutil.virtual_memory().total
+    data = split(x=np.zeros((1000, 100), np.float32), y=np.zeros(1000, np.int64))  # 408 bytes each
+    assert settled(data) == (
+        {"in_memory": True, "shuffle_buffer": None},
+        "398 KiB of training examples are kept in memory",
+    )
+    monkeypatch.setattr(residency, "limit", lambda: 4 * 408_000 - 4)
+    monkeypatch.setattr(residency, "BUFFER", 408 * 50)
+    node, said = settled(data)
+    assert node == {"in_memory": False, "shuffle_buffer": 50}
+    assert re.fullmatch(
+        r"398 KiB .* are streamed, as a quarter of the memory is 398 KiB; .* buffer of 50 examples", said
+    )
+    assert settled(data, shuffle_buffer=7)[0] == {"in_memory": False, "shuffle_buffer": 7}
+    for given in (True, False):  # whatever its size
+        assert settled(data, in_memory=given) == ({"in_memory": given, "shuffle_buffer": None}, "")
+
+
+def test_examples_of_unequal_length_are_measured():
+    texts = tf.data.Dataset.from_tensor_slices(["a" * 10, "b" * 30] * 40).map(
+        lambda text: (text, tf.strings.length(text))
+    )
+    assert settled(Data(texts, None))[1].startswith(f"{80 * 24 / 1024:.0f} KiB of training examples")  # 20 and an int32
+
+
+def test_the_peak_of_a_run_is_not_that_of_the_process_that_started_it():
+    """As that of a notebook may be: Linux passes `ru_maxrss` on."""
+    held = np.ones(2**30 + 2**29, np.uint8)
+    shown = "print(hardware.peak_memory(hardware.Hardware(None, False, '')))"
+    here = [sys.executable, "-c", f"from pipeline import hardware; {shown}"]
+    peak = int(subprocess.run(here, capture_output=True, text=True, check=True).stdout)
+    assert 2**26 < peak < held.size
+
+
+class Sorted(tfds.core.GeneratorBasedBuilder):
+    """Numbers from 0 to 999 in files sorted by class, which is the number's hundreds."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = tfds.features.FeaturesDict(
+            {"x": tfds.features.Scalar(np.float32), "label": tfds.features.ClassLabel(num_classes=10)}
+        )
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)  # or TFDS would mix them
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for number in range(1000):
+            yield number, {"x": float(number), "label": number // 100}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of twenty files, each of one class or two."""
+    folder = tmp_path_factory.mktemp("sorted")
+    builder = Sorted(data_dir=folder)
+    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=20))
+    assert len(list(folder.rglob("*.tfrecord*"))) == 20
+    return folder
+
+
+def load(folder) -> Data:
+    node = {"_target_": "pipeline.dataset.from_tfds", "builder": f"{__name__}.Sorted", "data_dir": str(folder)}
+    keys = {"download": False, "input_key": "x", "scale": 1.0, "validation_split": None}
+    return dataset.load(OmegaConf.create({**node, **keys}))
+
+
+def streamed(data: Data, size: int = 50, *, seed: int = 0, **node: object) -> list[list[int]]:
+    """The numbers of each of two epochs, in their order."""
+    made = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 100, **node})
+    settings = {"seed": seed, "effective_batch_size": size, "epochs": 2}
+    numbers = [int(x) for batch in batches.effective_batches(made, data, **settings) for x in batch[0]]
+    return [numbers[:1000], numbers[1000:]]
+
+
+def test_files_that_are_sorted_by_class_are_mixed(files):
+    data = load(files)
+    first, second = streamed(data)
+    assert sorted(first) == sorted(second) == list(range(1000))
+    assert first != second
+    assert streamed(load(files), 64) == [first, second]  # whatever the size of a batch
+    assert streamed(data, seed=1)[0] != first
+    classes = Counter(number // 100 for number in first[:50])
+    assert len(classes) >= 6
+    assert max(classes.values()) <= 20
+    # The negative control: one file after the other.
+    in_turn = streamed(data, shuffle_files=False)[0]
+    assert len({number // 100 for number in in_turn[:50]}) <= 3
+
+
+def test_a_buffer_that_sees_one_class_is_told_of(files):
+    data = load(files)
+
+    def said(**node: object) -> str:
+        return batches.one_class(OmegaConf.create({"in_memory": False, "shuffle_files": False, **node}), data, 0)
+
+    assert said(shuffle_buffer=60).startswith("the first 60 examples that are streamed are all of class ")
+    assert said(shuffle_buffer=60, shuffle_files=True) == ""
+    assert said(shuffle_buffer=500) == ""
+    assert said(shuffle_buffer=None) == ""  # all of them
+    assert said(in_memory=True) == ""

@@ -1,0 +1,132 @@
+"""A training split that is longer than memory: 2 GB of files, in bounded memory, from the first update on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from tests.running import Store, pipeline
+
+pytestmark = pytest.mark.slow
+SIDE, SHARDS, CLASSES = 64, 32, 8
+GIB = 2**30
+SIZE = "accumulation.effective_batch_size=64"
+
+
+def written(folder: Path, size: int) -> Path:
+    """A TFDS folder of so many bytes of images, in files that are sorted by class."""
+    shape = (SIDE, SIDE, 3)
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Tensor(shape=shape, dtype=np.uint8, encoding="bytes"),
+            "label": tfds.features.ClassLabel(num_classes=CLASSES),
+        }
+    )
+    place = folder / "big" / "1.0.0"
+    place.mkdir(parents=True)
+    numbers = np.random.default_rng(0)
+    each = size // np.prod(shape) // SHARDS
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=place, dataset_name="big", split="train", filetype_suffix="tfrecord"
+    )
+    for shard in range(SHARDS):
+        path = str(template.sharded_filepath(shard_index=shard, num_shards=SHARDS))
+        # The same images in all files, but for their first pixel: making them takes longer than writing them.
+        records = [
+            features.serialize_example({"image": image, "label": shard * CLASSES // SHARDS})
+            for image in numbers.integers(0, 256, (64, *shape)).astype("uint8")
+        ]
+        with tf.io.TFRecordWriter(path) as writer:
+            for number in range(each):
+                writer.write(records[number % len(records)])
+    split = tfds.core.SplitInfo(
+        name="train", shard_lengths=[int(each)] * SHARDS, num_bytes=0, filename_template=template
+    )
+    tfds.folder_dataset.write_metadata(data_dir=place, features=features, split_infos=[split])
+    return folder
+
+
+def run(folder: Path, *more: str) -> tuple[dict, float]:
+    """What a short run over the files has logged, and the seconds to its first update."""
+    given = ("dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={folder}", "dataset.validation_split=null")
+    small = ("model.filters=[4]", "model.hidden=[]", "training.updates=60", "tracking.log_model=false", SIZE)
+    began = time.time()
+    pipeline(
+        "train",
+        *given,
+        *small,
+        "tracking.system_metrics=false",
+        *more,
+        cwd=folder,
+        warm=False,
+        XDG_CACHE_HOME=str(folder / "cache"),
+    )
+    store = Store(folder)
+    made = store.runs()[-1]
+    (first,) = (point for point in store.client.get_metric_history(made.info.run_id, "train/loss") if point.step == 1)
+    return {**store.histories(made), "peak": made.data.metrics["perf/peak_memory_bytes"]}, first.timestamp / 1e3 - began
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("big"), 2 * GIB)
+
+
+def test_two_gigabytes_are_streamed_in_bounded_memory(big):
+    one, _ = run(big, "dataset.in_memory=false", "dataset.shuffle_buffer=2000")
+    two, _ = run(big, "dataset.in_memory=false", "dataset.shuffle_buffer=2000", "accumulation.factor=8")
+    assert max(one["peak"], two["peak"]) < 1.5 * GIB
+    # The same order at another factor: the examples of an update are the same, so its loss is, within float32.
+    losses = [np.array(list(each["train/loss"].values())) for each in (one, two)]
+    assert np.abs(losses[0][:5] / losses[1][:5] - 1).max() < 1e-4
+    other, _ = run(big, "dataset.in_memory=false", "dataset.shuffle_buffer=2000", "seed=1")
+    assert np.abs(next(iter(other["train/loss"].values())) / losses[0][0] - 1) > 1e-3
+
+
+def test_the_first_update_does_not_wait_for_the_data(big, tmp_path):
+    """Alternating with 20 MB; the medians of two each differ by less than what reading 2 GB takes."""
+    small = written(tmp_path, 20 * 2**20)
+    begun = time.time()
+    for file in sorted((big / "big" / "1.0.0").iterdir()):
+        hashlib.sha256(file.read_bytes())
+    reading = time.time() - begun
+    given = ("dataset.in_memory=false", "dataset.shuffle_buffer=500")
+    seconds = [(run(big, *given)[1], run(small, *given)[1]) for _ in range(2)]
+    late = min(of_big for of_big, _ in seconds) - min(of_small for _, of_small in seconds)
+    print(f"2 GB: {late:.1f} s later than 20 MB; reading 2 GB takes {reading:.1f} s")
+    assert late < max(reading, 2)
+
+
+def test_auto_streams_what_is_too_large(big):
+    """The files hold 2 GiB of bytes, which are 8 GiB of floats."""
+    from pipeline.dataset import residency
+
+    said = pipeline(
+        "train", "dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={big}", "--cfg", "job", cwd=big
+    )
+    assert "in_memory: auto" in said.stdout
+    held = residency.limit() / residency.SHARE >= 8 * GIB
+    if held:
+        pytest.skip(f"a quarter of this machine's memory is {residency.limit() / residency.SHARE / GIB:.0f} GiB")
+    given = ("dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={big}", "dataset.validation_split=null")
+    small = (
+        "model.filters=[4]",
+        "model.hidden=[]",
+        "training.updates=3",
+        "tracking.log_model=false",
+        "hydra.run.dir=auto",
+    )
+    said = pipeline("train", *given, *small, cwd=big, warm=False)
+    assert re.search(
+        r"8.0 GiB of training examples are streamed, as a quarter of the memory is [\d.]+ GiB; ", said.stderr
+    )
+    recorded = (big / "auto" / "config.yaml").read_text()
+    assert "in_memory: false" in recorded
+    assert re.search(r"shuffle_buffer: 27\d\d\n", recorded)  # of 48 KiB each in 128 MiB

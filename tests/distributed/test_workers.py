@@ -1,0 +1,429 @@
+"""Several workers, real processes that TensorFlow joins: one run, that of one device, whatever becomes of a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.checkpoints.files import updates
+from pipeline.distributed import rendezvous
+from tests.running import Store, environment, pipeline, start, wait
+from tests.shared import place_store
+
+UPDATES = 15
+# 1437 examples in effective batches of 359: the tail is one example, and most workers have none of it.
+RUN = (
+    *("model=mlp", "model.hidden=[16]", "model.dropout=0.3", "accumulation.same_noise=true"),
+    *("hardware.precision=float64", "accumulation.effective_batch_size=359"),
+    *("accumulation.micro_batch_size=50", f"training.updates={UPDATES}", "training.evaluate_every=4"),
+    *("training.keep_best.metric=val/loss", "training.keep_best.mode=min", "hydra.run.dir=run"),
+    *("tracking.log_model=false", "tracking.system_metrics=false", "schedule=constant"),
+)
+# Every process of the run trains slowly; the one that the chief has started stops in the middle, where that is asked.
+MINE = """
+import sys, time
+import keras
+
+class Slow(keras.callbacks.Callback):
+    def __init__(self, worker=None, raises=False):
+        super().__init__()
+        self.stops, self.raises = worker is not None and sys.argv[0].endswith("worker.py"), raises
+
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(0.1)
+        if batch == 3 and self.stops:
+            if self.raises:
+                raise RuntimeError("no more of this")
+            time.sleep(10000)
+"""
+# The digits, each noted by the process that makes it.
+NOTED = """
+import os
+import tensorflow as tf
+
+def noted(features):
+    def note(label):
+        with open(f"made-{os.getpid()}", "a") as file:
+            file.write("x")
+        return label
+    label = tf.numpy_function(note, [features["label"]], tf.int64)
+    return tf.cast(features["image"], tf.float32) / 16, tf.ensure_shape(label, [])
+"""
+# The digits, of which one cannot be made: the last one of the validation split, which only its pixels tell.
+BROKEN = """
+import tensorflow as tf
+
+def broken(features):
+    pixels = tf.cast(tf.reshape(features["image"], [-1]), tf.int64)
+    found = tf.reduce_sum(pixels * tf.range(64, dtype=tf.int64))
+    good = tf.debugging.assert_none_equal(found, tf.constant(11097, tf.int64))
+    with tf.control_dependencies([good]):
+        return tf.cast(features["image"], tf.float32) / 16, features["label"]
+"""
+OTHER = """
+import json, os
+import numpy as np
+import tensorflow as tf
+from pipeline.dataset import Data
+
+def data(data_dir):
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    x = np.full([64, 3], 1 + index, "float32")
+    return Data(tf.data.Dataset.from_tensor_slices((x, np.arange(64) % 2)), None, classes=2)
+"""
+OF_OTHER_VERSION = """
+from importlib import metadata
+
+def version(name, found=metadata.version):
+    return "9.9.9" if name == "scikit-learn" else found(name)
+
+metadata.version = version
+"""
+NORMALISED = """
+import keras
+from keras import layers
+
+def build(input_shape, classes):
+    normalised = [layers.Flatten(), layers.Dense(16), layers.BatchNormalization(), layers.ReLU()]
+    return keras.Sequential([keras.Input(input_shape), *normalised, layers.Dense(classes)])
+"""
+SLOW = ("+training.callbacks.slow._target_=mine.Slow", "training.updates=2000")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What the run of one device has left."""
+    folder = tmp_path_factory.mktemp("alone")
+    pipeline("train", *RUN, cwd=folder)
+    return left_in(folder)
+
+
+def left_in(folder: Path) -> dict[str, dict[int, float]]:
+    """Return all points of the only run, which has finished, without those that follow from how it was cut."""
+    store = Store(folder)
+    run = store.run()
+    assert run.info.status == "FINISHED"
+    histories = store.histories(run, "train/", "val/", "best/")
+    return {name: h for name, h in histories.items() if name not in ("train/micro_steps", "train/gradient_noise_scale")}
+
+
+def workers_in(folder: Path) -> list[psutil.Process]:
+    """Return the workers of a run in `folder` beside its chief."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if (
+                "pipeline.distributed.worker" in " ".join(process.info["cmdline"] or ())
+                and Path(process.cwd()) == folder
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def last_word(said: str) -> str:
+    """Return the last line of the command itself: TensorFlow's own may come after it."""
+    return [line for line in said.splitlines() if line.startswith("pipeline: ")][-1]
+
+
+def slow_run(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """Start a run of two workers that lasts; return when it trains."""
+    (folder / "mine.py").write_text(MINE)
+    place_store(folder)
+    process = start("train", *RUN, "hardware.workers=2", *SLOW, *more, cwd=folder)
+    journal = folder / "run" / "journal.jsonl"
+    wait(lambda: process.poll() is not None or (journal.exists() and journal.read_text().count("train/loss") > 1))
+    return process
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
+    said = pipeline("train", *RUN, f"hardware.workers={workers}", cwd=tmp_path).stderr
+    assert len(re.findall(f"^{workers} workers, each with", said, re.MULTILINE)) == 1
+    assert len(re.findall(f"update {UPDATES}/{UPDATES}  loss", said)) == 1
+    assert Store(tmp_path).run().data.params["derived.replicas"] == str(workers)
+    here = left_in(tmp_path)
+    assert set(here) == set(alone)
+    for name, history in alone.items():
+        assert here[name] == pytest.approx(history, rel=1e-12), name
+    assert workers_in(tmp_path) == []
+
+
+def test_workers_make_the_examples_of_their_share_alone(tmp_path):
+    """Streamed, moved and weighted: what two workers have made is what one has made, and the runs are equal."""
+    data = {
+        **{"_target_": "pipeline.dataset.from_tfds", "builder": "pipeline.dataset.builtin.digits.Digits"},
+        **{"validation_split": "validation", "test_split": "test", "in_memory": False, "shuffle_buffer": 300},
+        **{"preprocess": {"_target_": "mine.noted", "_partial_": True}},
+        "augment": {"_target_": "pipeline.dataset.augmentation.Shift", "pixels": 1},
+    }
+    (tmp_path / "conf" / "dataset").mkdir(parents=True)
+    (tmp_path / "conf" / "dataset" / "noted.yaml").write_text(json.dumps(data))
+    weighted = ("training.class_weight={3: 2.0, 5: 0.5}", "model.l2=0.001")
+    made, curves = [], []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        (folder / "mine.py").write_text(NOTED)
+        of_run = ("--config-dir", "../conf", "dataset=noted", *weighted, f"hardware.workers={workers}")
+        pipeline("train", *RUN, *of_run, cwd=folder)
+        made.append([len(file.read_text()) for file in folder.glob("made-*")])
+        curves.append(left_in(folder))
+    assert set(curves[0]) == set(curves[1])
+    for name, history in curves[0].items():
+        assert curves[1][name] == pytest.approx(history, rel=1e-12), name
+    # Three epochs, four evaluations and a test, and before them the few examples that show their form.
+    ((alone,), (one, other)) = made
+    whole = 3 * 1437 + 4 * 180 + 180
+    assert whole <= alone < whole + 100
+    assert max(one, other) < whole / 2 + 100
+
+
+@pytest.mark.slow
+def test_an_example_that_only_another_worker_makes_is_found(tmp_path):
+    """Each worker evaluates 90 of 180 examples."""
+    (tmp_path / "mine.py").write_text(BROKEN)
+    data = ["dataset=tfds", "dataset.name=null", "+dataset.builder=pipeline.dataset.builtin.digits.Digits"]
+    data += ["dataset.validation_split=validation", "+dataset.preprocess._target_=mine.broken"]
+    data += ["+dataset.preprocess._partial_=true"]
+    said = pipeline("train", *RUN, *data, "hardware.workers=2", cwd=tmp_path, status=1).stderr
+    why = (
+        "worker 1 does not take part any more: DataError: the data cannot be read: example 179 of the validation split"
+    )
+    assert why in last_word(said)
+    assert Store(tmp_path).run().info.status == "FAILED"
+
+
+def test_two_tasks_of_a_cluster_are_one_run(tmp_path, alone):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    place_store(tmp_path)
+    tasks = [task(cluster, index, RUN, tmp_path) for index in (0, 1)]
+    ended = [each.communicate(timeout=300) for each in tasks]
+    assert [each.returncode for each in tasks] == [0, 0], ended
+    assert "update" not in ended[1][1]
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-12)
+    # A cluster that starts the job again, as it does with one that was preempted, is told that it has finished.
+    tasks = [task(cluster, index, (*RUN, "training.resume=auto"), tmp_path) for index in (0, 1)]
+    ended = [each.communicate(timeout=120) for each in tasks]
+    assert [each.returncode for each in tasks] == [0, 0], ended
+    assert "there is nothing to train" in ended[0][1]
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-12)
+
+
+def test_a_normalised_run_is_another_one_on_two_workers(tmp_path):
+    """They see other micro-batches; and of one cut all is the same, the moving statistics as well."""
+    (tmp_path / "mine.py").write_text(NORMALISED)
+    run = [text for text in RUN if not text.startswith(("model", "accumulation", "hydra"))]
+    run.append("training.updates=12")  # before the tail, which is cut otherwise
+    model = ["model._target_=mine.build", "accumulation.effective_batch_size=96", "~model.hidden", "~model.dropout"]
+    curves = {}
+    for workers, micro_batch_size in ((1, 48), (2, 48), (2, 24)):
+        name = f"{workers}x{micro_batch_size}"
+        cut = [f"hardware.workers={workers}", f"accumulation.micro_batch_size={micro_batch_size}"]
+        pipeline("train", *run, "model=mlp", "~model.l2", *model, *cut, f"hydra.run.dir={name}", cwd=tmp_path)
+        (newest, *_) = reversed(Store(tmp_path).runs())
+        curves[name] = Store(tmp_path).histories(newest, "train/loss", "val/loss")
+    for name, curve in curves["1x48"].items():
+        assert curves["2x48"][name] == pytest.approx(curve, rel=1e-12)
+        assert curves["2x24"][name] != pytest.approx(curve, rel=1e-6)
+
+
+def test_workers_verify_together(tmp_path):
+    lines = [f"hardware.workers={workers}" for workers in (1, 2)]
+    one, two = (pipeline("verify", *RUN[:-1], line, cwd=tmp_path).stdout for line in lines)
+    assert two.splitlines()[0].startswith("2 workers, each with")
+    assert two.splitlines()[-1].endswith("are equal within rounding")
+    names = [{line.split("  ")[1] for line in said.splitlines() if line.startswith("  ")} for said in (one, two)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
+    """Nothing is lost: the checkpoint is that of the last update that all have taken part in."""
+    process = slow_run(tmp_path, "training.checkpoint_every=1000")
+    (worker,) = workers_in(tmp_path)
+    worker.send_signal(number)
+    since = time.monotonic()
+    said = process.communicate(timeout=120)[1]
+    assert time.monotonic() - since < 60
+    assert process.returncode == 1
+    lost = "worker 1 does not take part any more: it was killed, hangs, or is cut off"
+    assert lost in last_word(said)
+    store = Store(tmp_path)
+    run = store.run()
+    assert run.info.status == "FAILED"
+    assert lost in run.data.tags["failure"]
+    (last,) = updates(tmp_path / "run" / "checkpoints")
+    assert last == max(store.history(run, "train/loss"))
+    assert not worker.is_running()
+    more = last + 5
+    pipeline("resume", "run", "hardware.workers=1", f"training.updates={more}", cwd=tmp_path)
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    (undisturbed / "mine.py").write_text(MINE)
+    pipeline("train", *RUN, *SLOW, f"training.updates={more}", cwd=undisturbed)
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(left_in(undisturbed)["train/loss"], rel=1e-12)
+
+
+def test_a_worker_that_raises_says_why(tmp_path):
+    process = slow_run(tmp_path, "+training.callbacks.slow.worker=1", "+training.callbacks.slow.raises=true")
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    assert "worker 1 does not take part any more: RuntimeError: no more of this" in last_word(said)
+    assert "no more of this" in (tmp_path / "run" / "workers" / "1.log").read_text()
+    assert Store(tmp_path).run().info.status == "FAILED"
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_ended(tmp_path):
+    process = slow_run(tmp_path, "+training.callbacks.slow.worker=1")
+    since = time.monotonic()
+    said = process.communicate(timeout=200)[1]
+    assert time.monotonic() - since < 120
+    assert process.returncode == 1
+    assert "worker 1 does not take part any more: it has let the others wait for 90 s" in last_word(said)
+    assert Store(tmp_path).run().info.status == "FAILED"
+    assert workers_in(tmp_path) == []
+
+
+def test_an_interrupted_chief_takes_the_others_with_it(tmp_path):
+    process = slow_run(tmp_path, "training.checkpoint_every=1000")
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    store = Store(tmp_path)
+    assert store.run().info.status == "KILLED"
+    assert updates(tmp_path / "run" / "checkpoints") == [max(store.history(store.run(), "train/loss"))]
+    wait(lambda: workers_in(tmp_path) == [], 30)
+
+
+def test_workers_end_with_a_chief_that_is_killed(tmp_path):
+    process = slow_run(tmp_path)
+    (worker,) = workers_in(tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    wait(lambda: not worker.is_running(), 60)
+    process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("chief", "other", "line"),
+    [
+        ("seed=0", "seed=3", "seed must be the same for all workers, and is 3 on worker 1. Received: 0."),
+        ("seed=0", "seed=-1", "worker 1 refuses: seed must be from 0 to 4294967295. Received: -1."),
+        ("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."),
+        (
+            "seed=0",
+            "dataset.data_dir=/proc/nothing",
+            "worker 1 refuses: dataset could not be downloaded and prepared in /proc/nothing (",
+        ),
+    ],
+)
+def test_one_worker_that_refuses_ends_all_with_one_line(tmp_path, chief, other, line):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    run = [text for text in RUN if not text.startswith("hydra.")]
+    tasks = [task(cluster, index, [*run, more], tmp_path) for index, more in enumerate((chief, other))]
+    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
+    assert [each.returncode for each in tasks] == [2, 2], (first, second)
+    assert last_word(first).startswith(f"pipeline: {line}")
+    assert "pipeline: " not in second
+    left = {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*") if file.is_file()}
+    assert left <= {"mlruns", "data"}
+    assert not Store(tmp_path).runs() if (tmp_path / "mlruns" / "mlflow.db").exists() else True
+
+
+def test_workers_of_other_versions_are_refused(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text(OF_OTHER_VERSION)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    paths = os.pathsep.join([str(other), environment()["PYTHONPATH"]])
+    tasks = [task(cluster, 0, RUN, tmp_path), task(cluster, 1, RUN, tmp_path, PYTHONPATH=paths)]
+    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
+    assert [each.returncode for each in tasks] == [2, 2], (first, second)
+    line = "scikit-learn must be the same for all workers, and is '9.9.9' on worker 1. Received: "
+    assert last_word(first).startswith(f"pipeline: {line}")
+    assert "pipeline: " not in second
+
+
+def test_workers_with_other_data_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(OTHER)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    kept = ("training.updates", "tracking", "hardware", "schedule")
+    own = ["dataset._target_=mine.data", "model=mlp", "accumulation.effective_batch_size=8", "training.metrics={}"]
+    run = [*(text for text in RUN if text.startswith(kept)), *own]
+    tasks = [task(cluster, index, run, tmp_path) for index in (0, 1)]
+    (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
+    assert [each.returncode for each in tasks] == [2, 2], (first, second)
+    assert last_word(first).startswith("pipeline: dataset must be the same for all workers")
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cluster = {"worker": [f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:1"]}
+        process = task(cluster, 0, RUN, tmp_path)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert last_word(said).startswith("pipeline: worker 0 must have an address of its own that is free (")
+
+
+def test_who_lets_the_others_wait(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+    lag = rendezvous.Lag(3)
+    now[0] = 1000.0
+    assert lag.late() is None  # nobody is waited for
+    for worker in (0, 1):
+        lag.note(worker, 1)
+    lag.note(1, 2)
+    now[0] += 2 * rendezvous.HANGS
+    assert lag.late() is None  # of the first update, which takes two sums, one waits longer
+    for worker in (0, 1, 2):
+        lag.note(worker, 2)
+    now[0] += 1000
+    assert lag.late() is None
+    for worker in (0, 2):
+        lag.note(worker, 3)
+    assert lag.late() is None
+    now[0] += rendezvous.HANGS - 1
+    lag.note(0, 4)
+    assert lag.late() is None
+    now[0] += 2
+    assert lag.late() == 1
+    lag.note(1, 4)  # it has come on
+    assert lag.late() is None
+    lag.note(2, 4)
+    lag.note(1, 5)
+    now[0] += rendezvous.HANGS + 1
+    assert lag.late() == 0
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as opened:
+        bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in bound]
+
+
+def task(cluster: dict, index: int, overrides, cwd: Path, **more: str) -> subprocess.Popen[str]:
+    """Start one task of a cluster; its run directory is its own, and so are `more` of its environment."""
+    own = [text if not text.startswith("hydra.run.dir=") else f"hydra.run.dir=run{index}" for text in overrides]
+    config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "train", "hardware=multi_worker", *own],
+        cwd=cwd,
+        env=environment(TF_CONFIG=config, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,320 @@
+"""The micro-batch that is found: the largest that fits under a real limit, the same run as by hand, looked for once."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+from omegaconf import OmegaConf
+
+from pipeline.common import memory_budget
+from pipeline.dataset import Data, longest_batch
+from pipeline.run import batch_size_search
+from tests.running import Store, environment, pipeline, start, wait
+
+LIMITED = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def examples(count=256):
+    x = np.random.default_rng(0).normal(size=(count, 100, 32)).astype("float32")
+    split = tf.data.Dataset.from_tensor_slices((x, x[:, 0, :1]))
+    return split, split
+
+
+def uneven():
+    def each():
+        for length in (3, 9, 5, 1):
+            yield np.ones((length, 32), "float32"), np.ones(1, "float32")
+
+    spec = tf.TensorSpec((None, 32), tf.float32), tf.TensorSpec((1,), tf.float32)
+    split = tf.data.Dataset.from_generator(each, output_signature=spec)
+    return split.apply(tf.data.experimental.assert_cardinality(4)), None
+
+
+def model(input_shape):
+    "13 MB of activations an example, and few weights."
+    flat = keras.layers.Flatten() if input_shape[0] else keras.layers.GlobalAveragePooling1D()
+    parts = [keras.layers.Dense(8192, activation="tanh"), keras.layers.Dense(8), flat]
+    return keras.Sequential([keras.Input(input_shape), *parts, keras.layers.Dense(1)])
+
+
+def broken(input_shape):
+    @keras.saving.register_keras_serializable()
+    class Broken(keras.layers.Layer):
+        def call(self, x, training=False):
+            if training:
+                tf.debugging.assert_less(tf.reduce_max(x), -1.0, message="no such number")
+            return x
+
+    return keras.Sequential([keras.Input(input_shape), Broken(), keras.layers.Flatten(), keras.layers.Dense(1)])
+"""
+OWN = (
+    *(
+        "~dataset",
+        "+dataset={_target_: limited.examples, in_memory: true}",
+        "~model",
+        "+model={_target_: limited.model}",
+    ),
+    *("objective=regression", "training.metrics={}", "training.updates=3", "tracking.log_model=false"),
+    "tracking.system_metrics=false",
+)
+AUTO = "accumulation.micro_batch_size=auto"
+SIZE = "accumulation.effective_batch_size=64"
+MEMORY = "hardware.memory=1.4GiB"  # of which a run takes 0.8 with micro-batches of one example, and 1.5 with 64
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "limited.py").write_text(LIMITED)
+    return tmp_path
+
+
+def table(folder):
+    found = json.loads((folder / batch_size_search.TABLE).read_text())
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+
+
+@pytest.mark.parametrize("share", [*range(1, 40), 64, 100, 128, 1000])
+def test_the_search_finds_what_trying_all_would(share):
+    all_sizes = sorted({-(-share // factor) for factor in range(1, share + 1)})
+    for capacity in (0, *all_sizes[:: max(1, len(all_sizes) // 40)], share):
+        tried = []
+
+        def fits(size, capacity=capacity, tried=tried):
+            tried.append(size)
+            return size <= capacity
+
+        assert batch_size_search.largest(share, fits) == max(
+            (size for size in all_sizes if size <= capacity), default=None
+        )
+        assert len(tried) == len(set(tried)) <= 2 + 2 * np.log2(share)
+
+
+def test_the_fastest_is_the_smallest_of_those_that_are_about_as_fast():
+    rates = {128: 100.0, 64: 104.0, 32: 103.0, 16: 80.0, 8: 70.0, 4: 200.0}
+    tried = []
+
+    def attempt(size):
+        tried.append(size)
+        return {"rate": rates[size]}
+
+    assert batch_size_search.fastest(128, 512, attempt) == 32
+    assert tried == [128, 64, 32, 16, 8]  # where twice it was a tenth slower, it ends
+    assert batch_size_search.fastest(128, 512, lambda size: {"rate": None if size > 16 else rates.get(size, 1)}) == 4
+    assert batch_size_search.fastest(3, 7, lambda size: {"rate": None}) == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "meant"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("1.5 MB", 1500000),
+        (1024, 1024),
+        ("12B", 12),
+        ("1GB", 10**9),
+        ("8 apples", None),
+        ("-1GiB", None),
+        (0, None),
+        (True, None),
+        (1.5, None),
+        (None, None),
+        ("0GiB", None),
+    ],
+)
+def test_a_size_of_memory_is_read(size, meant):
+    assert memory_budget.parsed(size) == meant
+
+
+def test_the_longest_batch_is_as_long_as_each_part_can_be():
+    lengths = [(2, 3), (7, 1), (4, 5), (1, 1)]
+
+    def each():
+        for first, second in lengths:
+            yield {"a": np.ones(first, "float32"), "b": np.ones(second, "float32")}, np.int64(0)
+
+    spec = {name: tf.TensorSpec((None,), tf.float32) for name in "ab"}, tf.TensorSpec((), tf.int64)
+    split = tf.data.Dataset.from_generator(each, output_signature=spec)
+    split = split.apply(tf.data.experimental.assert_cardinality(len(lengths)))
+    node = {"in_memory": True, "pad": {"multiple": 4, "value": 0}}
+    config = OmegaConf.create({"dataset": node, "seed": 0, "training": {"class_weight": None}})
+    x, *_ = next(iter(longest_batch.of_update(config, Data(split, None), 3)))
+    assert (x["a"].shape, x["b"].shape) == ((3, 8), (3, 8))
+    x, *_ = next(iter(longest_batch.of_evaluation(config, split, 2)))
+    assert (x["a"].shape, x["b"].shape) == ((2, 8), (2, 8))
+
+
+def test_the_longest_batch_is_padded_along_each_axis_or_has_most_elements():
+    def each():
+        for height, width in [(1, 100), (20, 20), (100, 1)]:
+            yield np.ones((height, width), "float32"), np.int64(0)
+
+    spec = tf.TensorSpec((None, None), tf.float32), tf.TensorSpec((), tf.int64)
+    split = tf.data.Dataset.from_generator(each, output_signature=spec)
+    split = split.apply(tf.data.experimental.assert_cardinality(3))
+    config = {"dataset": {"in_memory": True, "pad": {"multiple": 1, "value": 0}}, "seed": 0}
+    x, *_ = next(iter(longest_batch.of_evaluation(OmegaConf.create(config), split, 3)))
+    assert x.shape == (3, 100, 100)
+    x, *_ = next(iter(longest_batch.of_evaluation(OmegaConf.create({"dataset": {"in_memory": True}}), split, 3)))
+    assert x.flat_values.shape == (3 * 400,)
+
+
+def test_the_run_is_that_of_the_number_by_hand_and_is_looked_for_once(project):
+    cache = {"XDG_CACHE_HOME": str(project / "cache")}
+    said = pipeline("train", *OWN, SIZE, AUTO, MEMORY, "hydra.run.dir=auto", cwd=project, warm=False, **cache).stderr
+    tries = table(project / "auto")
+    size = max(row["micro_batch_size"] for row in tries if row["fits"])
+    assert 1 < size < 64
+    assert tries[0]["micro_batch_size"] == 64
+    assert all(row["peak_memory_bytes"] < 0.9 * 1.4 * 2**30 for row in tries if row["fits"])
+    assert f"micro-batch of {size} fits: " in said
+    # In the record the number, wherever one looks.
+    assert OmegaConf.load(project / "auto" / "config.yaml").accumulation.micro_batch_size == size
+    run = Store(project).run()
+    assert run.data.params["accumulation.micro_batch_size"] == run.data.params["derived.micro_batch_size"] == str(size)
+    assert run.data.tags["micro_batch_size.found"] == "the largest of at most 64 that fits"
+    peak = run.data.metrics["perf/peak_memory_bytes"]
+    (expected,) = (row["peak_memory_bytes"] for row in tries if row["micro_batch_size"] == size)
+    assert peak < 1.4 * 2**30
+    assert peak == pytest.approx(expected, rel=0.1)
+    # The same by hand, and again as a sweep, which looks no more.
+    pipeline("train", *OWN, SIZE, f"accumulation.micro_batch_size={size}", "hydra.run.dir=hand", cwd=project, **cache)
+    again = ("-m", "optimizer.learning_rate=0.01,0.001", "hydra.sweep.dir=sweep")
+    pipeline("train", *OWN, SIZE, AUTO, MEMORY, *again, cwd=project, **cache)
+    for job in ("0", "1"):
+        assert OmegaConf.load(project / "sweep" / job / "config.yaml").accumulation.micro_batch_size == size
+        assert "as was found before" in (project / "sweep" / job / "job.log").read_text()
+        assert table(project / "sweep" / job) == tries
+    store = Store(project)
+    curves = [store.histories(run) for run in store.runs() if run.data.params.get("optimizer.learning_rate") == "0.01"]
+    assert len(curves) == 3
+    assert curves[0] == curves[1] == curves[2]
+
+
+def test_a_run_that_goes_on_keeps_its_micro_batch(project):
+    line = ("train", *OWN, SIZE, "hydra.run.dir=run", "training.resume=auto")
+    pipeline(*line, "accumulation.micro_batch_size=48", cwd=project)
+    said = pipeline(*line, AUTO, "training.updates=5", cwd=project).stderr
+    assert "64 = 48 × 2" in said
+    assert "trying" not in said
+    said = pipeline(*line, AUTO, "training.updates=6", "hardware.replicas=2", cwd=project).stderr
+    assert "64 = 32 × 1 × 2 replicas" in said
+
+
+def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(project, monkeypatch):
+    """A package without __init__.py, too; where there is no room for a cache it is found again."""
+    (project / "own").mkdir()
+    code = (project / "limited.py").rename(project / "own" / "limited.py")
+    own = [part.replace("limited.", "own.limited.") for part in OWN]
+    line = ("train", *own, AUTO, "accumulation.effective_batch_size=4", "training.updates=1")
+
+    def found_before(**more):
+        said = pipeline(*line, cwd=project, XDG_CACHE_HOME=str(project / "cache"), **more).stderr
+        assert ("as was found before" in said) != ("micro-batch of 4 fits" in said)
+        return "as was found before" in said
+
+    assert not found_before()
+    assert found_before()
+    assert found_before(CUDA_VISIBLE_DEVICES="1")
+    code.write_text(code.read_text().replace("8192", "4096"))
+    assert not found_before()
+    said = pipeline(*line, cwd=project, XDG_CACHE_HOME="/proc/nowhere").stderr
+    assert "micro-batch of 4 fits" in said
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,GPU-7")
+    assert batch_size_search._gpus(["small", "large"]) == ["large", "small", "GPU-7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,-1,0")
+    assert batch_size_search._gpus(["small", "large"]) == ["large"]
+
+
+def test_the_fastest_is_found(project):
+    given = ("accumulation.micro_batch_size=auto_fastest", "accumulation.effective_batch_size=16")
+    pipeline("train", *OWN, *given, "hydra.run.dir=run", cwd=project, XDG_CACHE_HOME=str(project / "cache"))
+    rates = {row["micro_batch_size"]: row["examples_per_second"] for row in table(project / "run")}
+    assert list(rates)[:3] == [16, 8, 4]
+    taken = OmegaConf.load(project / "run" / "config.yaml").accumulation.micro_batch_size
+    assert rates[taken] >= batch_size_search.ALIKE * max(rates.values())
+    assert "accumulation.micro_batch_size=auto_fastest" not in (project / "run" / "overrides.yaml").read_text()
+
+
+def test_an_interrupted_search_leaves_nothing(project):
+    process = start("train", *OWN, SIZE, AUTO, "hydra.run.dir=run", cwd=project, XDG_CACHE_HOME=str(project / "cache"))
+    probes = []
+
+    def searching():
+        nonlocal probes
+        found = psutil.Process(process.pid).children(recursive=True)
+        probes = []
+        for child in found:
+            with suppress(psutil.Error):  # one of git's, that has ended
+                probes += [child] if "pipeline.run.batch_size_trial" in " ".join(child.cmdline()) else []
+        return len(probes) > 1  # it, and its fork
+
+    wait(searching)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not (project / "run").exists()
+    wait(lambda: not any(probe.is_running() and probe.status() != psutil.STATUS_ZOMBIE for probe in probes))
+
+
+REFUSED = {
+    "hardware.memory must be enough for a micro-batch of one example, which does not fit (": ("hardware.memory=300MB",),
+    "accumulation.micro_batch_size must be a number where examples of unequal length are streamed, as the longest": (
+        *("dataset._target_=limited.uneven", "dataset.in_memory=false", "+dataset.pad={multiple: 1, value: 0}"),
+        "accumulation.effective_batch_size=4",
+    ),
+    "accumulation.micro_batch_size must be a number, as the update that is tried fails (InvalidArgumentError: ": (
+        "model._target_=limited.broken",
+    ),
+    "accumulation.effective_batch_size must be at most the 256 examples of the training split. Received: 257.": (
+        "accumulation.effective_batch_size=257",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED, ids=["memory", "streamed", "broken", "config"])
+def test_what_cannot_be_found_is_refused_in_one_line(project, rule):
+    line = ("train", *OWN, SIZE, AUTO, "hydra.run.dir=run", *REFUSED[rule])
+    said = pipeline(*line, cwd=project, status=2, XDG_CACHE_HOME=str(project / "cache")).stderr
+    assert said.splitlines()[-1].startswith(f"pipeline: {rule}")
+    assert "Traceback" not in said
+    assert not (project / "run").exists()
+    assert not list((project / "cache").rglob("micro_batch_size/*[!k]"))  # but locks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [3, 4.5, 6])
+def test_under_a_limit_of_the_address_space_it_is_what_an_exhaustive_search_finds_within_one_step(project, gigabytes):
+    def run(size):
+        line = (*OWN, "accumulation.effective_batch_size=256", f"accumulation.micro_batch_size={size}")
+        folder = f"hydra.run.dir={size}"
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", "train", *line, folder],
+            cwd=project,
+            # Each arena of malloc takes 64 MiB of the address space, and each thread would have its own.
+            env=environment(XDG_CACHE_HOME=str(project / "cache"), MALLOC_ARENA_MAX="2"),
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (int(gigabytes * 2**30),) * 2),
+        )
+        return done.returncode == 0 and "does not fit into memory" not in done.stderr
+
+    assert run("auto")
+    found = OmegaConf.load(project / "auto" / "config.yaml").accumulation.micro_batch_size
+    sizes = sorted({-(-256 // factor) for factor in range(1, 257)})
+    # One step is one of two: the margin of a tenth is up to 35 examples of the 8.6 MB that one takes.
+    above = [size for size in sizes if size > 2 * found][:2]
+    fits = [size for size in above if run(size)]
+    print(f"{gigabytes} GiB: {found}; by hand {above} do not fit, but for {fits}")
+    assert not fits

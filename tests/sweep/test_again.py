@@ -1,0 +1,221 @@
+"""`--again`: what of a sweep's record is taken, by whom, and what is left RUNNING by processes that are gone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipeline.common.errors import ConfigError
+from pipeline.sweep import again, heartbeat
+from pipeline.sweep.heartbeat import ALIVE, GONE
+from tests import synthetic
+from tests.running import pipeline, wait
+from tests.sweep.test_sweep import PLANNED
+from tests.synthetic import Made
+
+OWN = {"dataset": {"data_dir": None}, "trust": {"allow": ["tests"]}}
+PLAN = "hydra.launcher._target_=hydra_plugins.planned.Planned"
+
+
+def replay(*recorded: str, given: tuple[str, ...] = ()) -> list[str]:
+    return again.trusted_overrides({"sweep.overrides": json.dumps(recorded)}, given, OmegaConf.create(OWN))
+
+
+HARMLESS = [
+    "training.epochs=1",
+    "start.run='deadbeef@40'",
+    "start.run='12345678@10','12345678@20'",
+    "model=mlp",
+    "+experiment=quick",
+    "~training.metrics.accuracy",
+    "model.hidden=[64,32]",
+    "optimizer=adamw,lion",
+    "accumulation.factor=choice(1,4)",
+    "optimizer.learning_rate=tag(log, interval(1e-4, 1e-1))",
+    "model._target_=tests.synthetic.store",
+    "+training.callbacks.stop={_target_: keras.callbacks.EarlyStopping, patience: 2}",
+    "hydra/launcher=submitit_slurm",
+    "hydra.launcher.partition=gpu-long",
+    "hydra.launcher.timeout_min=600",
+    "hydra.sweeper.trials=50",
+    "hydra.sweeper.params.seed=0",
+    "hydra.sweeper.params.optimizer.learning_rate='0.1,0.2'",
+]
+
+
+def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
+    assert replay(*HARMLESS) == HARMLESS
+    assert replay("tracking=server", "+tracking={uri: 'http://evil'}", "seed=1") == ["seed=1"]
+
+
+def test_parameters_of_slurm_are_left_out_where_the_rest_runs_on_this_machine():
+    recorded = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.timeout_min=600"]
+    given = ("hydra/launcher=local",)
+    assert replay(*recorded, given=given) == ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=600"]
+    assert replay("hydra/launcher=submitit_local", "hydra.launcher.mem_gb=8") == ["hydra/launcher=submitit_local"]
+    assert replay(*recorded, given=("hydra/launcher=basic",)) == ["hydra/launcher=submitit_slurm"]
+
+
+HOSTILE = [
+    "start.run=elsewhere/run@40",
+    "start.run='deadbeef','/run'",
+    "start={run: /run}",
+    "+hydra.callbacks.evil={_target_: mlflow.utils.process._exec_cmd, cmd: [touch, PWNED]}",
+    "hydra.callbacks.evil._target_=os.system",
+    "hydra/launcher=evil",
+    "+hydra/callbacks=evil",
+    "hydra.launcher._target_=mine.Launcher",
+    "hydra.launcher.setup=[touch PWNED]",
+    "hydra.launcher.submitit_folder=/tmp",
+    "hydra.launcher.partition='main\n#SBATCH --wrap=evil'",
+    "hydra.sweeper._target_=os.system",
+    "hydra.sweeper.params.model._target_=os.system",
+    "hydra.sweeper.params.hydra.callbacks.evil._target_=os.system",
+    "hydra.searchpath=[file:///tmp/evil]",
+    "model._target_=os.system",
+    "model._target_=mlp,os.system",
+    "model={_target_: subprocess.Popen, args: [touch, PWNED]}",
+    "+model.layers=[{inner: {_target_: builtins.eval}}]",
+    "trust.allow=[os]",
+    "+trust.allow=[os]",
+    "model.name=${oc.env:HOME}",
+    "dataset.data_dir=/etc",
+    "+training.callbacks.log={_target_: keras.callbacks.CSVLogger, filename: /root/.profile}",
+    "+training.callbacks.log={_target_: keras.callbacks.RemoteMonitor}",
+    "model@hydra.callbacks.x=mlp",
+    "+defaults=[evil]",
+    "--config-dir=/tmp/evil",
+    "-cd",
+    "/hydra/launcher=basic",
+    "tracking.token=***",
+    "tracking.uri=http://evil.example",
+    "tracking.sweep=x",
+    "tracking.confined=false",
+    "dataset.name='huggingface:glue'",
+    "dataset.name=mnist,cifar10",
+    "dataset.download=true",
+    "~dataset.download",
+    "+dataset={_target_: pipeline.dataset.from_tfds, name: mnist}",
+    "training.callbacks.rows.filename=other.csv",
+    "training.callbacks.rows.filename=a.csv,b.csv",
+    "training={callbacks: {rows: {filename: other.csv}}}",
+    "training={callbacks: {rows: {filename: a.csv}}},{callbacks: {}}",
+    "+training.callbacks.log={_target_: keras.callbacks.CSVLogger, filename: rows.csv}",
+    "dataset={name: mnist}",
+    "dataset={download: true}",
+    "seed=range(0,1000000000)",
+    "model=glob(*)",
+    "not an override",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_could_must_be_given_again(text):
+    with pytest.raises(
+        ConfigError, match="the sweep's overrides come from the store, and this one must be given again"
+    ):
+        replay("training.epochs=1", text)
+    assert replay("training.epochs=1", text, given=(text,)) == ["training.epochs=1"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed=shuffle(range(0,100000000000))",  # Hydra makes a list of it
+        f"seed={'9' * 5000}",
+        f"x={'[' * 1500}{']' * 1500}",
+        f"{'hydra.sweeper.params.' * 3}seed=1",
+    ],
+    ids=["range", "digits", "deep", "nested"],
+)
+def test_what_takes_all_memory_to_read_is_refused(text):
+    with pytest.raises(ConfigError, match="the sweep's overrides come from the store"):
+        replay(text)
+
+
+def test_a_hostile_record_runs_nothing(tmp_path):
+    store = synthetic.store(tmp_path)
+    made = Made(store, ["seed=0"], name="seeds")
+    made.tag(made.run_id, **{"sweep.overrides": json.dumps([text for text in HOSTILE if "evil" in text][:1])})
+    made.end("FAILED")
+    done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
+    assert "hydra.callbacks.evil must be of your own config" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mlruns"]
+
+
+def test_where_the_first_call_worked_is_not_recorded():
+    places = ["tracking.uri=http://me:pass@h", "hydra.sweep.dir=jobs", "hydra.mode=MULTIRUN", "hydra.searchpath=[x]"]
+    assert again.recordable([*places, "seed=1", "hydra.sweeper.trials=3"]) == ["seed=1", "hydra.sweeper.trials=3"]
+
+
+# Whether it still runs
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A sweep whose parent and second job are RUNNING; gives it with the last sign of life of each."""
+
+    def make(parent: float, job: float) -> tuple[Made, str]:
+        made = Made(synthetic.store(tmp_path), ["seed=0", "seed=1"], ["seed"], "seeds")
+        made.tag(made.run_id, **{ALIVE: str(int(1000 * parent))})
+        made.job("seed=0", {"train/loss": [2, 1]})
+        made.clock = int(1000 * job)
+        return made, made.job("seed=1", {"train/loss": [2, 1]}, status="RUNNING")
+
+    return make
+
+
+@pytest.mark.parametrize("which", ["parent", "job"])
+def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
+    now, before = time.time(), time.time() - 10 * GONE
+    made, run = left(*((now, before) if which == "parent" else (before, now)))
+    done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
+    assert "SWEEP must have ended" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    for run_id in (run, made.run_id):
+        assert made.client.get_run(run_id).info.status == "RUNNING"
+
+
+def test_what_a_dead_sweep_left_running_is_closed(left):
+    made, run = left(time.time() - GONE - 1, time.time() - GONE - 1)
+    heartbeat.take_over(made.client, made.client.get_run(made.run_id), [made.client.get_run(run)])
+    assert made.client.get_run(run).info.status == "KILLED"
+    assert "without a word" in made.client.get_run(run).data.tags["failure"]
+
+
+def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
+    made, closed = Made(synthetic.store(tmp_path), ["seed=0"]), threading.Event()
+    heartbeat.beat(made.client, made.run_id, closed)
+    wait(lambda: ALIVE in made.client.get_run(made.run_id).data.tags, 30)
+    closed.set()
+    assert int(made.client.get_run(made.run_id).data.tags[ALIVE]) == pytest.approx(1000 * time.time(), abs=30_000)
+
+
+# Configs of one's own
+
+
+def test_a_sweep_of_the_package_with_a_model_of_ones_own(tmp_path):
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)
+    (tmp_path / "my_conf" / "model").mkdir(parents=True)
+    (tmp_path / "my_conf" / "model" / "tiny.yaml").write_text("_target_: mine.tiny\n")
+    done = pipeline("sweep", "seeds", PLAN, "--config-dir", "my_conf", "model=tiny,mlp", cwd=tmp_path)
+    assert len(json.loads(done.stdout)) == 10
+    assert json.loads(done.stdout)[0] == "seed=0 model=tiny"
+
+
+def test_a_sweep_of_ones_own_may_build_on_one_of_the_package(tmp_path):
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text(
+        "defaults: [seeds, _self_]\nhydra: {sweeper: {params: {seed: '7,8'}}}\n"
+    )
+    done = pipeline("sweep", "mine", PLAN, cwd=tmp_path)
+    assert json.loads(done.stdout) == ["seed=7", "seed=8"]

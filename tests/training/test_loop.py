@@ -1,0 +1,201 @@
+"""The loop: what is logged and evaluated where a run ends early, and what callbacks cost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from pipeline.accumulation import Evaluation, Update
+from pipeline.config.sizes import Batching, Plan
+from pipeline.training.evaluator import evaluator
+from pipeline.training.loop import train
+from pipeline.training.progress import Progress
+from pipeline.training.recorder import NonFiniteError, Recorder
+
+EXAMPLES, SIZE = 40, 8
+PER_EPOCH = EXAMPLES // SIZE
+
+
+class Rows:
+    """Where rows go: here, to be looked at."""
+
+    def __init__(self) -> None:
+        self.updates: list[tuple[int, dict]] = []
+        self.validations: list[tuple[int, dict]] = []
+
+    def update(self, update, results, performance, at) -> None:
+        self.updates.append((update, dict(results)))
+
+    def validation(self, update, results) -> None:
+        self.validations.append((update, dict(results)))
+
+    def trained(self, updates, stopped_by, best) -> None:
+        self.end = updates, stopped_by, None if best is None else best.row()
+
+
+class StopAt(keras.callbacks.Callback):
+    """Ends the run where the epoch `epoch`, which counts from 0, ends: as EarlyStopping does."""
+
+    def __init__(self, epoch: int):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch >= self.epoch
+
+
+class Run:
+    """A linear model on 40 examples, 5 updates an epoch; `rows` and `model` are left."""
+
+    def __init__(
+        self,
+        callbacks=(),
+        *,
+        epochs=4,
+        log_every=1,
+        evaluate_every="epoch",
+        use_ema=False,
+        validate=True,
+        rows: Rows | None = None,
+        through=lambda batches: batches,
+    ):
+        keras.utils.set_random_seed(0)
+        x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
+        examples = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
+        self.model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1, use_ema=use_ema, ema_momentum=0.9)
+        optimizer.build(self.model.trainable_variables)
+        loss = keras.losses.MeanSquaredError()
+        self.model.compile(optimizer, loss)
+        plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, epochs * PER_EPOCH)
+        self.rows = rows or Rows()
+        recorder = Recorder(self.rows, plan, log_every, lambda: 0, Progress(plan.updates))
+        self.evaluate = evaluator(Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE)))
+        self.loss = train(
+            self.model,
+            through(examples.batch(SIZE)).repeat(),
+            Update(self.model, loss, optimizer, SIZE),
+            plan,
+            recorder,
+            evaluate=self.evaluate if validate else None,
+            evaluate_every=evaluate_every,
+            callbacks={str(number): callback for number, callback in enumerate(callbacks)},
+        )
+
+
+@pytest.mark.parametrize("evaluate_every", ["epoch", 100, 2])
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(evaluate_every, use_ema):
+    stopped = Run([StopAt(1)], evaluate_every=evaluate_every, use_ema=use_ema)
+    whole = Run(epochs=2, evaluate_every=evaluate_every, use_ema=use_ema)
+    assert stopped.rows.updates == whole.rows.updates
+    assert stopped.rows.validations == whole.rows.validations  # each step once, the last one of the final weights
+    assert stopped.rows.validations[-1] == (2 * PER_EPOCH, {"loss": stopped.loss})
+    for one, two in zip(stopped.model.get_weights(), whole.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert stopped.evaluate()["loss"] == stopped.loss
+
+
+def test_every_validation_is_of_the_averaged_weights():
+    """Each row is what a run that ended there shows as its last; the training goes on from the weights themselves."""
+    whole = Run(use_ema=True)
+    ended = [Run(epochs=epochs, use_ema=True).rows.validations[-1] for epochs in (1, 2, 3, 4)]
+    assert whole.rows.validations == ended
+    assert whole.rows.validations[0] != Run(epochs=1).rows.validations[0]  # of the weights themselves
+    assert whole.rows.updates == Run().rows.updates
+
+
+@pytest.mark.parametrize(("epochs", "stop"), [(2, []), (4, [StopAt(1)])])
+def test_the_last_update_is_logged_whatever_is_left_out(epochs, stop):
+    rows = Run(stop, epochs=epochs, log_every=4, validate=False).rows
+    assert [update for update, _ in rows.updates] == [4, 8, 10]
+    assert Run(log_every=5, epochs=2).rows.updates[-1][0] == 10  # and once
+
+
+def test_nobody_waits_for_the_end_of_an_iterator():
+    """Of a file that is slow to close; and tf.data's own threads may take a minute."""
+    over, closed = threading.Event(), []
+
+    def through(batches):
+        def slow_to_close():
+            try:
+                yield from batches
+                yield from batches  # more than is asked for
+            finally:
+                closed.append(over.wait(60))
+
+        many = tf.data.Dataset.from_generator(slow_to_close, output_signature=batches.element_spec)
+        return many.take(PER_EPOCH).apply(tf.data.experimental.assert_cardinality(PER_EPOCH))
+
+    # One epoch: between two of them the generator of the first is closed, and waited for, on the way.
+    assert len(Run(epochs=1, through=through).rows.updates) == PER_EPOCH
+    assert not closed
+    over.set()
+    until = time.monotonic() + 60
+    while len(closed) < 2:  # that of the training and that of the evaluation
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert all(closed)
+
+
+def test_a_callback_that_raises_takes_no_row_with_it():
+    class Raises(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("out of disk")
+
+    rows = Rows()
+    with pytest.raises(RuntimeError, match="out of disk"):
+        Run([Raises()], rows=rows)
+    assert [update for update, _ in rows.validations] == [PER_EPOCH]
+
+
+def test_a_callback_that_looks_at_updates_sees_each():
+    seen = []
+    lookers = [
+        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, logs["loss"]))),
+        StopAt(0),
+    ]
+    rows = Run(lookers).rows
+    assert seen == [(update - 1, pytest.approx(row["loss"])) for update, row in rows.updates]
+
+
+class Interrupted(Rows):
+    """Ctrl-C while the rows of a group are written."""
+
+    def update(self, update, results, performance, at) -> None:
+        super().update(update, results, performance, at)
+        if update == 3:
+            raise KeyboardInterrupt
+
+
+def recorder(rows: Rows, losses: list[float]) -> Recorder:
+    """With the results of these updates still on the device."""
+    plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, len(losses) + 1)
+    made = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=("loss", "gradient_norm", "learning_rate"))
+    made.add(1, tf.constant([1.0, 1.0, 0.1], tf.float64))  # a group of its own
+    for update, loss in enumerate(losses, start=2):
+        made.add(update, tf.constant([loss, 1.0, 0.1], tf.float64))
+    return made
+
+
+def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
+    rows = Interrupted()
+    kept = recorder(rows, [0.5] * 6)
+    with pytest.raises(KeyboardInterrupt):
+        kept.fetch()
+    kept.fetch()  # as the end of the run does
+    assert [update for update, _ in rows.updates] == list(range(1, 8))
+
+
+def test_what_is_not_finite_ends_the_rows_with_its_own():
+    rows = Rows()
+    kept = recorder(rows, [0.5, float("nan"), 0.5])
+    with pytest.raises(NonFiniteError, match="loss=nan at update 3"):
+        kept.fetch()
+    assert [update for update, _ in rows.updates] == [1, 2, 3]

@@ -1,0 +1,286 @@
+"""Memory that runs out in the middle of a run: the same update in smaller micro-batches, and nothing twice."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from pipeline.accumulation import Evaluation, Update, trace_forward
+from pipeline.common.errors import OutOfMemoryError
+from pipeline.training.evaluator import evaluator
+from pipeline.training.oom_retry import Smaller
+from tests.running import Store, pipeline
+
+SCARCE = """
+import os
+import keras
+import tensorflow as tf
+
+calls = [0]
+
+
+class Scarce(keras.layers.Layer):
+    "From the call number AT on it has memory for MOST examples, in training and in evaluation."
+
+    def call(self, x):
+        def check(count):
+            calls[0] += 1
+            if calls[0] >= int(os.environ["AT"]) and count > int(os.environ["MOST"]):
+                raise MemoryError("no room")  # which is tf.errors.ResourceExhaustedError
+            return count
+
+        count = tf.shape(x)[0]
+        with tf.control_dependencies([tf.py_function(check, [count], tf.int32)]):
+            return tf.identity(x)
+
+
+def model(input_shape, classes):
+    parts = [keras.layers.Flatten(), Scarce(), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(classes)]
+    return keras.Sequential([keras.Input(input_shape), *parts])
+"""
+LIMITED = r"""
+import os
+import re
+import resource
+import keras
+import numpy as np
+import tensorflow as tf
+
+WIDTH = 32
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # a thread takes 8 MiB of the address space
+
+
+def examples():
+    "200 sequences of 20 vectors, but one of 200."
+    lengths = np.full(200, 20)
+    lengths[77] = 200
+
+    def each():
+        numbers = np.random.default_rng(0)
+        for length in lengths:
+            x = numbers.normal(size=(length, WIDTH))
+            yield x, x[:, :1].mean(0)
+
+    spec = (tf.TensorSpec((None, WIDTH), tf.float64), tf.TensorSpec((1,), tf.float64))
+    split = tf.data.Dataset.from_generator(each, output_signature=spec)
+    return split.apply(tf.data.experimental.assert_cardinality(200)), None
+
+
+def model(input_shape):
+    parts = [keras.layers.Dense(8192, activation="tanh"), keras.layers.Dense(64), keras.layers.GlobalAveragePooling1D()]
+    made = keras.Sequential([keras.Input((None, WIDTH)), *parts, keras.layers.Dense(1)])
+    if room := int(os.environ["ROOM"]):
+        used = int(re.search(r"VmSize:\s+(\d+) kB", open("/proc/self/status").read())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (used + room * 2**20,) * 2)
+    return made
+"""
+UPDATES, MICRO = 24, 16
+RUN = (
+    *("model=mlp", "~model.hidden", "~model.dropout", "~model.l2", "model._target_=scarce.model"),
+    *("hardware.precision=float64", f"accumulation.micro_batch_size={MICRO}", "accumulation.effective_batch_size=128"),
+    *(f"training.updates={UPDATES}", "training.evaluate_every=8", "tracking.log_model=false"),
+    *("tracking.system_metrics=false", "hydra.run.dir=run"),
+)
+LONG = (
+    *("~dataset", "+dataset={_target_: limited.examples, in_memory: true, pad: {multiple: 1, value: 0}}"),
+    *("~model", "+model={_target_: limited.model}", "objective=regression", "training.metrics={}"),
+    *("hardware.precision=float64", "accumulation.micro_batch_size=16", "accumulation.effective_batch_size=64"),
+    *("training.updates=10", "tracking.log_model=false", "tracking.system_metrics=false", "hydra.run.dir=run"),
+)
+
+
+def trained(folder, at, most, *more, status=0):
+    folder.mkdir()
+    (folder / "scarce.py").write_text(SCARCE)
+    said = pipeline("train", *RUN, *more, cwd=folder, status=status, AT=str(at), MOST=str(most))
+    store = Store(folder)
+    run = store.run()
+    return store.histories(run, "train/", "val/", "perf/micro_batch_size"), run, said.stderr
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, replicas):
+    more = (f"hardware.replicas={replicas}",)
+    whole, _, _ = trained(tmp_path / "whole", 10**9, 1, *more)
+    # In the middle of an update: after 5 micro-steps of the eleventh.
+    halved, run, said = trained(tmp_path / "halved", 10 * 8 + 16 + 6, 4, *more)
+    for key in ("train/loss", "val/loss", "train/gradient_norm"):
+        assert halved[key].keys() == whole[key].keys()
+        for step, value in whole[key].items():
+            assert halved[key][step] == pytest.approx(value, rel=1e-12), (key, step)
+    assert set(halved["perf/micro_batch_size"].values()) == {4.0}
+    sizes = re.fullmatch(r"16 up to update (\d+), 4 then", run.data.tags["micro_batch_size.halved"])
+    assert min(halved["perf/micro_batch_size"]) == int(sizes[1]) + 1
+    assert run.data.tags["micro_batch_size.validation"] == "4"
+    assert "perf/micro_batch_size" not in whole
+    assert "does not fit into memory: again, in micro-batches of 8 in place of 16" in said
+    steps = list(halved["train/micro_steps"].values())
+    assert steps == sorted(steps)
+    assert steps[:3] == list(whole["train/micro_steps"].values())[:3]
+    assert steps[-2] - steps[-3] == 128 // replicas // 4
+    if replicas == 1:
+        rerun = pipeline(
+            "rerun", run.info.run_id, "--allow", "scarce", cwd=tmp_path / "halved", AT=str(10**9), MOST="1"
+        )
+        assert "equal within rounding: " in rerun.stdout + rerun.stderr
+
+
+def test_a_run_that_goes_on_tries_the_micro_batch_of_the_config_again(tmp_path):
+    trained(tmp_path / "run", 10 * 8 + 16 + 6, 4, "training.updates=14")
+    pipeline("resume", "run", "training.updates=18", cwd=tmp_path / "run", AT=str(10**9), MOST="1")
+    store = Store(tmp_path / "run")
+    run = store.run()
+    sizes = run.data.tags["micro_batch_size.halved"]
+    assert re.fullmatch(r"16 up to update 1\d, 4 up to update 14, 16 then", sizes)
+    steps = store.history(run, "train/micro_steps")
+    assert [steps[update] - steps[update - 1] for update in (14, 15, 16)] == [32, 8, 8]
+    assert store.history(run, "perf/micro_batch_size")[18] == 16
+
+
+def test_where_one_example_does_not_fit_the_run_fails_in_one_line(tmp_path):
+    rows, run, said = trained(tmp_path / "run", 60, 0, status=1)
+    assert run.info.status == "FAILED"
+    assert "not even a micro-batch of one example fits into memory in " in run.data.tags["failure"]
+    assert "no room" in run.data.tags["failure"]
+    assert "Traceback" not in said
+    assert list(rows["train/loss"]) == list(range(1, len(rows["train/loss"]) + 1))
+
+
+@pytest.mark.slow
+def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(tmp_path):
+    """The limit is set when the model is made, so many MiB above what the process has then: a tensor of 16 takes 210.
+
+    Which allocation fails under which limit depends on the machine: where it is one of a library that knows no other
+    way, that ends the process.
+    """
+    curves = {}
+    for name, rooms in {"whole": [0], "halved": [540, 600, 480, 425] * 2}.items():
+        for number, room in enumerate(rooms):
+            folder = tmp_path / f"{name}{number}"
+            folder.mkdir()
+            (folder / "limited.py").write_text(LIMITED)
+            # A few arenas of malloc: each takes 64 MiB of the address space, and each thread wants its own.
+            more = {"ROOM": str(room), "MALLOC_ARENA_MAX": "2", "warm": False}
+            said = pipeline("train", *LONG, cwd=folder, status=None, **more)
+            if said.returncode == 0:
+                break
+            assert said.returncode == -signal.SIGABRT, said.stderr
+            print(f"{room} MiB: {said.stderr.splitlines()[-1]}")
+        assert said.returncode == 0
+        assert (" does not fit into memory: again, in micro-batches of 8" in said.stderr) == (name == "halved")
+        store = Store(folder)
+        curves[name] = store.histories(store.run())
+    for key in ("train/loss", "train/gradient_norm"):
+        assert len(curves["whole"][key]) == 10
+        for step, value in curves["whole"][key].items():
+            assert curves["halved"][key][step] == pytest.approx(value, rel=1e-12), (key, step)
+
+
+def in_steps(update, changed, x, y):
+    """A function that does the next update on these data, and one that does it again after it failed."""
+    batches = tf.data.Dataset.from_tensors((x, y)).repeat()
+    smaller = Smaller(update, changed, batches.element_spec)
+
+    def loss(batch):
+        return update(batch)["loss"]
+
+    step, iterator = tf.function(lambda each: smaller.begin(each, loss), autograph=False), iter(batches)
+    return lambda: smaller.tried(step, iterator), lambda error: smaller.again(error, 2, loss)
+
+
+def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
+    short = tf.Variable(0)
+
+    class Short(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient, variable, learning_rate)
+            with tf.control_dependencies([tf.identity(variable)]):
+                tf.debugging.assert_none_equal(short, 1)
+
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(1)])
+    optimizer = Short(0.1)
+    optimizer.build(model.trainable_variables)
+    update = Update(model, keras.losses.MeanSquaredError(), optimizer, 4)
+    step, again = in_steps(update, [], np.ones((8, 3), "float32"), np.ones((8, 1), "float32"))
+    step()
+    short.assign(1)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        step()
+    with pytest.raises(OutOfMemoryError, match="memory ran out while update 2 was applied: "):
+        again(caught.value)
+    assert update.micro_batch_size == 4
+
+
+def test_what_a_forward_pass_has_changed_is_put_back():
+    """So the update is, to the bit, what it would have been in micro-batches of the smaller size from the start."""
+
+    def made(failing):
+        keras.utils.set_random_seed(0)
+
+        class Fails(layers.Layer):
+            def call(self, x):
+                check = tf.debugging.assert_none_equal(tf.shape(x)[0], failing)
+                with tf.control_dependencies([check]):
+                    return tf.identity(x)
+
+        inner = [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5), Fails(), layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,)), *inner])
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+        x, y = np.random.default_rng(0).normal(size=(2, 10, 3)).astype("float32")
+        update = Update(model, keras.losses.MeanSquaredError(), optimizer, 4, noise_every=3)
+        changed = trace_forward(model, x, same_noise=False).assigned
+        names = {variable.path.rsplit("/", 1)[-1] for variable in changed}
+        assert names == {"moving_mean", "moving_variance", "seed_generator_state"}
+        step, again = in_steps(update, [variable.value for variable in changed], x, y[:, :1])
+        return update, step, again, [*model.variables, *optimizer.variables]
+
+    failing = tf.Variable(0)
+    update, step, again, variables = made(failing)
+    step()
+    failing.assign(2)  # the last micro-batch, as the others have four
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        step()
+    failing.assign(0)
+    again(caught.value)
+    assert (update.micro_batch_size, int(update.begun)) == (2, 2)  # a try that failed does not count
+    other, other_step, _, other_variables = made(tf.Variable(0))
+    other_step()
+    other.micro_batch_size = 2
+    in_halves = tf.function(lambda x, y: other((x, y)), autograph=False)
+    x, y = np.random.default_rng(0).normal(size=(2, 10, 3)).astype("float32")
+    in_halves(x, y[:, :1])
+    for one, another in zip(variables, other_variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), another.numpy(), err_msg=one.path)
+
+
+def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
+    def read(number):
+        if number == 3:
+            raise MemoryError("no room for the batch")
+        return np.ones(2, "float32")
+
+    numbers = tf.data.Dataset.range(5).map(lambda n: tf.ensure_shape(tf.numpy_function(read, [n], tf.float32), (2,)))
+    batches = numbers.map(lambda x: (x, x[:1])).batch(2)
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(model.trainable_variables)
+    update = Update(model, keras.losses.MeanSquaredError(), optimizer, 2)
+    smaller = Smaller(update, [], batches.element_spec)
+    loss = lambda batch: update(batch)["loss"]  # noqa: E731
+    step, iterator = tf.function(lambda each: smaller.begin(each, loss), autograph=False), iter(batches)
+    smaller.tried(step, iterator)
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        smaller.tried(step, iterator)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
+        smaller.again(caught.value, 2, loss)
+    assert update.micro_batch_size == 2
+    batches_read = evaluator(Evaluation(model, keras.losses.MeanSquaredError(), 2), batches)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
+        batches_read()
