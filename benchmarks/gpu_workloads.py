@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from omegaconf import OmegaConf
 
 from benchmarks import models, networks
 from pipeline.accumulation import Update
@@ -72,11 +71,11 @@ def workload(name: str, tiny: bool) -> Workload:
     )
 
 
-def setup(precision: str, device: str = "auto", deterministic: bool = False) -> devices.Hardware:
+def setup(precision: str, device: str = "auto", deterministic: bool = False) -> devices.Devices:
     """Set this process' global state as a run does. `precision` is one of a GPU's, such as `bfloat16`."""
     policy = precision if precision in ("float32", "float64") else f"mixed_{precision}"
     config = HardwareConfig(device=Device[device], precision=Precision[policy], deterministic=deterministic)
-    return devices.setup(OmegaConf.structured(config), seed=0)
+    return devices.setup(config, seed=0)
 
 
 def facts() -> Iterator[dict[str, Any]]:

@@ -76,7 +76,7 @@ def _run(who: str, name: str, effective: int, micro: int) -> int:
         step = update.traced(Update(model, models.loss(), optimizer, micro), x, y)
         for _ in range(UPDATES):
             step(x, y)["loss"].numpy()
-    return devices.peak_memory(devices.Hardware(tf.distribute.get_strategy(), False, ""))
+    return devices.peak_memory(devices.Devices(tf.distribute.get_strategy(), False, ""))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from pipeline.__main__ import VERBS
-from pipeline.config import validate as configuration
 from pipeline.config.compose import composed
+from pipeline.config.packaged import directory
+from pipeline.config.resolve import resolve
+from pipeline.config.schema import register
 from pipeline.config.sizes import Batching
 from pipeline.rerun.request import parsed
 from pipeline.sweep.files import sweep_files
@@ -108,15 +110,15 @@ def test_every_training_composes_and_passes_the_checks(line):
     words = shlex.split(line)[1:]
     if words == ["--help"]:
         return  # tests/cli/test_cli.py
-    settle([word.replace("1,2,4,8", "2") for word in words if word not in ("-m", "--config-dir", "conf")])
+    sizes_of([word.replace("1,2,4,8", "2") for word in words if word not in ("-m", "--config-dir", "conf")])
 
 
-def settle(overrides: list[str]) -> Batching:
-    configuration.register()
+def sizes_of(overrides: list[str]) -> Batching:
+    register()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(configuration.directory(), version_base="1.3"):
+    with initialize_config_dir(directory(), version_base="1.3"):
         config = compose("config", [*overrides, "hydra/launcher=basic", f"hydra.searchpath=[{FOLDERS}]"])
-    return configuration.check(config, overrides)
+    return resolve(config, overrides).batching
 
 
 @pytest.mark.parametrize("line", of("sweep"), ids=str)
@@ -148,7 +150,7 @@ def test_the_sums_beside_the_sizes_are_right():
     sums += re.findall(r"^pipeline train (.*?) +# (\d+)$", text, re.MULTILINE)
     assert len(sums) == 3
     for command, *numbers in sums:
-        sizes = settle(command.split())
+        sizes = sizes_of(command.split())
         expected = (sizes.effective_batch_size, sizes.micro_batch_size, sizes.factor)
         assert tuple(map(int, numbers)) == expected[: len(numbers)]
 

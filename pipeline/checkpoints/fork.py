@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from pipeline.checkpoints import files as checkpoint
+from pipeline.checkpoints import files
 from pipeline.checkpoints.files import BEST, Checkpoint
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
-from pipeline.common.secrets import masked
-from pipeline.config import validate as configuration
 from pipeline.config.lr_scaling import Rule
-from pipeline.config.sizes import Batching, Plan
+from pipeline.config.plain import leaves
+from pipeline.config.resolve import RunSpec
+from pipeline.config.sizes import Plan
 from pipeline.tracking.journal_file import Past
 
 if TYPE_CHECKING:  # importing these takes seconds
@@ -23,20 +21,20 @@ if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.checkpoints.snapshot import Callbacks, State, Taken
     from pipeline.training.recorder import Recorder
 
-RUN, UPDATE = "start.run", "start.update"  # the tags of a run that says where it began
-_RATE = ("optimizer.learning_rate.", "schedule.", "scaling.")  # what a learning rate follows from
+RUN, UPDATE = "start.run", "start.update"  # tags: the run and the update whose checkpoint a run began with
+_RATE = ("optimizer.learning_rate.", "schedule.", "scaling.")  # the keys that a learning rate depends on
 
 
 @dataclass
 class Fork:
-    """Where a run begins.
+    """The checkpoint of another run that a run begins with.
 
     Attributes:
-        run_id: of the other run in MLflow; empty where no store has had it.
+        run_id: of the other run in MLflow; empty if no store has it yet.
         run_dir: of the other run.
         checkpoint: of the other run.
-        weights_only: take the model's weights alone.
-        own_rate: the config gives another learning rate than the other run's.
+        weights_only: restore the model's weights alone.
+        own_rate: the learning rate of this config differs from that of the other run.
     """
 
     run_id: str
@@ -48,16 +46,16 @@ class Fork:
 
     @property
     def update(self) -> int:
-        """Return the completed updates that this run counts on from."""
+        """Return the number of updates from which this run counts on."""
         return 0 if self.weights_only else self.checkpoint.update
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return the tags that say where the run began."""
+        """Return the tags of a run that began with this checkpoint."""
         return {RUN: self.run_id or str(self.run_dir), UPDATE: str(self.checkpoint.update)}
 
     def said(self, callbacks: Callbacks) -> list[str]:
-        """Return the lines that say where the run begins."""
+        """Return the lines that are printed when the run begins."""
         from pipeline.checkpoints import snapshot
 
         line = f"of run {self.run_id or self.run_dir} after update {self.checkpoint.update}"
@@ -70,7 +68,7 @@ class Fork:
         return [f"goes on with the state {line}{rate}", *anew]
 
     def check(self, update: Update, plan: Plan) -> None:
-        """Read the checkpoint, which may be gone a moment later.
+        """Read the checkpoint, as the other run may delete it, and check that it fits.
 
         Raises:
             ConfigError: it does not fit the model, the horizon does not go beyond it, or it cannot be read.
@@ -88,18 +86,18 @@ class Fork:
             raise ConfigError(f"the checkpoint {self.checkpoint.folder}", rule) from error
 
     def take(self) -> State:
-        """Return what `check` has read, once: its memory is the run's."""
+        """Return the state that `check` read, and keep no reference to it: it takes as much memory as the model."""
         assert self._state is not None
         taken, self._state = self._state, None
         return taken
 
     def restore(self, taken: State, update: Update, recorder: Recorder, callbacks: Callbacks) -> dict[str, Any]:
-        """Put what is taken of the checkpoint into the run; return what its loop begins with."""
+        """Restore the state into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
         loop = snapshot.restore(taken, update, recorder, callbacks, self._taken())
-        update.model.stop_training = False  # what ended the other run does not end this one
-        # The best evaluation of the other run, whose checkpoint is in its directory, is none of this one.
+        update.model.stop_training = False  # a callback may have stopped the other run
+        # The best evaluation of the other run does not count here: its checkpoint lies in the other directory.
         begun = {"open": loop.get("open", False), "validation": loop.get("validation", {})}
         return {**begun, "stopped_by": None, "best": None}
 
@@ -109,19 +107,18 @@ class Fork:
         return Taken(self.weights_only, self.own_rate)
 
 
-def of(config: DictConfig, cut: Batching, run_dir: Path, update: str | None = None) -> Fork | None:
-    """Return where the run begins; None where that is at the beginning.
+def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
+    """Return the checkpoint of another run that this run begins with; None without `start.run`.
 
     Args:
-        config: checked.
-        cut: how its effective batch is cut.
-        run_dir: of the run that is to begin.
-        update: the one that it began with before, where it was interrupted since.
+        spec: of the run.
+        run_dir: of the run.
+        update: of the checkpoint that the run began with, where it was interrupted since.
 
     Raises:
         ConfigError: there is no such run, or no such checkpoint.
     """
-    text, weights_only = config.start.run, config.start.weights_only
+    text, weights_only = spec.config.start.run, spec.config.start.weights_only
     if text is None:
         return None
     name, _, last = text.rpartition("@")
@@ -136,26 +133,26 @@ def of(config: DictConfig, cut: Batching, run_dir: Path, update: str | None = No
         source.absolute(),
         found,
         weights_only,
-        _has_own_rate(config, cut, recorded_config(source, RUN), past),
+        _has_own_rate(spec, recorded_config(source, RUN), past),
     )
 
 
 def _checkpoint(folder: Path, text: str, update: str) -> Checkpoint:
-    there = {number: place for place in (folder / BEST, folder) for number in checkpoint.updates(place)}
+    there = {number: place for place in (folder / BEST, folder) for number in files.updates(place)}
     if not there:
         raise ConfigError(RUN, "must be a run with a checkpoint: see training.checkpoint_every", text)
     if not update:
-        if (found := checkpoint.newest(folder, max(there))) is None:
+        if (found := files.newest(folder, max(there))) is None:
             raise ConfigError(RUN, "must have a whole checkpoint", text)
         return found
     if int(update) not in there:
         raise ConfigError(RUN, "must name an update whose checkpoint is there", text, sorted(there))
-    return checkpoint.at(there[int(update)], int(update))
+    return files.at(there[int(update)], int(update))
 
 
-def _has_own_rate(config: DictConfig, cut: Batching, recorded: dict[str, Any], past: Past) -> bool:
-    """Return whether the config gives another learning rate than that of the run which a checkpoint is of."""
-    both = [configuration.leaves(each) for each in (recorded, masked(configuration.plain(config)))]
-    then, now = ({key: leaf for key, leaf in leaves.items() if f"{key}.".startswith(_RATE)} for leaves in both)
+def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
+    """Return whether the learning rate of a run differs from that of the run that its checkpoint comes from."""
+    both = [leaves(each) for each in (recorded, spec.recorded)]
+    then, now = ({key: leaf for key, leaf in values.items() if f"{key}.".startswith(_RATE)} for values in both)
     size = past.start["segment"]["cut"]["effective_batch_size"]
-    return then != now or (config.scaling.rule != Rule.none and size != cut.effective_batch_size)
+    return then != now or (spec.config.scaling.rule != Rule.none and size != spec.batching.effective_batch_size)

@@ -12,7 +12,7 @@ from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.common.secrets import HIDDEN
 from pipeline.config import compose
-from pipeline.config import validate as configuration
+from pipeline.config.plain import leaves
 from pipeline.sweep import gpus
 from pipeline.tracking.journal_file import Past
 
@@ -50,7 +50,7 @@ def _complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
     """Put the store of the run into its config; ask for what is a secret."""
     if HIDDEN not in past.start["store"]:  # whatever folder this is called in
         config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
-    for key, value in configuration.leaves(config).items():
+    for key, value in leaves(config).items():
         if HIDDEN in str(value) and key not in named:
             raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.common.secrets import mask
 from pipeline.config import compose
-from pipeline.config import validate as configuration
+from pipeline.config.allow_list import allowed_places
+from pipeline.config.packaged import directory
 from pipeline.sweep import gpus
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import artifact_locations
+
+if TYPE_CHECKING:  # importing it takes a second
+    from pipeline.sweep.parent_run import ParentRun
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -44,7 +48,7 @@ def sweep(arguments: Sequence[str]) -> int:
     file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
     if options.config_dir:
         compose.check_config_dir(options.config_dir)
-    ours = Path(configuration.directory("sweeps"))
+    ours = Path(directory("sweeps"))
     searched = [Path(options.config_dir).absolute()] if options.config_dir else []
     searched += [ours] if files[options.name].parent != ours else []
     if searched:
@@ -59,18 +63,17 @@ def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
     """Train; where jobs of a sweep are missing at its end, say the command `again` that runs them."""
     # Who takes up a sweep reads its store.
     confined = ["tracking.confined=true"] * any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments)
+    session = compose.Session()
     try:
-        compose.run(partial(compose.in_run_dir, _run), [*arguments, *confined])
+        compose.run(partial(compose.in_run_dir, _run), [*arguments, *confined], session)
     except BaseException as error:
-        _close(again, "FAILED" if isinstance(error, Exception) else "KILLED")
+        _close(session.sweep, again, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
-    return _close(again)
+    return _close(session.sweep, again)
 
 
-def _close(again: Callable[[str], list[str]], broken: str | None = None) -> int:
-    """Close the sweep of this process, if there was one, and publish its report unless it was `broken` off."""
-    module = sys.modules.get("pipeline.sweep.parent_run")  # which the launcher has imported, if there was a sweep
-    current = None if module is None else module.take()
+def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken: str | None = None) -> int:
+    """Close a sweep, if there was one, and publish its report unless it was `broken` off."""
     if current is None:
         return 0
     missing = f"run what is missing with: {shlex.join(['pipeline', *map(mask, again(current.run_id))])}"
@@ -118,9 +121,9 @@ def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> l
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
     if config.hardware.device.name == "gpu":
         gpus.slots([config.hardware], at_once=None)  # refuses in a moment what TensorFlow takes seconds to find
-    from pipeline.run import run as job
+    from pipeline.run import run
 
-    places = configuration.allowed_places(config.trust.allow)
+    places = allowed_places(config.trust.allow)
     with artifact_locations.confined(config.tracking.uri, places) if config.tracking.confined else nullcontext():
-        _, loss = job.run(config, overrides, run_dir)
+        _, loss = run.run(config, overrides, run_dir)
         return loss

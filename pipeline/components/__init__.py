@@ -1,6 +1,6 @@
-"""What a run is made of.
+"""The parts of a run.
 
-In: a checked config. Out: model, optimizer, objective, metrics and devices, put together by `assembly`.
+In: a spec. Out: model, optimizer, objective, metrics and devices, put together by `assembly`, trained by `fitting`.
 """
 
-__all__ = ["assembly", "devices"]
+__all__ = ["assembly", "devices", "fitting"]

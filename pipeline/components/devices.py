@@ -13,34 +13,32 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
-from omegaconf import DictConfig
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
-from pipeline.config.schema import Device
+from pipeline.config.schema import Device, HardwareConfig
 from pipeline.config.sizes import REPLICAS
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """What a run computes on."""
+class Devices:
+    """The devices that a run computes on."""
 
     strategy: tf.distribute.Strategy  # mirrored where there are several devices
     on_gpu: bool
     description: str  # one line for a person
     workers: int = 1  # processes
-    arrived: tf.Variable | None = None  # with several: how many sums this one had ready for the others
+    reductions_ready: tf.Variable | None = None  # of several workers: the all-reduces that this one was ready for
 
     def agree(self, holds: bool) -> bool:
-        """Return whether something holds for every worker; each has to ask."""
+        """Return whether `holds` is true on every worker; all workers have to call it."""
         if self.workers == 1:
             return holds
-
         return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
-        """Return whether a number of up to 24 bits is the same for every worker; each has to ask."""
-        # Only where all are the same is N·Σv² = (Σv)².
+        """Return whether a number of up to 24 bits is the same on every worker; all workers have to call it."""
+        # N·Σv² = (Σv)² holds only if all v are equal.
         return self.strategy.num_replicas_in_sync * self._sum(number**2) == self._sum(number) ** 2
 
     def _sum(self, number: int) -> int:
@@ -55,11 +53,15 @@ class Hardware:
         return total
 
 
-def setup(config: DictConfig, seed: int, workers: Cluster | None = None) -> Hardware:
-    """Choose the devices and set this process' global state, with the seed of Python's, NumPy's and TensorFlow's draws.
+def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> Devices:
+    """Choose the devices and set this process' global state, such as the seeds of Python, NumPy and TensorFlow.
 
-    Call it once, before any other TensorFlow call. `config` is the `hardware` group. With several `workers` it returns
-    once all are there.
+    Call it once, before any other TensorFlow call.
+
+    Args:
+        config: the `hardware` group.
+        seed: of all global random generators.
+        workers: with several of them this waits until all have joined.
 
     Raises:
         ConfigError: the machine lacks the devices that the config asks for.
@@ -96,7 +98,7 @@ def setup(config: DictConfig, seed: int, workers: Cluster | None = None) -> Hard
     precision = config.precision.name
     # A checkpoint knows a variable by its name, in which Keras counts the layers of all models that a process has had.
     keras.utils.clear_session(free_memory=False)
-    # Not every loss and layer follows the policy alone: what has no policy follows floatx.
+    # Losses and layers that have no policy follow floatx.
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(precision)
     keras.utils.set_random_seed(seed)
@@ -108,11 +110,11 @@ def setup(config: DictConfig, seed: int, workers: Cluster | None = None) -> Hard
     why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
     count = 1 if workers is None else len(workers.addresses)
     each = f"{count} workers, each with " if workers is not None else ""
-    strategy, arrived = _strategy(replicas, on_gpu, workers), None
+    strategy, reductions_ready = _strategy(replicas, on_gpu, workers), None
     if workers is not None:
         with tf.device("CPU:0"):
-            arrived = tf.Variable(0, dtype=tf.int64, trainable=False)
-    return Hardware(strategy, on_gpu, f"{each}{what}{why}, {precision}", count, arrived)
+            reductions_ready = tf.Variable(0, dtype=tf.int64, trainable=False)
+    return Devices(strategy, on_gpu, f"{each}{what}{why}, {precision}", count, reductions_ready)
 
 
 def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distribute.Strategy:
@@ -125,7 +127,7 @@ def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distri
             num_accelerators={"GPU": replicas} if on_gpu else {},
         )
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
-        # TensorFlow has taken SIGTERM, to note that the machine is about to go, which nobody asks it about.
+        # TensorFlow has replaced the handler of SIGTERM, for a notice of preemption that is not used here.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         return strategy
     if replicas == 1:
@@ -133,17 +135,17 @@ def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distri
     return tf.distribute.MirroredStrategy([f"/{'GPU' if on_gpu else 'CPU'}:{index}" for index in range(replicas)])
 
 
-def uses_gpu(config: DictConfig) -> bool:
+def uses_gpu(config: HardwareConfig) -> bool:
     """Return whether a run with this `hardware` group computes on a GPU."""
     return config.device != Device.cpu and bool(tf.config.list_physical_devices("GPU"))
 
 
-def peak_memory(hardware: Hardware) -> int:
+def peak_memory(used: Devices) -> int:
     """Return the peak in bytes: of the first GPU's memory, or of this process' resident memory on a CPU.
 
-    Of a forked job the libraries that were loaded before the fork count as far as it has used them.
+    In a forked process the libraries that were loaded before the fork count only as far as it has used them.
     """
-    if hardware.on_gpu:
+    if used.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     with suppress(OSError):  # Linux; its ru_maxrss begins with that of the process that started this one
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)

@@ -58,22 +58,22 @@ class FunctionLoss(keras.losses.Loss):
         return self._function(y_true, y_pred)
 
 
-def build(config: DictConfig) -> Objective:
-    """Return the objective of the `training` group.
+def build(training: DictConfig) -> Objective:
+    """Return the objective of the `training` group, whose nodes are in `training`.
 
     Raises:
         ConfigError: a target or one of its arguments is wrong.
     """
-    weights: Any = config.loss_weights
+    weights: Any = training.loss_weights
     if OmegaConf.is_config(weights):
         weights = OmegaConf.to_container(weights)
     return Objective(
-        _losses(config.loss, "training.loss"),
+        _losses(training.loss, "training.loss"),
         tf.nest.map_structure(lambda weight: None if weight is None else float(weight), weights),
-        _metrics(config, "metrics"),
-        _metrics(config, "weighted_metrics"),
-        validation_metrics={group: _metrics(config, group) for group in METRIC_GROUPS},
-        callbacks={str(name): _callback(node, name) for name, node in config.callbacks.items()},
+        _metrics(training, "metrics"),
+        _metrics(training, "weighted_metrics"),
+        validation_metrics={group: _metrics(training, group) for group in METRIC_GROUPS},
+        callbacks={str(name): _callback(node, name) for name, node in training.callbacks.items()},
     )
 
 
@@ -143,9 +143,9 @@ def _losses(node: Any, key: str) -> Losses:
     raise ConfigError(f"{key}._target_", "must give a keras.losses.Loss", type(made).__name__)
 
 
-def _metrics(config: DictConfig, group: str) -> Metrics:
+def _metrics(training: DictConfig, group: str) -> Metrics:
     """Return the metrics of a group: a list for the only output, or lists by the names of outputs."""
-    nodes = metrics_of(config, group)
+    nodes = metrics_of(training, group)
     single: list[keras.metrics.Metric] = []
     by_output: dict[str, list[keras.metrics.Metric]] = {}
     for metric in nodes:

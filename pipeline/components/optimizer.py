@@ -12,32 +12,34 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
 from pipeline.config.lr_scaling import FACTORS, Rule
+from pipeline.config.resolve import RunSpec
+from pipeline.config.schema import ScalingConfig
 from pipeline.trust import instantiate
 
 # The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
 _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
 
 
-def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer of `config.optimizer` at the rates of `config.schedule`.
+def build(spec: RunSpec, updates: int) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a run, with its learning-rate schedule.
 
     Args:
-        config: the whole config.
+        spec: of the run; `scaling` compares its effective batch with the reference.
         updates: the horizon; lengths such as `5%` in the schedule are shares of it.
-        effective_batch_size: examples per update, which `config.scaling` compares with its reference.
 
     Raises:
         ConfigError: a target or one of its arguments is wrong.
     """
-    schedule = scaled(build_schedule(config.schedule, updates), config, effective_batch_size, updates)
-    optimizer = instantiate.build(config.optimizer, "optimizer", learning_rate=schedule)
+    node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), updates)
+    schedule = scaled(schedule, spec.config.scaling, spec.batching.effective_batch_size, updates)
+    optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         rule = "must name a keras.optimizers.Optimizer"
-        raise ConfigError("optimizer._target_", rule, config.optimizer.get("_target_"))
+        raise ConfigError("optimizer._target_", rule, node.get("_target_"))
     if optimizer.gradient_accumulation_steps:
         rule = "must be left out: the pipeline accumulates; set accumulation.factor"
         raise ConfigError("optimizer.gradient_accumulation_steps", rule, optimizer.gradient_accumulation_steps)
-    if config.hardware.precision.name == "mixed_float16" and not isinstance(
+    if spec.config.hardware.precision.name == "mixed_float16" and not isinstance(
         optimizer, keras.optimizers.LossScaleOptimizer
     ):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -45,7 +47,7 @@ def build(config: DictConfig, updates: int, effective_batch_size: int) -> keras.
 
 
 def build_schedule(node: DictConfig, updates: int) -> Any:
-    """Return the schedule of `node`: a Keras schedule, or a number that stays as it is.
+    """Return the schedule of `node`: a Keras schedule, or a constant number.
 
     Args:
         node: the `schedule` group; a string such as `5%` stands for that share of `updates`, at least one.
@@ -66,7 +68,7 @@ def build_schedule(node: DictConfig, updates: int) -> Any:
 
 
 def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Trace the apply of one gradient, which changes nothing: Keras looks at most arguments only then.
+    """Trace the apply of one gradient, which changes nothing: only then Keras checks most arguments.
 
     Args:
         optimizer: built.
@@ -84,19 +86,19 @@ def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Varia
         raise ConfigError("schedule", "must start at a learning rate that is finite and not negative", rate)
 
 
-def scaled(schedule: Any, config: DictConfig, effective_batch_size: int, updates: int) -> Any:
-    """Return `schedule`, scaled for the effective batch by the rule that the config names: see `config.lr_scaling`."""
-    if config.scaling.rule == Rule.none:
+def scaled(schedule: Any, scaling: ScalingConfig, effective_batch_size: int, updates: int) -> Any:
+    """Return `schedule` scaled for the effective batch by the rule of `scaling`: see `config.lr_scaling`."""
+    if scaling.rule == Rule.none:
         return schedule
-    factor = FACTORS[config.scaling.rule](effective_batch_size / config.scaling.reference_batch_size)
-    warmup = _in_updates(config.scaling.warmup, updates, "scaling.warmup")
+    factor = FACTORS[scaling.rule](effective_batch_size / scaling.reference_batch_size)
+    warmup = _in_updates(scaling.warmup, updates, "scaling.warmup")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ConfigError("scaling.warmup", "must be a number of updates, or a share of the horizon such as 5%", warmup)
     return Scaled(schedule, factor, warmup)
 
 
 def constant(learning_rate: float) -> float:
-    """Return the same rate for every update; callbacks may still set it."""
+    """Return the same learning rate for every update; callbacks may still set it."""
     return learning_rate
 
 
@@ -180,7 +182,7 @@ def _in_updates(value: Any, updates: int, key: str) -> Any:
 
 
 def _check_length(value: float, updates: int, key: str) -> None:
-    """Refuse a length that Keras computes with although it is no number of updates within the run."""
+    """Refuse a length that is not a number of updates within the run, which Keras would accept."""
     name = key.rpartition(".")[2]
     if name not in _LEAST:
         return

@@ -1,4 +1,4 @@
-"""The workers of a run: how many, where each listens, and which of them this process is. Imports no TensorFlow.
+"""The workers of a run: how many there are, where each listens, and which one this process is.
 
 TF_CONFIG ─────────────┐
 the step of a Slurm job ┼─► Cluster: an address for each worker, and this one's index; worker 0 is the chief
@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig
-
 from pipeline.common.errors import ConfigError
 
 KEY = "hardware.workers"
@@ -26,12 +24,12 @@ _PORTS = range(20000, 32000)  # of Slurm's tasks: below those that Linux gives t
 
 @dataclass(frozen=True)
 class Cluster:
-    """All workers, as one of them sees them.
+    """All workers of a run, and which one this process is.
 
     Attributes:
-        addresses: `host:port` of each.
-        index: of this one; 0 is the chief, which logs and writes checkpoints.
-        started: whether the chief has started the others, on this machine.
+        addresses: `host:port` of each worker.
+        index: of this worker; 0 is the chief, which logs and writes checkpoints.
+        started: whether the chief starts the other workers itself, on its machine.
     """
 
     addresses: tuple[str, ...]
@@ -44,51 +42,44 @@ class Cluster:
 
     @property
     def index_on_machine(self) -> int:
-        """Return the number of workers before this one on its machine."""
+        """Return the number of workers with a lower index on this machine."""
         hosts = [address.rpartition(":")[0] for address in self.addresses]
         return hosts[: self.index].count(hosts[self.index])
 
     @property
     def on_machine(self) -> int:
-        """Return the number of workers on the machine of this one."""
+        """Return the number of workers on this machine."""
         hosts = [address.rpartition(":")[0] for address in self.addresses]
         return hosts.count(hosts[self.index])
 
     def at(self, index: int) -> Cluster:
-        """Return the same workers, as another one sees them."""
+        """Return the same workers, as seen by worker `index`."""
         return replace(self, index=index)
 
 
-def settle(config: DictConfig, environment: Mapping[str, str]) -> None:
-    """Set `hardware.workers` to what the environment says, where it is null; refuse what disagrees with that.
+def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | None:
+    """Return the workers of a run; None for a single one. Workers that are started here get free ports of this machine.
+
+    Args:
+        workers: `hardware.workers`; null stands for the number that the environment says.
+        environment: of this process.
 
     Raises:
-        ConfigError: it is no number, or another one than that of the environment, or there is none.
+        ConfigError: `workers` is not positive, or contradicts the environment, or neither says how many there are.
     """
-    workers = config.hardware.workers
     if workers is not None and workers < 1:
         raise ConfigError(KEY, "must be at least 1, or null for what TF_CONFIG or Slurm says", workers)
-    if workers == 1:
-        return
-    found = _of_environment(environment)
-    if found is None and workers is None:
-        rule = "must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) says which workers there are"
-        raise ConfigError(KEY, rule, None)
-    if found is not None and workers not in (None, len(found.addresses)):
-        where = "TF_CONFIG" if environment.get("TF_CONFIG") else "the step of this Slurm job"
-        raise ConfigError(KEY, f"must be null, or the {len(found.addresses)} of {where}", workers)
-    if found is not None:
-        config.hardware.workers = len(found.addresses)
-
-
-def of(config: DictConfig, environment: Mapping[str, str]) -> Cluster | None:
-    """Return the workers of a checked config; None for one alone. Those of this machine get ports that are free."""
-    workers = config.hardware.workers
     if workers == 1:
         return None
     found = _of_environment(environment)
     if found is not None:
+        if workers not in (None, len(found.addresses)):
+            where = "TF_CONFIG" if environment.get("TF_CONFIG") else "the step of this Slurm job"
+            raise ConfigError(KEY, f"must be null, or the {len(found.addresses)} of {where}", workers)
         return found if len(found.addresses) > 1 else None
+    if workers is None:
+        rule = "must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) says which workers there are"
+        raise ConfigError(KEY, rule, None)
     with ExitStack() as opened:
         bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(workers)]
         return Cluster(tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in bound), started=True)
@@ -115,10 +106,10 @@ def _of_tf_config(text: str) -> Cluster:
         addresses = tuple(str(address) for job in order for address in jobs[job])
         index = sum(len(jobs[job]) for job in order[: order.index(task["type"])]) + int(task["index"])
         ports = [re.fullmatch(r".+:(\d{1,5})", address) for address in addresses]
-        whole = all(port and 0 < int(port[1]) < 2**16 for port in ports) and 0 <= index < len(addresses)
+        valid = all(port and 0 < int(port[1]) < 2**16 for port in ports) and 0 <= index < len(addresses)
     except (ValueError, TypeError, KeyError, AttributeError):
-        whole = False
-    if not whole:
+        valid = False
+    if not valid:
         raise ConfigError("TF_CONFIG", f"must be {_TF_CONFIG}", text)
     if len(set(addresses)) < len(addresses):
         raise ConfigError("TF_CONFIG", "must give each worker an address of its own", list(addresses))
@@ -126,7 +117,7 @@ def _of_tf_config(text: str) -> Cluster:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Cluster:
-    """Return the tasks of a job's step, in the order of their numbers; each has a port by its job, step and number."""
+    """Return the tasks of a Slurm step in the order of their ranks; a task's port follows from job, step and rank."""
     nodes, tasks = environment["SLURM_STEP_NODELIST"], environment["SLURM_STEP_TASKS_PER_NODE"]
     try:
         asked = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)

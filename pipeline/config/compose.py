@@ -10,9 +10,11 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,9 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.common.errors import ConfigError, NotShippedError, RunError, described, printable, say
 from pipeline.common.secrets import mask
 from pipeline.config import former_names
-from pipeline.config import validate as configuration
-from pipeline.config.hydra_errors import COMPOSITION, refusing
+from pipeline.config.hydra_errors import COMPOSITION, as_config_error
 from pipeline.config.hydra_internals import get_args_parser
+from pipeline.config.packaged import directory
+from pipeline.config.schema import register
 
 Task = Callable[[DictConfig, list[str], Path], float]
 # An override of what is text, also where Hydra would read a number in it; what Hydra knows as more than words is its.
@@ -47,7 +50,7 @@ def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], task: Task
 
     The user's own config groups are in `folders`.
     """
-    ours = OmegaConf.load(Path(configuration.directory()) / "config.yaml")
+    ours = OmegaConf.load(Path(directory()) / "config.yaml")
     of_hydra = [entry for entry in ours.defaults if not isinstance(entry, str) and "override" in str(entry)]
     hydras = {**ours.hydra, "searchpath": [f"file://{folder}" for folder in folders]}
     record = OmegaConf.create({"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": hydras})
@@ -66,12 +69,54 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
     return task(config, overrides, Path(settings.runtime.output_dir))
 
 
-class RunFolders(Callback):
-    """Expand `~` in the run directory, and note which folders Hydra makes, so that a refused run removes just those."""
+@dataclass
+class Session:
+    """One call of Hydra: what its plugins leave for who called it.
 
-    _key: ClassVar[str] = ""
-    _asked: ClassVar[Path] = Path()
-    _made: ClassVar[list[Path]] = []
+    Attributes:
+        key: the config key of the run directory, and
+        asked: the folder that it names.
+        made: the folders that Hydra makes for it, the innermost first.
+        sweep: the parent run of a multirun, once there is one.
+    """
+
+    key: str = ""
+    asked: Path = Path()
+    made: Sequence[Path] = ()
+    sweep: Any = None
+
+    @contextmanager
+    def checking_folder(self) -> Iterator[None]:
+        """Raise a `ConfigError` for a run directory that cannot be made."""
+        try:
+            yield
+        except OSError as error:
+            if Path(str(error.filename)).absolute() not in (self.asked, *self.asked.parents):
+                raise
+            rule = f"must be a folder that can be made ({error.strerror})"
+            raise ConfigError(self.key, rule, str(error.filename)) from error
+
+    def remove_empty_folders(self) -> None:
+        """Remove the folders that Hydra made and that are empty, from the run directory upwards."""
+        for folder in self.made:
+            if not folder.is_dir() or {file.name for file in folder.iterdir()} - {"multirun.yaml"}:
+                return
+            (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
+            folder.rmdir()
+
+
+# Hydra creates its callbacks and launchers by itself, from the config, and returns nothing of theirs: whoever calls it
+# can give them a session in no other way.
+_session: ContextVar[Session] = ContextVar("session")
+
+
+def session() -> Session:
+    """Return the session of the call of Hydra that this code runs in; an empty one outside of any."""
+    return _session.get(Session())
+
+
+class RunFolders(Callback):
+    """Expand `~` in the run directory, and note in the session which folders Hydra is about to make."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         key = "hydra.run.dir" if config.hydra.mode == RunMode.RUN else "hydra.sweep.dir"
@@ -82,47 +127,36 @@ class RunFolders(Callback):
                 with read_write(config):
                     OmegaConf.update(config, key, str(folder))
                     config.hydra.overrides.hydra.append(f"{key}='{folder}'")  # the jobs of a sweep compose it again
-            configuration.expand_home(config)  # here for a launcher, which opens the store
-            RunFolders._key, RunFolders._asked = key, folder
-            RunFolders._made = [made for made in (folder, *folder.parents) if not made.exists()]
+            _expand_home(config)  # here for a launcher, which opens the store
+            here = session()
+            here.key, here.asked = key, folder
+            here.made = [made for made in (folder, *folder.parents) if not made.exists()]
 
     on_multirun_start = on_run_start
 
-    @classmethod
-    @contextmanager
-    def refusing(cls) -> Iterator[None]:
-        """Refuse a folder that cannot be made."""
-        try:
-            yield
-        except OSError as error:
-            if Path(str(error.filename)).absolute() not in (cls._asked, *cls._asked.parents):
-                raise
-            rule = f"must be a folder that can be made ({error.strerror})"
-            raise ConfigError(cls._key, rule, str(error.filename)) from error
 
-    @classmethod
-    def take_back(cls) -> None:
-        """Remove what was made and is empty, from the run directory upwards."""
-        for folder in cls._made:
-            if not folder.is_dir() or {file.name for file in folder.iterdir()} - {"multirun.yaml"}:
-                return
-            (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
-            folder.rmdir()
+def _expand_home(config: DictConfig) -> None:
+    """Replace `~` at the start of the store's file and of the data's folder by the home directory, in place."""
+    for key, prefix in (("tracking.uri", "sqlite:///"), ("dataset.data_dir", "")):
+        with suppress(OmegaConfBaseException):  # what has no value is refused later
+            value = OmegaConf.select(config, key)
+            if isinstance(value, str) and value.startswith(f"{prefix}~"):
+                OmegaConf.update(config, key, prefix + os.path.expanduser(value.removeprefix(prefix)))
 
 
-def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
-    """Run `task` on the config that Hydra composes from `arguments`.
+def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Session | None = None) -> None:
+    """Run `task` on the config that Hydra composes from `arguments`; its plugins write into the session `here`.
 
     Raises:
         ConfigError: the arguments or the config that they ask for are wrong.
         RunError: one run failed after it was created; its traceback is in its run directory.
     """
-    configuration.register()
+    register()
     raised: list[Exception] = []
 
     def job(config: DictConfig) -> Any:
         try:
-            configuration.expand_home(config)
+            _expand_home(config)
             former_names.rename(config)
             return task(config)
         except NotShippedError as error:
@@ -143,8 +177,8 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     arguments = [re.sub("^([^=]+=(sqlite:///)?)~(?=/)", rf"\1{Path.home()}", argument) for argument in arguments]
     arguments = as_text(arguments)
     options = _parsed(arguments)
-    folders = [configuration.directory(), *([options.config_dir] if options.config_dir else [])]
-    with refusing(options.overrides, folders, (Exception,)):
+    folders = [directory(), *([options.config_dir] if options.config_dir else [])]
+    with as_config_error(options.overrides, folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = _by_environment(parsed) if options.multirun else options.overrides
@@ -152,12 +186,13 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
         check_config_dir(options.config_dir)
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
     kinds = COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
-    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR", "0")
+    here = here or Session()
+    token, before, full_error = _session.set(here), sys.argv, os.environ.get("HYDRA_FULL_ERROR", "0")
     sys.argv = ["pipeline", *overrides, *flags]  # Hydra wants the overrides side by side
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it refuses in many lines and exits with 1
     try:
-        with refusing(overrides, folders, kinds), RunFolders.refusing():
-            hydra.main(version_base="1.3", config_path=configuration.directory(), config_name="config")(job)()
+        with as_config_error(overrides, folders, kinds), here.checking_folder():
+            hydra.main(version_base="1.3", config_path=directory(), config_name="config")(job)()
     except ConfigError:
         if not raised:
             raise
@@ -166,7 +201,8 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
             raise SystemExit(2) from None  # Hydra has said why
     finally:
         sys.argv, os.environ["HYDRA_FULL_ERROR"] = before, full_error
-        RunFolders.take_back()
+        here.remove_empty_folders()
+        _session.reset(token)
     if raised:
         raise raised[0]
 
@@ -205,7 +241,7 @@ def check_config_dir(folder: str) -> None:
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
     for file in sorted(Path(folder).glob("*/**/*.yaml")):
         name = file.relative_to(folder)
-        ours = Path(configuration.directory()) / name
+        ours = Path(directory()) / name
         if ours.exists() and not ours.samefile(file):
             say(f"pipeline: {name.parent}={name.stem} is the built-in config; {file} is not used, rename it")
 

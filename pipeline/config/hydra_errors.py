@@ -53,12 +53,12 @@ COMPOSITION = (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.
 
 
 @contextmanager
-def refusing(
+def as_config_error(
     overrides: Sequence[str] = (), folders: Sequence[str] = (), kinds: tuple[type[Exception], ...] = COMPOSITION
 ) -> Iterator[None]:
-    """Turn errors of `kinds`, which only the user's input can cause, into a `ConfigError`.
+    """Raise a `ConfigError` in place of errors of `kinds`, which only the user's input can cause.
 
-    It names the override of `overrides`, or the file in one of `folders`, that is meant.
+    It names the override in `overrides`, or the file in one of `folders`, that caused the error.
     """
     try:
         yield

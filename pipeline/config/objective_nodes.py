@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.metric_names import NAME_RULE, UPDATE_METRICS, is_name
@@ -31,18 +31,19 @@ class MetricNode:
         return f"{self.output}_{self.name}" if self.output else self.name
 
 
-def metrics_of(training: DictConfig, group: str) -> list[MetricNode]:
-    """Return the metrics of one of `METRIC_GROUPS`.
+def metrics_of(training: Any, group: str) -> list[MetricNode]:
+    """Return the metrics of one of `METRIC_GROUPS`; `training` is that section as nodes, or typed.
 
     Raises:
         ConfigError: those of an output are a list.
     """
     found = []
-    for name, node in ((str(name), node) for name, node in training[group].items()):
+    for name, node in ((str(name), node) for name, node in getattr(training, group).items()):
         key = f"training.{group}.{name}"
-        if isinstance(node, ListConfig):
-            raise ConfigError(key, f"must be {NAMED}", OmegaConf.to_container(node))
-        if isinstance(node, DictConfig) and node and "_target_" not in node:
+        if isinstance(node, list | ListConfig):
+            received = node if isinstance(node, list) else OmegaConf.to_container(node)
+            raise ConfigError(key, f"must be {NAMED}", received)
+        if isinstance(node, Mapping) and node and "_target_" not in node:
             inner = {str(each): of_output for each, of_output in node.items()}
             found += [MetricNode(f"{key}.{each}", name, each, of_output) for each, of_output in inner.items()]
         else:
@@ -64,11 +65,11 @@ def check_names(metrics: Sequence[MetricNode]) -> None:
 
 def by_output(node: Any, key: str = "training.loss") -> Iterator[tuple[str, Any]]:
     """Yield what a mapping or list holds for the outputs, with its key; a node with a target is one itself."""
-    several = isinstance(node, DictConfig | ListConfig) and node and "_target_" not in node
+    several = isinstance(node, Mapping | list | ListConfig) and node and "_target_" not in node
     if not several:
         yield key, node
         return
-    for name in node if isinstance(node, DictConfig) else range(len(node)):
+    for name in node if isinstance(node, Mapping) else range(len(node)):
         yield from by_output(node[name], f"{key}.{name!s}")
 
 

@@ -1,13 +1,18 @@
-"""The typed schema of a run: every key with its type, and as its default what runs did before there was the key."""
+"""The typed schema of a run: every key with its type, and as its default what runs did before there was the key.
+
+Hydra composes a config by these classes, and `RunSpec.config` is made of instances of them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
 
+from pipeline.common.errors import ConfigError
 from pipeline.config.lr_scaling import Rule
 
 Device = Enum("Device", ["auto", "cpu", "gpu"])
@@ -19,15 +24,24 @@ Statistics = Enum("Statistics", ["effective", "micro"])
 SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
 
 
+class _SetOnce:
+    """Frozen once it is made. With `dataclass(frozen=True)` OmegaConf would compose read-only nodes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+
 @dataclass
-class ScalingConfig:
+class ScalingConfig(_SetOnce):
     rule: Rule = Rule.none
     reference_batch_size: int = 128
     warmup: Any = 0
 
 
 @dataclass
-class AccumulationConfig:
+class AccumulationConfig(_SetOnce):
     effective_batch_size: int | None = None
     factor: int | None = None
     micro_batch_size: Any = None  # a number, or how it is found
@@ -36,13 +50,13 @@ class AccumulationConfig:
 
 
 @dataclass
-class KeepBestConfig:
+class KeepBestConfig(_SetOnce):
     metric: str | None = None
     mode: Mode | None = None
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(_SetOnce):
     epochs: int | None = None
     updates: int | None = None
     examples: int | None = None
@@ -59,13 +73,13 @@ class TrainingConfig:
 
 
 @dataclass
-class StartConfig:
+class StartConfig(_SetOnce):
     run: str | None = None
     weights_only: bool = False
 
 
 @dataclass
-class HardwareConfig:
+class HardwareConfig(_SetOnce):
     device: Device = Device.auto
     replicas: int = 1
     workers: int | None = 1
@@ -78,7 +92,7 @@ class HardwareConfig:
 
 
 @dataclass
-class TrackingConfig:
+class TrackingConfig(_SetOnce):
     uri: str = MISSING
     experiment: str = MISSING
     run_name: str | None = None
@@ -95,12 +109,12 @@ class TrackingConfig:
 
 
 @dataclass
-class TrustConfig:
+class TrustConfig(_SetOnce):
     allow: list[str] = field(default_factory=list)
 
 
 @dataclass
-class Config:
+class Config(_SetOnce):
     dataset: Any = MISSING
     model: Any = MISSING
     optimizer: Any = MISSING
@@ -114,3 +128,19 @@ class Config:
     trust: TrustConfig = field(default_factory=TrustConfig)
     seed: int = 0
     schema: int = SCHEMA
+
+
+def register() -> None:
+    """Make the schema and the resolvers known to Hydra. Safe to call again."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("times", _times, replace=True)
+
+
+def _times(a: Any, b: Any) -> int | float:
+    """Return the product of two numbers; text times a number, or digits without end, would fill the memory."""
+    for factor in (a, b):
+        integer = isinstance(factor, int) and not isinstance(factor, bool)
+        if not (isinstance(factor, float) or (integer and abs(factor) < 2**63)):
+            raise ConfigError("${times:…}", "must be given numbers", factor)
+    product: int | float = a * b
+    return product

@@ -1,16 +1,15 @@
 """Sizes and horizons: effective = micro × factor × replicas; epochs and examples → updates.
 
 Sizes and horizons that the command line names outrank the defaults. Everything is integer arithmetic on the number of
-examples, so it can be checked by hand, and imports no TensorFlow, so that a wrong size is refused in under a second.
+examples, so it can be checked by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+import json
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from omegaconf import DictConfig
+from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
 
@@ -19,7 +18,10 @@ FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
-SEARCHED = ("auto", "auto_fastest")  # a micro-batch size that is found on the machine
+SIZES = ("effective_batch_size", "factor", "micro_batch_size")
+SEARCHED = ("auto", "auto_fastest")  # a micro-batch size that is searched for on the machine
+HALVED = "micro_batch_size.halved"  # the tag, in prose, of a run whose micro-batches were halved
+CUTS = f"{HALVED}.json"  # the same as JSON: [[micro-batch size, last update], …], the last one without an end
 
 
 def _ceil(numerator: int, denominator: int) -> int:
@@ -48,9 +50,9 @@ class Batching:
     def __str__(self) -> str:
         replicas = f"{self.replicas} replica" + ("s" if self.replicas > 1 else "")
         text = f"effective batch {self.effective_batch_size} = {self.micro_batch_size} × {self.factor} × {replicas}"
-        whole = self.micro_batch_size * self.factor * self.replicas
-        if whole != self.effective_batch_size:
-            text += f" (rounded up: {whole}; the last micro-batch is smaller)"
+        rounded_up = self.micro_batch_size * self.factor * self.replicas
+        if rounded_up != self.effective_batch_size:
+            text += f" (rounded up: {rounded_up}; the last micro-batch is smaller)"
         return text
 
 
@@ -105,17 +107,23 @@ class Plan:
         return replace(self, batching=self.batching.of(micro_batch_size), before=before)
 
     @property
-    def cuts(self) -> str:
-        """Which micro-batches were in force when, for `after`."""
+    def tags(self) -> dict[str, str]:
+        """Return the tags of a run whose micro-batches were halved, in prose and as JSON; see `recorded_cuts`."""
         sizes = [f"{cut.micro_batch_size} up to update {last}" for last, cut in self.before]
-        return ", ".join([*sizes, f"{self.batching.micro_batch_size} then"])
+        cuts = [[cut.micro_batch_size, last] for last, cut in self.before]
+        now = self.batching.micro_batch_size
+        return {HALVED: ", ".join([*sizes, f"{now} then"]), CUTS: json.dumps([*cuts, [now, None]])}
 
-    def after(self, cuts: str, update: int) -> Plan:
-        """Return the plan of a run that up to `update` was cut as the `cuts` of its plan say, and then as this one."""
-        *sizes, now = (int(each.split()[0]) for each in cuts.split(", "))
-        last = [int(each.split()[-1]) for each in cuts.split(", ")[:-1]]
-        before = zip([*last, max([update, *last])], [*sizes, now], strict=True)
-        return replace(self, before=tuple((until, self.batching.of(size)) for until, size in before))
+    def after(self, cuts: Sequence[tuple[int, int | None]], update: int) -> Plan:
+        """Return the plan of a run that was cut by the recorded `cuts` up to `update`, and from there on by this plan.
+
+        Args:
+            cuts: micro-batch sizes with the last update of each, as `recorded_cuts` returns them.
+            update: the last one that is done.
+        """
+        end = max([update, *(last for _, last in cuts if last is not None)])
+        before = ((end if last is None else last, self.batching.of(size)) for size, last in cuts)
+        return replace(self, before=tuple(before))
 
     @property
     def updates_per_epoch(self) -> int:
@@ -164,7 +172,20 @@ class Plan:
         return f"{self.batching}; {per_epoch}, {self.updates} in all"
 
 
-def plan(batching: Batching, examples: int, horizon: str, length: int) -> Plan:
+def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
+    """Return the micro-batch sizes of a recorded run with the last update of each; empty if they were never halved.
+
+    Runs recorded before there was JSON have the prose alone: `32 up to update 40, 16 then`.
+    """
+    if CUTS in tags:
+        return [(size, last) for size, last in json.loads(tags[CUTS])]
+    if HALVED not in tags:
+        return []
+    words = [text.split() for text in tags[HALVED].split(", ")]
+    return [(int(first), int(last) if last.isdecimal() else None) for first, *_, last in words]
+
+
+def plan(batching: Batching, examples: int, horizon: Horizon) -> Plan:
     """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates.
 
     Raises:
@@ -174,52 +195,62 @@ def plan(batching: Batching, examples: int, horizon: str, length: int) -> Plan:
     if size > examples:
         raise ConfigError(EFFECTIVE, f"must be at most the {examples} examples of the training split", size)
     per_epoch = _ceil(examples, size)
+    unit, length = horizon
     epochs, rest = divmod(length, examples)
     updates = {"epochs": length * per_epoch, "updates": length, "examples": epochs * per_epoch + _ceil(rest, size)}
-    return Plan(batching, examples, updates[horizon])
+    return Plan(batching, examples, updates[unit])
 
 
-def settle_horizon(training: DictConfig, named: Container[str] = ()) -> tuple[str, int]:
-    """Return `epochs`, `updates` or `examples`, and how many; set those that do not count to null in `training`.
+class Horizon(NamedTuple):
+    """The length of a run: `unit` is one of `HORIZONS`."""
+
+    unit: str
+    length: int
+
+
+def horizon_of(given: Mapping[str, int | None], named: Container[str] = ()) -> Horizon:
+    """Return the one horizon that is set; those that `named` keys set outrank the others.
 
     Raises:
         ConfigError: not exactly one is left, or it is not positive.
     """
-    chosen = {name for name in HORIZONS if f"training.{name}" in named}
-    if any(training[name] is not None for name in chosen):
-        training.update(dict.fromkeys(set(HORIZONS) - chosen))
-    given = {name: training[name] for name in HORIZONS}
-    counting = [(name, length) for name, length in given.items() if length is not None]
+    explicit = {unit for unit in HORIZONS if f"training.{unit}" in named}
+    if any(given[unit] is not None for unit in explicit):
+        given = {unit: given[unit] if unit in explicit else None for unit in HORIZONS}
+    counting = [Horizon(unit, length) for unit, length in given.items() if length is not None]
     if len(counting) != 1:
-        raise ConfigError("training", "must set exactly one of epochs, updates, examples", given)
-    ((name, length),) = counting
-    if length < 1:
-        raise ConfigError(f"training.{name}", "must be at least 1", length)
-    return name, length
+        raise ConfigError("training", "must set exactly one of epochs, updates, examples", dict(given))
+    (horizon,) = counting
+    if horizon.length < 1:
+        raise ConfigError(f"training.{horizon.unit}", "must be at least 1", horizon.length)
+    return horizon
 
 
-def settle_sizes(config: DictConfig, named: Container[str] = ()) -> Batching:
-    """Return how an effective batch is cut; set a size that does not count to null in `config`.
+def sizes_in_force(given: Mapping[str, Any], named: Container[str] = ()) -> dict[str, Any]:
+    """Return the sizes of `accumulation` with null for the defaults that the `named` ones outrank."""
+    sizes = dict(given)
+    present = [name for name in SIZES if sizes[name] is not None]
+    explicit = [name for name in present if f"accumulation.{name}" in named]
+    if explicit:  # defaults fill up to two, the effective batch before the factor
+        defaults = [name for name in present if name not in explicit]
+        sizes.update(dict.fromkeys(defaults[max(0, 2 - len(explicit)) :]))
+    return sizes
 
-    A micro-batch size that is still to be found is taken for the whole of what a replica gets.
+
+def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = ()) -> Batching:
+    """Return how an effective batch is cut by the sizes in force; `replicas` counts those of all workers.
+
+    A micro-batch size that is yet to be searched for is replaced by the largest there can be: the share of a replica.
 
     Raises:
-        ConfigError: the sizes that count do not give one cut.
+        ConfigError: the sizes do not give one cut.
     """
-    sizes = config.accumulation
-    replicas = config.hardware.replicas
-    if replicas > 0:  # else it is refused below
-        replicas *= config.hardware.workers
-    given = [name for name in ("effective_batch_size", "factor", "micro_batch_size") if sizes[name] is not None]
-    explicit = [name for name in given if f"accumulation.{name}" in named]
-    if explicit:  # defaults fill up to two, the effective batch before the factor
-        defaults = [name for name in given if name not in explicit]
-        sizes.update(dict.fromkeys(defaults[max(0, 2 - len(explicit)) :]))
-    if (micro := sizes.micro_batch_size) in SEARCHED:
-        if sizes.factor is not None and (FACTOR in named or sizes.effective_batch_size is not None):
+    effective, factor, micro = (sizes[name] for name in SIZES)
+    if micro in SEARCHED:
+        if factor is not None and (FACTOR in named or effective is not None):
             rule = f"must be null with {MICRO}={micro}, else the effective batch would depend on the machine"
-            raise ConfigError(FACTOR, rule, sizes.factor)
-        if sizes.effective_batch_size is None:
+            raise ConfigError(FACTOR, rule, factor)
+        if effective is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
-        return derive(sizes.effective_batch_size, 1, None, replicas)
-    return derive(sizes.effective_batch_size, sizes.factor, sizes.micro_batch_size, replicas)
+        return derive(effective, 1, None, replicas)
+    return derive(effective, factor, micro, replicas)

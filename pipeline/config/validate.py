@@ -1,66 +1,27 @@
-"""The checks of a config that no type can make, and what is asked of it.
-
-Imports neither TensorFlow nor MLflow: a wrong config is refused in under a second.
-"""
+"""The checks of a composed config that no type can make; they change nothing."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import memory_budget
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import remember
-from pipeline.config import cluster, sizes
-from pipeline.config import objective_nodes as objective
-from pipeline.config.hydra_errors import refusing
+from pipeline.config import objective_nodes, sizes
+from pipeline.config.allow_list import check_allowed
 from pipeline.config.metric_names import NAME_RULE, is_name
+from pipeline.config.plain import leaves, plain
 from pipeline.config.schema import SCHEMA, Config, Mode
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-_PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folder or a URI
-
-
-def register() -> None:
-    """Make the schema and the resolvers known to Hydra. Safe to call again."""
-    ConfigStore.instance().store(name="schema", node=Config)
-    OmegaConf.register_new_resolver("times", _times, replace=True)
-
-
-def _times(a: Any, b: Any) -> int | float:
-    """Return the product of two numbers; text times a number, or digits without end, would fill the memory."""
-    for factor in (a, b):
-        if not (isinstance(factor, float) or (_is_integer(factor) and abs(factor) < 2**63)):
-            raise ConfigError("${times:…}", "must be given numbers", factor)
-    product: int | float = a * b
-    return product
-
-
-def expand_home(config: DictConfig) -> None:
-    """Replace `~` at the start of the store's file and of the data's folder by the home directory, in place."""
-    for key, prefix in (("tracking.uri", "sqlite:///"), ("dataset.data_dir", "")):
-        with suppress(OmegaConfBaseException):  # what has no value is refused later
-            value = OmegaConf.select(config, key)
-            if isinstance(value, str) and value.startswith(f"{prefix}~"):
-                OmegaConf.update(config, key, prefix + os.path.expanduser(value.removeprefix(prefix)))
-
-
-def directory(name: str = "conf") -> str:
-    """Return the packaged folder `conf` or `sweeps`: inside an installed wheel, beside the package in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / name
-    return str(inside if inside.is_dir() else package.parent / name)
 
 
 def _is_integer(value: object) -> bool:
@@ -108,9 +69,9 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),
     "training.class_weight": (
         "null, or a number of at least 0 for each class, a whole number",
-        objective.are_class_weights,
+        objective_nodes.are_class_weights,
     ),
-    "training.loss_weights": ("null, or a number for each output", objective.are_loss_weights),
+    "training.loss_weights": ("null, or a number for each output", objective_nodes.are_loss_weights),
     "dataset.in_memory": ("true, false or auto", lambda value: isinstance(value, bool) or value == "auto"),
     "dataset.shuffle_files": ("true or false", lambda value: isinstance(value, bool)),
     "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
@@ -137,14 +98,8 @@ _CHECKS: dict[str, Check] = {
 _COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.(?!memory$)\w+|dataset\.shuffle_buffer")
 
 
-@refusing()
-def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
-    """Check what one field alone cannot show, and settle defaults that the command line outranks; return the sizes.
-
-    Args:
-        config: the composed config; its `accumulation` and `training` are settled in place, so that what is
-            recorded is what was used.
-        overrides: the command line's overrides. A horizon or a size named there drops the default one.
+def check_form(config: DictConfig) -> None:
+    """Check that every key is there, and that every node that builds something names its target.
 
     Raises:
         ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
@@ -152,17 +107,28 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
     _check_keys(config)
     remember(config.tracking.uri)  # before anything fails to read it
     _check_targets(config)
-    if isinstance(micro := config.accumulation.micro_batch_size, str) and micro.isdecimal():
-        config.accumulation.micro_batch_size = int(micro)  # as it comes out of the environment
+
+
+def check_values(config: DictConfig) -> None:
+    """Check each value by itself.
+
+    Raises:
+        ConfigError: as `check_form`.
+    """
     _check_values(config)
     for key, value in leaves(plain(config)).items():
         if _COUNTING.fullmatch(key) and _is_integer(value) and value > LARGEST:
             raise ConfigError(key, f"must be at most {LARGEST}", value)
         if not is_name(key):
             raise ConfigError(key, f"must be a name that MLflow takes for a param: {NAME_RULE}", key)
-    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    cluster.settle(config, os.environ)
-    sizes.settle_horizon(config.training, named)
+
+
+def check_settings(config: DictConfig) -> None:
+    """Check the store, the files to log, `keep_best`, `start` and `trust`.
+
+    Raises:
+        ConfigError: as `check_form`.
+    """
     uri = config.tracking.uri
     if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
         raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
@@ -173,29 +139,10 @@ def check(config: DictConfig, overrides: Sequence[str] = ()) -> sizes.Batching:
     if config.start.weights_only and config.start.run is None:
         raise ConfigError("start.weights_only", "must come with start.run, whose weights are meant", True)
     check_allowed(config.trust.allow)
-    return sizes.settle_sizes(config, named)
-
-
-def check_allowed(allow: Iterable[str]) -> None:
-    """Refuse an entry of `trust.allow` or `--allow` that is neither a dotted name nor a place for artifacts."""
-    for entry in allow:
-        if not (DOTTED.fullmatch(entry) or _PLACE.fullmatch(entry)):
-            rule = "must list dotted names, such as mypkg.models, and places, such as /folder or https://host/path"
-            raise ConfigError("trust.allow", rule, entry)
-
-
-def allowed_names(allow: Iterable[str]) -> list[str]:
-    """Return the dotted names in `trust.allow`."""
-    return [entry for entry in allow if DOTTED.fullmatch(entry)]
-
-
-def allowed_places(allow: Iterable[str]) -> list[str]:
-    """Return the folders and URIs in `trust.allow`."""
-    return [entry for entry in allow if _PLACE.fullmatch(entry)]
 
 
 def _check_keys(config: DictConfig) -> None:
-    """Refuse keys that `+` added to the schema, those that `~` deleted from it, and those without a value."""
+    """Refuse keys that `+` added to the schema, keys that `~` deleted from it, and keys without a value."""
     given: Any = OmegaConf.to_container(config)
     there = leaves(given)
     # The merge raises for a key that the schema lacks, and brings back one that was deleted.
@@ -206,8 +153,12 @@ def _check_keys(config: DictConfig) -> None:
 
 def _check_targets(config: DictConfig) -> None:
     nodes = {key: config[key] for key in ("dataset", "model", "optimizer", "schedule")}
-    nodes |= {key: node for key, node in objective.by_output(config.training.loss) if node is not None}
-    metrics = [metric for group in objective.METRIC_GROUPS for metric in objective.metrics_of(config.training, group)]
+    nodes |= {key: node for key, node in objective_nodes.by_output(config.training.loss) if node is not None}
+    metrics = [
+        metric
+        for group in objective_nodes.METRIC_GROUPS
+        for metric in objective_nodes.metrics_of(config.training, group)
+    ]
     nodes |= {metric.key: metric.node for metric in metrics}
     nodes |= {f"training.callbacks.{name}": node for name, node in config.training.callbacks.items()}
     if OmegaConf.select(config, "dataset.augment") is not None:
@@ -216,11 +167,11 @@ def _check_targets(config: DictConfig) -> None:
         target = node.get("_target_") if isinstance(node, DictConfig) else node
         if not (isinstance(node, DictConfig) and isinstance(target, str)):
             raise ConfigError(f"{key}._target_", "must be the dotted name of what builds it", target)
-    objective.check_names(metrics)
+    objective_nodes.check_names(metrics)
 
 
 def _check_keep_best(best: DictConfig | None) -> None:
-    """Refuse a metric that no evaluation could have, and one without its mode."""
+    """Refuse a metric that no evaluation could return, and one without its mode."""
     if best is None or (best.metric is None and best.mode is None):
         return
     if best.metric is None or not best.metric.startswith("val/"):
@@ -231,7 +182,7 @@ def _check_keep_best(best: DictConfig | None) -> None:
 
 
 def _check_values(config: DictConfig) -> None:
-    """Check the numbers that are there; of an optimizer that is not Keras' only the learning rate is known."""
+    """Check the values that are given; of an optimizer that is not of Keras only the learning rate is known."""
     of_keras = config.optimizer._target_.startswith("keras.")
     of_optimizer = {f"optimizer.{name}": check for name, check in _OF_KERAS_OPTIMIZERS.items() if of_keras}
     for key, (words, holds) in {**of_optimizer, **_CHECKS}.items():
@@ -239,23 +190,3 @@ def _check_values(config: DictConfig) -> None:
         if value != MISSING and not holds(value):
             shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
             raise ConfigError(key, f"must be {words}", shown)
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """Return the resolved config as plain dicts, lists and scalars."""
-    container: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    return {str(key): value for key, value in container.items()}
-
-
-def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Return every leaf of a plain config under its dotted name; an empty dict or list is a leaf."""
-    if isinstance(node, Mapping) and node:
-        items: Iterable[tuple[Any, Any]] = node.items()
-    elif isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
-        items = enumerate(node)
-    else:
-        return {prefix: node}
-    found: dict[str, Any] = {}
-    for key, value in items:
-        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    return found

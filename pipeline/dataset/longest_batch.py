@@ -6,44 +6,44 @@ from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
-from omegaconf import DictConfig
 
 from pipeline.common.errors import ConfigError
+from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import MICRO
 from pipeline.dataset import batches
 from pipeline.dataset.splits import Data
 
 
-def of_update(config: DictConfig, data: Data, effective_batch_size: int) -> tf.data.Dataset:
+def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
     """Return effective batches without end as the training has them, each as long as its longest one.
 
     Raises:
         ConfigError: which example is the longest is not known.
     """
-    node, examples = config.dataset, _longest(config, data.train, effective_batch_size)
+    node, examples = spec.dataset, _longest(spec, data.train, effective_batch_size)
     if examples is not None:
         data = replace(data, train=examples, shuffled=None)
     return batches.effective_batches(
         node,
         data,
-        seed=config.seed,
+        seed=spec.config.seed,
         effective_batch_size=effective_batch_size,
         epochs=1,
-        class_weight=config.training.class_weight,
+        class_weight=spec.config.training.class_weight,
     ).repeat()
 
 
-def of_evaluation(config: DictConfig, split: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+def of_evaluation(spec: RunSpec, split: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
     """Return one batch of a split that is evaluated, as long as its longest one.
 
     Raises:
         ConfigError: which example is the longest is not known.
     """
-    examples = _longest(config, split, batch_size)
-    return batches.in_order(split if examples is None else examples, batch_size, config.dataset.get("pad")).take(1)
+    examples = _longest(spec, split, batch_size)
+    return batches.in_order(split if examples is None else examples, batch_size, spec.dataset.get("pad")).take(1)
 
 
-def _longest(config: DictConfig, split: tf.data.Dataset, count: int) -> tf.data.Dataset | None:
+def _longest(spec: RunSpec, split: tf.data.Dataset, count: int) -> tf.data.Dataset | None:
     """Return so many copies of the longest examples of a split; None where all are of one size.
 
     With `dataset.pad` an example is the longest where it has the longest of any axis, as a batch is padded to the
@@ -52,10 +52,10 @@ def _longest(config: DictConfig, split: tf.data.Dataset, count: int) -> tf.data.
     specs = tf.nest.flatten(split.element_spec)
     if not any(map(_varies, specs)):
         return None
-    if not config.dataset.get("in_memory", True):
+    if not spec.dataset.get("in_memory", True):
         rule = "must be a number where examples of unequal length are streamed, as the longest is not known before"
-        raise ConfigError(MICRO, rule, config.accumulation.micro_batch_size)
-    padded = config.dataset.get("pad") is not None
+        raise ConfigError(MICRO, rule, spec.config.accumulation.micro_batch_size)
+    padded = spec.dataset.get("pad") is not None
 
     @tf.autograph.experimental.do_not_convert
     def longer(best: tuple[tf.Tensor, tf.Tensor], numbered: tuple[tf.Tensor, Any]) -> tuple[tf.Tensor, tf.Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from pipeline.common.memory_budget import limit, readable
 from pipeline.dataset.splits import Data
@@ -16,27 +17,35 @@ BUFFER = 128 * 2**20  # bytes of examples among which those that are streamed ar
 _SAMPLE = 64  # examples that are read where their size is not known from their shapes
 
 
-def settle(node: DictConfig, data: Data, agreed: Callable[[bool], bool] = bool, processes: int = 1) -> str:
-    """Replace `in_memory: auto` of the `dataset` group by what it is for `data`; return a line that says which.
+def resolve(
+    node: DictConfig, data: Data, agreed: Callable[[bool], bool] = bool, processes: int = 1
+) -> tuple[dict[str, Any], str]:
+    """Decide whether the training split is kept in memory where the `dataset` group has `in_memory: auto`.
 
-    The order of the examples depends on it, so what is recorded is true or false and the size of the buffer. `agreed`
-    returns whether each of several workers says so, of which there are `processes` on this machine.
+    The order of the examples depends on it, so a run records the decision and the size of the buffer.
+
+    Args:
+        node: the `dataset` group.
+        data: that it names.
+        agreed: returns whether something holds for each of several workers.
+        processes: of the run on this machine, which share its memory.
+
+    Returns:
+        The values that replace those of the group, and a line for the user; both are empty where nothing is open.
     """
-    if node.get("in_memory") == "auto":
-        size, part = _example_bytes(data.train), limit() / SHARE / processes
-        with open_dict(node):
-            node.in_memory = agreed(size * data.examples <= part)
-            if not node.in_memory and node.get("shuffle_buffer") is None:
-                node.shuffle_buffer = max(1, min(data.examples, int(BUFFER / size)))
-        what = f"{readable(size * data.examples)} of training examples"
-        if node.in_memory:
-            return f"{what} are kept in memory"
-        buffer = f"shuffled by file and in a buffer of {node.shuffle_buffer} examples"
-        whose = (
-            "a quarter of the memory" if processes == 1 else f"a quarter of the memory, shared by {processes} workers,"
-        )
-        return f"{what} are streamed, as {whose} is {readable(part)}; {buffer}"
-    return ""
+    if node.get("in_memory") != "auto":
+        return {}, ""
+    size, part = _example_bytes(data.train), limit() / SHARE / processes
+    what = f"{readable(size * data.examples)} of training examples"
+    if agreed(size * data.examples <= part):
+        return {"in_memory": True}, f"{what} are kept in memory"
+    buffer = node.get("shuffle_buffer")
+    if buffer is None:
+        buffer = max(1, min(data.examples, int(BUFFER / size)))
+    whose = "a quarter of the memory" if processes == 1 else f"a quarter of the memory, shared by {processes} workers,"
+    how = f"shuffled by file and in a buffer of {buffer} examples"
+    line = f"{what} are streamed, as {whose} is {readable(part)}; {how}"
+    return {"in_memory": False, "shuffle_buffer": buffer}, line
 
 
 def _example_bytes(split: tf.data.Dataset) -> float:

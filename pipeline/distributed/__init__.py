@@ -1,7 +1,7 @@
-"""Several workers train one run; the training itself is TensorFlow's.
+"""Several workers that train one run: they meet, agree on the config, and notice which worker is lost.
 
-In: the run's config and its workers' addresses. Out: workers that have met, agree on the config, and notice who is
-gone.
+In: the spec of a run, with the addresses of its workers. Out: every worker has the chief's spec. The training itself
+is TensorFlow's.
 """
 
 __all__ = ["chief", "worker"]

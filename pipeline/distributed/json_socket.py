@@ -1,4 +1,4 @@
-"""Connections between processes over which one line of JSON is one message; whoever is there may speak."""
+"""Connections between processes: one line of JSON is one message, in either direction at any time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from typing import Any
 LONGEST = 2**24  # bytes of a message
 
 
-class Line:
-    """A connection over which a message is a line."""
+class JsonSocket:
+    """A connection whose messages are lines of JSON.
 
-    said: Mapping[str, Any] = {}
+    Attributes:
+        greeting: the first message of the other side.
+    """
+
+    greeting: Mapping[str, Any] = {}
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
@@ -26,12 +30,12 @@ class Line:
         try:
             self.socket.settimeout(5.0)
             self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # it is gone, or half a line is
+        except OSError:  # the other side is gone, or got half a line
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def read(self, until: float) -> dict[str, Any] | None:
-        """Return the next message; None where the other side is gone, or speaks of something else, or is late."""
+        """Return the next message; None if the other side is gone, sends something else, or is later than `until`."""
         while b"\n" not in self._rest:
             left = until - time.monotonic()
             if left <= 0 or not self._more(None if left == float("inf") else left):
@@ -40,7 +44,7 @@ class Line:
         return _parsed(text)
 
     def received(self, seconds: float = 0.0) -> list[dict[str, Any]] | None:
-        """Return what has come within `seconds`; None where the other side is gone, or speaks of something else."""
+        """Return the messages of the next `seconds`; None if the other side is gone, or sends something else."""
         if b"\n" not in self._rest and readable({0: self}, seconds) and not self._more(1.0):
             return None
         *texts, self._rest = self._rest.split(b"\n")
@@ -48,7 +52,7 @@ class Line:
         return None if None in messages else [message for message in messages if message is not None]
 
     def _more(self, seconds: float | None) -> bool:
-        """Receive more; return whether there was any, and it may still be a message."""
+        """Receive more; return whether there was any, and it is not too long for a message."""
         try:
             self.socket.settimeout(seconds)
             more = self.socket.recv(65536)
@@ -66,10 +70,10 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-def readable(lines: Mapping[int, Line], seconds: float) -> list[int]:
-    """Return those that have something to read, or are gone, within `seconds`."""
+def readable(connections: Mapping[int, JsonSocket], seconds: float) -> list[int]:
+    """Return the connections that have something to read, or are closed, within `seconds`."""
     try:
-        ready, _, _ = select.select([line.socket for line in lines.values()], [], [], seconds)
+        ready, _, _ = select.select([each.socket for each in connections.values()], [], [], seconds)
     except (OSError, ValueError):  # one was closed, perhaps meanwhile
-        return [index for index, line in lines.items() if line.socket.fileno() < 0]
-    return [index for index, line in lines.items() if line.socket in ready]
+        return [index for index, each in connections.items() if each.socket.fileno() < 0]
+    return [index for index, each in connections.items() if each.socket in ready]

@@ -1,34 +1,36 @@
-"""Which of several workers lets the others wait.
+"""Which of several workers the others wait for.
 
-TensorFlow sees a process that is killed or stopped, and not one that hangs. It has a time limit for a sum over all, for
-which it lets a thread sleep that long for each sum of each update: thousands of them within seconds.
+TensorFlow notices a worker that is killed or stopped, but not one that hangs. Its time limit for an all-reduce costs a
+sleeping thread for each reduction of each update: thousands within seconds. So the workers tell each other how many
+all-reduces they were ready for; the lowest count names the straggler.
 """
 
 from __future__ import annotations
 
 import time
 
-BEGINS = 600.0  # seconds for its first two: a store may be slow, and TensorFlow compiles
-HANGS = 90.0  # seconds that a worker may let the others wait for its part of a sum
+STARTUP_TIMEOUT = 600.0  # seconds for the first two all-reduces: a store may be slow, and TensorFlow compiles
+TIMEOUT = 90.0  # seconds that a worker may keep the others waiting for its part of an all-reduce
 
 
-class Lag:
-    """Knows of so many workers how many sums each had ready for the others, and since when one is behind."""
+class ReductionCounts:
+    """The number of all-reduces that each of `workers` was ready for, and since when one of them is behind."""
 
     def __init__(self, workers: int):
         self._counts, self._since = [0] * workers, time.monotonic()
 
     def note(self, worker: int, count: int) -> None:
+        """Note that `worker` was ready for `count` all-reduces."""
         if self._counts[worker] == count:
             return
         least, even = min(self._counts), min(self._counts) == max(self._counts)
         self._counts[worker] = count
-        if even or min(self._counts) > least:  # waiting begins, or who was waited for is here
+        if even or min(self._counts) > least:  # the waiting begins, or the last worker has caught up
             self._since = time.monotonic()
 
-    def late(self) -> int | None:
-        """Return the worker that the others have waited for too long; None where there is none."""
+    def straggler(self) -> int | None:
+        """Return the worker that has kept the others waiting for too long; None if there is none."""
         least = min(self._counts)
-        begins = least < 2  # an update may take two sums
-        waiting = least < max(self._counts) and time.monotonic() - self._since > (BEGINS if begins else HANGS)
+        timeout = STARTUP_TIMEOUT if least < 2 else TIMEOUT  # an update may take two all-reduces
+        waiting = least < max(self._counts) and time.monotonic() - self._since > timeout
         return self._counts.index(least) if waiting else None

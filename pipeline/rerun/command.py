@@ -19,7 +19,9 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line, printable, say
 from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config import former_names, hydra_errors, sizes
-from pipeline.config import validate as configuration
+from pipeline.config.allow_list import allowed_names
+from pipeline.config.plain import leaves, plain
+from pipeline.config.resolve import resolve
 from pipeline.config.schema import SCHEMA
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
 from pipeline.rerun.request import Request, in_folder, parsed
@@ -119,7 +121,7 @@ class Rerun:
             say(f"  left out: {key}, a {target}: it writes files, which --allow {target} allows")
         # The store's address is the user's own, and an experiment's name is masked in the store as well.
         passed = ("tracking.", *(f"{key}." for key in deleted))
-        for key, value in configuration.leaves(config).items():
+        for key, value in leaves(config).items():
             if isinstance(value, str) and HIDDEN in value and not f"{key}.".startswith(passed):
                 raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
         with imports.without_chatter():
@@ -147,7 +149,7 @@ class Rerun:
     def _train(self, config: dict[str, Any]) -> str | None:
         """Train by the config; return the new run's ID, or None with --dry."""
         from pipeline.config import compose
-        from pipeline.run import run as job
+        from pipeline.run import run
 
         run_ids: list[str] = []
         command = " ".join(["pipeline rerun", self.run_id, *map(mask, self.request.overrides)])
@@ -155,14 +157,14 @@ class Rerun:
 
         def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
             with strict(self.gate):
-                with hydra_errors.refusing():  # once more: a link of the record led somewhere
-                    check_config(configuration.plain(composed), self.gate, imports=False)
+                with hydra_errors.as_config_error():  # once more: a link of the record led somewhere
+                    check_config(plain(composed), self.gate, imports=False)
                 if (size := composed.accumulation.micro_batch_size) in sizes.SEARCHED:
                     raise ConfigError(sizes.MICRO, "must be a number: a rerun does what the record says", size)
                 if self.request.dry:
                     self._check_without_running(composed, overrides)
                     return 0.0
-                run_id, loss = job.run(composed, overrides, run_dir, tags=tags, check_dataset=self._check_dataset)
+                run_id, loss = run.run(composed, overrides, run_dir, tags=tags, check_dataset=self._check_dataset)
             run_ids.append(run_id)
             return loss
 
@@ -184,13 +186,13 @@ class Rerun:
 
     def _check_without_running(self, config: DictConfig, overrides: Sequence[str]) -> None:
         """Say all that can be said without running: the config's errors, and whether the data are the record's."""
-        cut = configuration.check(config, overrides)
-        fork.of(config, cut, self.gate.run_dir)
+        spec = resolve(config, overrides)
+        fork.of(spec, self.gate.run_dir)
         with imports.without_chatter():
             from pipeline.dataset import load
 
             try:
-                self._check_dataset(provenance.dataset(load.load(config.dataset, prepare=False)))
+                self._check_dataset(provenance.dataset(load.load(spec.dataset, prepare=False)))
             except ConfigError as error:
                 say(f"  differs: {error}")
 
@@ -222,7 +224,7 @@ def _gate(request: Request, own: DictConfig) -> Gate:
     return Gate(
         _run_dir(request),
         None if data_dir is None else Path(str(data_dir)).absolute(),
-        configuration.allowed_names(own.trust.allow),
+        allowed_names(own.trust.allow),
         own.tracking.uri,
         downloads=request.values.get("dataset.download") is True,
         start=any(key.split(".")[0] == "start" for key in request.values),

@@ -14,6 +14,7 @@ import yaml
 
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.config import former_names
+from pipeline.config.plain import LINK
 from pipeline.config.schema import SCHEMA
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
@@ -135,7 +136,7 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collecti
     eligible = {
         key: link
         for key, link in links.items()
-        if provenance.LINK.fullmatch(link) and not _touches(key, changed)
+        if LINK.fullmatch(link) and not _touches(key, changed)
         if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
     }
     followed = set(changed)

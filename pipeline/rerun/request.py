@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 
 from pipeline.common.errors import Parser
 from pipeline.config import compose, hydra_errors
-from pipeline.config import validate as configuration
+from pipeline.config.packaged import directory
 
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
 
@@ -44,11 +44,11 @@ class Request:
     @property
     def folders(self) -> list[str]:
         """Return the folders with config groups, the package's first."""
-        return [configuration.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
+        return [directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
 
     @cached_property
     def parsed(self) -> list[Override]:
-        with hydra_errors.refusing(self.overrides, self.folders):
+        with hydra_errors.as_config_error(self.overrides, self.folders):
             return OverridesParser.create().parse_overrides(self.overrides)
 
     @cached_property

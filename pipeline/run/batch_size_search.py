@@ -1,13 +1,13 @@
-"""`accumulation.micro_batch_size=auto`: the largest micro-batch that fits into memory, or the fastest, found by trying.
+"""`accumulation.micro_batch_size=auto`: search for the largest micro-batch that fits into memory, or for the fastest.
 
-    whole share ─► powers of two ─► between ─► [powers below, timed] ─► remembered for (config, machine, versions)
+    share of a replica ─► powers of two ─► sizes between ─► [powers below, timed] ─► cached
 
-Imports no TensorFlow: each try is a process of its own, whose death means that it does not fit.
+The result is cached for (config, machine, versions). Imports no TensorFlow: each trial is a process of its own, whose
+death means that the size does not fit.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -23,24 +23,24 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common import disk_cache, imports, memory_budget
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.memory_budget import MARGIN
 from pipeline.common.secrets import mask
-from pipeline.config import validate as configuration
-from pipeline.config.sizes import MICRO, Batching
+from pipeline.config.plain import leaves
+from pipeline.config.resolve import RunSpec
+from pipeline.config.sizes import MICRO
 from pipeline.tracking import provenance
 
-ALIKE = 0.98  # of the best speed is as good: the smaller micro-batch is taken
-SLOWER = 0.9  # of the best speed, twice: still smaller ones are not timed
-SILENCE = 5.0  # seconds of waiting for another process, before it is said
+ALIKE = 0.98  # of the best speed counts as equal: the smaller micro-batch is taken
+SLOWER = 0.9  # of the best speed, twice in a row: smaller ones are not timed
+SILENCE = 5.0  # seconds of waiting for another process until a line says so
 COLUMNS = ("micro_batch_size", "factor", "fits", "peak_memory_bytes", "update_seconds", "examples_per_second", "why")
 TABLE = "micro_batch_sizes.json"
 TAG = "micro_batch_size.found"
 
-Try = Callable[[int, bool], dict[str, Any]]  # a micro-batch size, and whether its updates are timed
+Trial = Callable[[int, bool], dict[str, Any]]  # of a micro-batch size, and whether its updates are timed
 
 
 @dataclass(frozen=True)
@@ -48,47 +48,45 @@ class Found:
     """A micro-batch size that was found.
 
     Attributes:
+        spec: of the run, with that size.
         how: in words, for a tag.
-        tries: a row each, of `COLUMNS`.
+        tries: a row of `COLUMNS` for each trial.
     """
 
-    micro_batch_size: int
+    spec: RunSpec
     how: str
     tries: Sequence[Sequence[Any]]
 
 
-def settle(config: DictConfig, cut: Batching, processes: int = 1) -> Found:
-    """Replace the micro-batch size that is to be found by the one that is.
+def search(spec: RunSpec) -> Found:
+    """Search for the micro-batch size of a run.
 
-    What was found for this config on this machine is remembered; who looks for the same meanwhile waits for it.
-
-    Args:
-        config: checked.
-        cut: as its check returned it.
-        processes: of the run on this machine, which share its memory.
+    The result is cached for this config on this machine; processes that search for the same wait for each other.
 
     Raises:
         ConfigError: not even one example fits, or the longest example cannot be known, or the config is wrong.
     """
-    asked = config.accumulation.micro_batch_size
-    budget = {"resident": memory_budget.limit() // processes, "address_space": memory_budget.address_space()}
-    if config.hardware.memory is not None:
-        budget["resident"] = memory_budget.parsed(config.hardware.memory)
-    file = disk_cache.place("micro_batch_size", json.dumps(_identity(config, cut, budget), sort_keys=True))
-    with _alone(file):
+    memory = spec.config.hardware.memory
+    budget = {
+        "resident": memory_budget.limit() // spec.workers_on_machine,
+        "address_space": memory_budget.address_space(),
+    }
+    if memory is not None:
+        budget["resident"] = memory_budget.parsed(memory)
+    file = disk_cache.place("micro_batch_size", json.dumps(_identity(spec, budget), sort_keys=True))
+    with _locked(file):
         entry = disk_cache.recall(file)
         if entry:
             say(f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})")
         else:
-            entry = _found(config, cut, asked, budget)
+            entry = _found(spec, budget)
             disk_cache.remember(file, entry)
-    config.accumulation.micro_batch_size = entry["micro_batch_size"]
-    return Found(**entry)
+    return Found(spec.with_micro_batch(entry["micro_batch_size"]), entry["how"], entry["tries"])
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Let no two processes look for the same at once; where there is no place for a lock they do."""
+def _locked(file: Path) -> Iterator[None]:
+    """Let no two processes search for the same at once, if a lock file can be written."""
     lock = FileLock(f"{file}.lock")
     with suppress(OSError, NotImplementedError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,14 +101,16 @@ def _alone(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _found(config: DictConfig, cut: Batching, asked: str, budget: dict[str, Any]) -> dict[str, Any]:
+def _found(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
+    """Search, and return what is cached: the size, how it was found, and the trials."""
+    cut, asked, memory = spec.batching, spec.config.accumulation.micro_batch_size, spec.config.hardware.memory
     limit = min(filter(None, budget.values()))
     say(f"{MICRO}={asked}: trying what fits into {MARGIN:.0%} of {memory_budget.readable(limit)}, or into the GPU")
     tries: list[list[Any]] = []
-    with _probing(config, cut, {name: value and MARGIN * value for name, value in budget.items()}) as probe:
+    with _trials(spec, {name: value and MARGIN * value for name, value in budget.items()}) as trial:
 
         def attempt(size: int, timed: bool) -> dict[str, Any]:
-            answer = probe(size, timed)
+            answer = trial(size, timed)
             fits, seconds = "why" not in answer, answer.get("update") if timed else None
             why = mask(answer.get("why", ""))
             factor, rate = cut.of(size).factor, cut.effective_batch_size / seconds if seconds else None
@@ -122,10 +122,9 @@ def _found(config: DictConfig, cut: Batching, asked: str, budget: dict[str, Any]
 
         size = largest(cut.share, lambda size: "why" not in attempt(size, False))
         if size is None:
-            given = config.hardware.memory
-            key, rule = ("hardware.memory", "must be enough for") if given else (MICRO, "must find room for")
+            key, rule = ("hardware.memory", "must be enough for") if memory else (MICRO, "must find room for")
             rule = f"{rule} a micro-batch of one example, which does not fit ({tries[-1][-1]})"
-            raise ConfigError(key, rule, given or asked)
+            raise ConfigError(key, rule, memory or asked)
         how = f"the largest of at most {cut.share} that fits"
         if asked == "auto_fastest":
             size, how = fastest(size, cut.share, lambda size: attempt(size, True)), "the fastest that fits"
@@ -138,9 +137,10 @@ def balanced(share: int, size: int) -> int:
 
 
 def largest(share: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest micro-batch of up to `share` examples that fits; None where not even one example does.
+    """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does.
 
-    Whatever is smaller than what fits, fits. Of the sizes that cut `share` into as many pieces the smallest counts.
+    A size that is smaller than one that fits is taken to fit. Of all sizes that cut `share` into the same number of
+    pieces only the smallest is tried.
     """
     if fits(share):
         return share
@@ -154,7 +154,7 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the last of `sizes`, which ascend, that fits, by halving them."""
+    """Return the last of the ascending `sizes` that fits, by bisection."""
     low, high = 0, len(sizes)  # those before `low` fit, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
@@ -165,32 +165,32 @@ def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> int:
     """Return the fastest micro-batch of up to `most` examples, which fit: `most`, or a power of two below.
 
-    Of those that are about as fast it is the smallest.
+    Of sizes that are about equally fast it is the smallest.
     """
     sizes = sorted({balanced(share, 2**power) for power in range(most.bit_length())} | {most}, reverse=True)
     rates: dict[int, float] = {}
     for size in (size for size in sizes if size <= most):
-        if (rate := attempt(size)["rate"]) is not None:  # beside its timed updates there may be too little memory
+        if (rate := attempt(size)["rate"]) is not None:  # timed updates may need more memory
             rates[size] = rate
         if len(rates) > 2 and all(rate < SLOWER * max(rates.values()) for rate in [*rates.values()][-2:]):
             break
     return min((size for size in rates if rates[size] >= ALIKE * max(rates.values())), default=most)
 
 
-def _identity(config: DictConfig, cut: Batching, budget: dict[str, Any]) -> dict[str, Any]:
-    """Return what the answer depends on.
+def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that the result depends on.
 
-    Of an optimizer's numbers it is whether they are 0: without momentum there is no velocity in memory.
+    Of an optimizer's numbers only whether they are 0 matters: without momentum there is no velocity in memory.
     """
-    given = configuration.plain(config)
+    given = spec.resolved
     numbers = {key: bool(value) for key, value in given["optimizer"].items() if isinstance(value, int | float)}
     hardware = {key: value for key, value in given["hardware"].items() if key not in ("parallel_jobs", "gpus_per_job")}
     training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
     surroundings = provenance.environment(Path())
     machine = ("python", "processor", "processors", "driver", "package", "packages")
     return {
-        "asked": config.accumulation.micro_batch_size,
-        "effective_batch_size": cut.effective_batch_size,
+        "asked": given["accumulation"]["micro_batch_size"],
+        "effective_batch_size": spec.batching.effective_batch_size,
         "budget": budget,
         **{key: given[key] for key in ("dataset", "model")},
         "hardware": {**hardware, "gpus": [] if given["hardware"]["device"] == "cpu" else _gpus(surroundings["gpus"])},
@@ -198,12 +198,12 @@ def _identity(config: DictConfig, cut: Batching, budget: dict[str, Any]) -> dict
         "training": {key: given["training"][key] for key in training},
         "noise_every": given["tracking"]["noise_every"],
         "machine": {key: surroundings[key] for key in machine},
-        "code": _own_code([value for key, value in configuration.leaves(given).items() if key.endswith("_target_")]),
+        "code": _own_code([value for key, value in leaves(given).items() if key.endswith("_target_")]),
     }
 
 
 def _gpus(names: Sequence[str]) -> Sequence[str]:
-    """Return the names of the GPUs that this process may use, of those of the machine."""
+    """Return the names of the GPUs that this process may use, from the `names` of all GPUs of the machine."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None or not names:
         return names
@@ -216,7 +216,7 @@ def _gpus(names: Sequence[str]) -> Sequence[str]:
 
 
 def _own_code(targets: Sequence[str]) -> str:
-    """Return a SHA-256 of the user's modules that define the `targets`, and of all beside them."""
+    """Return a SHA-256 of the user's modules that define the `targets`, and of the other files of their folders."""
     found = hashlib.sha256()
     for name in sorted({target.partition(".")[0] for target in targets} - {"pipeline", "keras", "tensorflow"}):
         spec = importlib.util.find_spec(name)
@@ -232,7 +232,7 @@ def _own_code(targets: Sequence[str]) -> str:
 
 
 @contextmanager
-def _probing(config: DictConfig, cut: Batching, budget: dict[str, Any]) -> Iterator[Try]:
+def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
     """Yield a function that tries a micro-batch size, in a fork of a process that has imported TensorFlow."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
@@ -243,15 +243,15 @@ def _probing(config: DictConfig, cut: Batching, budget: dict[str, Any]) -> Itera
             stderr=said,
             env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which ends that one and its forks
+            start_new_session=True,  # Ctrl-C interrupts this process alone, which ends that one and its forks
         ) as process,
     ):
         questions, answers = process.stdin, process.stdout
         assert questions is not None
         assert answers is not None
 
-        def probe(size: int, timed: bool) -> dict[str, Any]:
-            asked = {"cut": dataclasses.asdict(cut.of(size)), "timed": timed}
+        def trial(size: int, timed: bool) -> dict[str, Any]:
+            asked = {"micro_batch_size": size, "timed": timed}
             with suppress(BrokenPipeError):
                 print(json.dumps(asked), file=questions, flush=True)
             line = answers.readline()
@@ -269,10 +269,10 @@ def _probing(config: DictConfig, cut: Batching, budget: dict[str, Any]) -> Itera
             return answer
 
         try:
-            opening = {"config": OmegaConf.to_yaml(config, resolve=True), "budget": budget}
+            opening = {"spec": spec.to_text(), "budget": budget}
             with suppress(BrokenPipeError):
                 print(json.dumps(opening), file=questions, flush=True)
-            yield probe
+            yield trial
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             with suppress(OSError):  # what it has not read

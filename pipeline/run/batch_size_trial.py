@@ -1,6 +1,6 @@
-"""The process that tries micro-batch sizes: it imports TensorFlow once, and each try is a fork of it, which may die.
+"""The process that tries micro-batch sizes: it imports TensorFlow once, and each trial is a fork of it, which may die.
 
-It reads a line of JSON with the config and the budget, then one for each try, which it answers with a line.
+It reads a line of JSON with the spec and the budget, then a line for each trial, which it answers with a line.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, cause, described
 from pipeline.common.memory_budget import MARGIN
-from pipeline.config import validate as configuration
-from pipeline.config.schema import Config
-from pipeline.config.sizes import Batching
+from pipeline.config import resolve
+from pipeline.config.resolve import RunSpec
 
 with imports.without_chatter():
     import keras
@@ -38,43 +37,40 @@ with imports.without_chatter():
     from pipeline.training import loop, recorder  # noqa: F401  what a run has loaded
     from pipeline.training.evaluator import evaluator
 
-POLL = 0.01  # seconds between two looks at the memory of a try
-STILL = 300.0  # seconds in which a try that lives does something
-LEAST, SECONDS = 3, 1.0  # updates that are timed, and for how long, at least
+POLL = 0.01  # seconds between two measurements of the memory of a trial
+STILL = 300.0  # seconds without CPU time after which a trial counts as stuck
+LEAST, SECONDS = 3, 1.0  # the least number of updates that are timed, and for how long at least
 
 
 def main() -> None:
-    """Answer until nothing more is asked."""
+    """Answer questions until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the user's code prints is no answer
+    os.dup2(2, 1)  # what the user's code prints is not an answer
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
-    configuration.register()
     opening = json.loads(sys.stdin.readline())
-    config: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(opening["config"]))
+    spec = resolve.from_text(opening["spec"])
     for line in sys.stdin:
         asked = json.loads(line)
-        found = _tried(config, Batching(**asked["cut"]), asked["timed"], **opening["budget"])
+        of_size = replace(spec, batching=spec.batching.of(asked["micro_batch_size"]))
+        found = _run_fork(of_size, asked["timed"], **opening["budget"])
         print(json.dumps(found), file=answers, flush=True)
 
 
-def _tried(
-    config: DictConfig, cut: Batching, timed: bool, resident: float, address_space: float | None
-) -> dict[str, Any]:
-    """Try a cut in a fork of this process; return what it has found, with `why` where it does not fit.
+def _run_fork(spec: RunSpec, timed: bool, resident: float, address_space: float | None) -> dict[str, Any]:
+    """Try the cut of a spec in a fork of this process; return its measurements, with `why` if it does not fit.
 
     Args:
-        config: of the run.
-        cut: that is tried.
-        timed: whether whole updates are timed too.
-        resident: bytes that may be resident, and
-        address_space: bytes of address space that may be had, if there is a limit: where it computes on a CPU.
+        spec: of the run.
+        timed: whether updates are timed too.
+        resident: limit of resident memory in bytes, on a CPU.
+        address_space: limit of the address space in bytes, on a CPU; None if there is none.
     """
     began, parent = time.monotonic(), os.getppid()
     answers, theirs = multiprocessing.Pipe(duplex=False)
-    process: Any = multiprocessing.get_context("fork").Process(target=_try, args=(config, cut, timed, theirs))
+    process: Any = multiprocessing.get_context("fork").Process(target=_try, args=(spec, timed, theirs))
     process.start()
     theirs.close()
-    # The libraries that a new process would have loaded count for a fork only once it has used them.
+    # A new process would have loaded all libraries; in a fork they count only once it has used them.
     unused = max(0, psutil.Process().memory_info().rss - psutil.Process(process.pid).memory_info().rss)
     found: dict[str, Any] = {}
     done, at = 0.0, began
@@ -91,12 +87,12 @@ def _tried(
                 process.kill()
                 found["why"] = f"it stood still for {STILL:.0f} s"
         except psutil.Error:
-            pass  # it has just ended: what it has said is still to be read
-        except EOFError:  # it is dead
+            pass  # it has just ended: its answer is still to be read
+        except EOFError:  # it has died
             process.join()
             status = process.exitcode
             found["why"] = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        if os.getppid() != parent:  # who asked is dead
+        if os.getppid() != parent:  # the process that asks is dead
             process.kill()
             sys.exit(1)
     process.join()
@@ -107,46 +103,48 @@ def _tried(
     return {**found, "took": time.monotonic() - began}
 
 
-def _try(config: DictConfig, cut: Batching, timed: bool, answers: Connection) -> None:
-    """Be the process that tries a cut."""
+def _try(spec: RunSpec, timed: bool, answers: Connection) -> None:
+    """Try the cut of a spec in this process, which ends."""
     try:
-        answers.send_bytes(json.dumps({"on_gpu": devices.uses_gpu(config.hardware)}).encode())
-        found = _measured(config, cut, timed)
+        answers.send_bytes(json.dumps({"on_gpu": devices.uses_gpu(spec.config.hardware)}).encode())
+        found = _measured(spec, timed)
     except BaseException as error:
-        found = _told(error)
+        found = _failure(error)
     answers.send_bytes(json.dumps(found).encode())
-    os._exit(0)  # nothing that this process has begun is waited for
+    os._exit(0)  # without waiting for its threads
 
 
-def _measured(config: DictConfig, cut: Batching, timed: bool) -> dict[str, Any]:
-    """Do what a run does that takes memory, with the longest examples; return its peak, and the seconds of an update.
+def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
+    """Do all that takes memory in a run, with the longest examples; return the peak, and the seconds of an update.
 
-    What is not timed is not done to its end: two micro-batches on each replica take as much memory as more do, but for
-    the sparse gradients of an embedding, which grow with the rows that are looked up.
+    An update that is not timed is shortened: two micro-batches on each replica take as much memory as more do, except
+    for the sparse gradients of an embedding, which grow with the rows that are looked up.
     """
-    parts = assembly.assemble(config, cut)
+    parts, cut = assembly.assemble(spec), spec.batching
     update, count = parts.update(), cut.effective_batch_size
     sparse = any(isinstance(layer, keras.layers.Embedding) for layer in layers_of(parts.model))
     some = count if timed or sparse else 2 * cut.micro_batch_size * cut.replicas
-    batches = iter(longest_batch.of_update(config, parts.data, count))
+    batches = iter(longest_batch.of_update(parts.spec, parts.data, count))
     step = tf.function(update, autograph=False, reduce_retracing=True)
     copies: list[Any] = []
     seconds: list[float] = []
     while len(seconds) < (LEAST if timed else 1) or (timed and sum(seconds) < SECONDS):
-        whole = next(batches)  # the one before is held meanwhile, for another try
+        full = next(batches)  # while the one before is still held, as a run holds it for a retry
         began = time.monotonic()
-        batch = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:some], whole)
+        batch = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:some], full)
         step(batch)["loss"].numpy()
         if copies:  # the first update was traced
             seconds.append(time.monotonic() - began)
             continue
         for name in parts.data.splits.keys() - {"train"}:
-            evaluated = longest_batch.of_evaluation(config, parts.data.splits[name], count)
+            evaluated = longest_batch.of_evaluation(parts.spec, parts.data.splits[name], count)
             evaluator(parts.evaluation(), evaluated, name, _does_not_fit)()
         variables = (*parts.model.variables, *update.optimizer.variables)
-        copies += [np.array(variable) for variable in variables * 2]  # a checkpoint, which is read back once written
-    peak = devices.peak_memory(parts.machine)
-    if parts.machine.on_gpu:  # whose budget only TensorFlow knows: once more, with the margin taken
+        copies += [
+            np.array(variable) for variable in variables * 2
+        ]  # a checkpoint, which is read back once it is written
+    peak = devices.peak_memory(parts.devices)
+    if parts.devices.on_gpu:  # its budget only TensorFlow knows: try again with the margin allocated
         margins = []
         for gpu in tf.config.list_logical_devices("GPU"):
             with tf.device(gpu.name):
@@ -159,13 +157,13 @@ def _does_not_fit(name: str, size: int) -> None:
     raise MemoryError(f"the {name} split")
 
 
-def _told(error: BaseException) -> dict[str, Any]:
-    """Return why a cut does not fit; or what is wrong with the config, whatever the cut."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, MemoryError | tf.errors.ResourceExhaustedError):
-            return {"why": cause(behind)}
-        behind = behind.__cause__ or behind.__context__
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Return why a cut does not fit; or what is wrong with the config for any cut."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, MemoryError | tf.errors.ResourceExhaustedError):
+            return {"why": cause(link)}
+        link = link.__cause__ or link.__context__
     if not isinstance(error, ConfigError):
         rule = f"must be a number, as the update that is tried fails ({described(error)})"
         error = ConfigError("accumulation.micro_batch_size", rule)

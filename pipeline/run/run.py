@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,228 +22,243 @@ from pipeline.common import imports
 from pipeline.common.errors import NotShippedError, first_line, say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Interruption, Terminated
-from pipeline.config import cluster, sizes
-from pipeline.config import validate as configuration
-from pipeline.config.sizes import Batching
+from pipeline.config import sizes
+from pipeline.config.plain import leaves
+from pipeline.config.resolve import RunSpec
 from pipeline.distributed import chief, worker
-from pipeline.distributed.chief import Others
+from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
 from pipeline.run.batch_size_search import Found
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
-from pipeline.tracking.tracker import HALVED, Tracker
+from pipeline.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # importing these takes seconds, in which the store is opened
     from pipeline.accumulation import Update
     from pipeline.components.assembly import Parts
     from pipeline.training.recorder import Recorder
 
+CheckDataset = Callable[[dict[str, Any]], None]
+
 
 def run(
-    config: DictConfig,
+    composed: DictConfig,
     overrides: Sequence[str],
     run_dir: Path,
     *,
     tags: Mapping[str, str] = MappingProxyType({}),
-    check_dataset: Callable[[dict[str, Any]], None] | None = None,
+    check_dataset: CheckDataset | None = None,
     resume: bool = False,
 ) -> tuple[str, float]:
-    """Train what `config` says and record it.
+    """Train by a config and record it.
 
     Args:
-        config: composed; not yet checked.
+        composed: the config, as Hydra composed it.
         overrides: of the command line.
-        run_dir: of this run; exists. It stays as it is when the config is refused.
-        tags: of the run, beside its own.
-        check_dataset: takes what `provenance.dataset` says of the data, and may refuse it.
-        resume: go on with the run in `run_dir`. With `training.resume=auto` that is done where there is one.
+        run_dir: of this run; exists. It stays as it is if the config is refused.
+        tags: of the run, in addition to its own.
+        check_dataset: takes the record of the data, as `provenance.dataset` returns it, and may refuse it.
+        resume: continue the run in `run_dir`. With `training.resume=auto` that is done if there is one.
 
     Returns:
-        The run's ID in MLflow, and its last loss: of the validation split where there is one.
+        The run's ID in MLflow, and its last loss: of the validation split if there is one.
 
     Raises:
         ConfigError: the config is wrong; nothing was created.
-        NotShippedError: it trained, but the store has not got all of it.
+        NotShippedError: it trained, but the store did not get all of it.
     """
-    with Interruption().listening() as interruption, ExitStack() as stack:
-        cut = chief.checked(config, overrides)
-        team = cluster.of(config, os.environ)
-        if team is not None and not team.is_chief:
-            worker.take_part(team, config)
+    with Interruption().listening() as interruption:
+        spec = chief.resolve_together(composed, overrides)
+        if spec.workers is not None and not spec.workers.is_chief:
+            worker.run(spec)
             return "", math.inf
-        others = stack.enter_context(chief.Others(team, config))
-        before = resume_rules.of(run_dir, config, cut, required=resume)
-        if before is not None and before.finished:
-            return before.run_id, _finished(before, config, others)
-        start = _start(config, cut, run_dir, before)
-        # Opens the store while TensorFlow is imported.
-        tracking = config.tracking
-        journal = Journal(
-            tracking.uri,
-            tracking.experiment,
-            patience=tracking.patience,
-            when_unreachable=tracking.when_unreachable.name,
-        )
-        try:
-            found = None
-            if searching := config.accumulation.micro_batch_size in sizes.SEARCHED:
-                journal.ready()  # what takes minutes is not for nothing
-                found = batch_size_search.settle(config, cut, 1 if team is None else team.on_machine)
-                overrides = [f"{sizes.MICRO}={found.micro_batch_size}" if _is_micro(o) else o for o in overrides]
-            cut = sizes.settle_sizes(config)
-            others.start(config, run_dir)
-            with imports.without_chatter():
-                from pipeline.components import assembly
-
-            first = 0 if start is None else start.update
-            check_data = check_dataset if before is None else before.check_dataset
-            others.gather(config, run_dir, start)
-            with others.blamed():
-                parts = assembly.assemble(config, cut, check_data, first, team)
-            others.arrived = parts.machine.arrived
-            update = parts.update()
+        with Chief(spec.workers) as workers:
+            before = resume_rules.of(run_dir, spec, required=resume)
             if before is not None:
-                before.check(update, parts.plan)
-            if isinstance(start, Fork):
-                start.check(update, parts.plan)
-            if not searching:
-                journal.ready()
-        except BaseException:
-            journal.abandon()
-            if before is not None:
-                before.past.close()
-            raise
-        tracker = Tracker(journal, run_dir, parts.plan, parts.files)
-        begin = _Begin(overrides, tags, before, start, found)
-        loss = _train(parts, update, tracker, begin, interruption, others)
-    uri = config.tracking.uri
+                if before.finished:
+                    return before.run_id, _finished(before, workers)
+                spec, check_dataset = before.spec, before.check_dataset
+            start = _start(spec, run_dir, before)
+            journal = _open(spec)  # while TensorFlow is imported
+            with _abandoning(journal, before):
+                found = _search(spec, journal)
+                spec = spec if found is None else found.spec
+                parts = _gather(spec, run_dir, start, check_dataset, workers)
+                update = parts.update()
+                _check(update, parts, before, start)
+                if found is None:
+                    journal.ready()
+            tracker = Tracker(journal, run_dir, parts.plan, parts.files)
+            loss = _train(parts, update, tracker, _Beginning(tags, before, start, found), interruption, workers)
+    uri = spec.config.tracking.uri
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
     return tracker.run_id, loss
 
 
-def _is_micro(override: str) -> bool:
-    return override.lstrip("+").startswith(f"{sizes.MICRO}=")
-
-
-def _finished(before: Continuation, config: DictConfig, others: Others) -> float:
-    """Say that nothing is left to train, and ship what the store has not got of it; return the last loss."""
+def _finished(before: Continuation, workers: Chief) -> float:
+    """Print that nothing is left to train, and ship what the store has not got; return the last loss."""
     before.past.close()
     say(f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train")
-    others.dismiss()
-    last = before.past.last
+    workers.dismiss()
+    last, tracking = before.past.last, before.spec.config.tracking
     loss = last.get("val/loss", last.get("train/loss", math.inf))
-    if sync_run(str(before.run_dir), config.tracking.uri, config.tracking.patience, named=False):
+    if sync_run(str(before.run_dir), tracking.uri, tracking.patience, named=False):
         raise NotShippedError(_unshipped(before.run_dir), loss)
     return loss
 
 
-def _start(config: DictConfig, cut: Batching, run_dir: Path, before: Continuation | None) -> Checkpoint | Fork | None:
-    """Return what is there before the first update of this process; None where a run begins at its beginning."""
+def _start(spec: RunSpec, run_dir: Path, before: Continuation | None) -> Checkpoint | Fork | None:
+    """Return the checkpoint that the training starts from; None if it starts from the first update."""
     if before is None:
-        return fork.of(config, cut, run_dir)
+        return fork.of(spec, run_dir)
     if before.checkpoint is not None:
         return before.checkpoint
     try:
-        return fork.of(config, cut, run_dir, before.past.start["tags"].get(fork.UPDATE))
+        return fork.of(spec, run_dir, before.past.start["tags"].get(fork.UPDATE))
     except BaseException:
         before.past.close()
         raise
 
 
-@dataclass(frozen=True)
-class _Begin:
-    """What a run begins with, or goes on with."""
+def _open(spec: RunSpec) -> Journal:
+    tracking = spec.config.tracking
+    return Journal(
+        tracking.uri,
+        tracking.experiment,
+        patience=tracking.patience,
+        when_unreachable=tracking.when_unreachable.name,
+    )
 
-    overrides: Sequence[str]
+
+@contextmanager
+def _abandoning(journal: Journal, before: Continuation | None) -> Iterator[None]:
+    """Leave no trace of a run that is refused before it begins."""
+    try:
+        yield
+    except BaseException:
+        journal.abandon()
+        if before is not None:
+            before.past.close()
+        raise
+
+
+def _search(spec: RunSpec, journal: Journal) -> Found | None:
+    """Search for the micro-batch size, if that is asked for."""
+    if not spec.searches:
+        return None
+    journal.ready()  # before: the search takes minutes, which a store that refuses the run would waste
+    return batch_size_search.search(spec)
+
+
+def _gather(
+    spec: RunSpec,
+    run_dir: Path,
+    start: Checkpoint | Fork | None,
+    check_dataset: CheckDataset | None,
+    workers: Chief,
+) -> Parts:
+    """Gather all workers, and assemble the parts of the run together with them."""
+    workers.start(spec, run_dir)
+    with imports.without_chatter():
+        from pipeline.components import assembly
+
+    workers.gather(spec, run_dir, start)
+    with workers.as_worker_error():
+        parts = assembly.assemble(spec, check_dataset, 0 if start is None else start.update)
+    workers.reductions_ready = parts.devices.reductions_ready
+    return parts
+
+
+def _check(update: Update, parts: Parts, before: Continuation | None, start: Checkpoint | Fork | None) -> None:
+    """Refuse a checkpoint that does not fit the model or the horizon."""
+    if before is not None:
+        before.check(update, parts.plan)
+    if isinstance(start, Fork):
+        start.check(update, parts.plan)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What a run begins with.
+
+    Attributes:
+        tags: in addition to the run's own.
+        before: the run that is resumed; None for a new one.
+        start: the checkpoint that the training starts from.
+        found: the micro-batch size that was searched for.
+    """
+
     tags: Mapping[str, str]
     before: Continuation | None
     start: Checkpoint | Fork | None
     found: Found | None
 
     def link(self, tracker: Tracker) -> None:
-        """Name the run in the one that it begins with."""
+        """Name the run in the one whose checkpoint it starts from."""
         if isinstance(self.start, Fork) and self.start.run_id:
             tracker.journal.write({"fork_of": self.start.run_id})
 
-    def __call__(self, tracker: Tracker, parts: Parts) -> None:
-        """Create the run, or go on with it, and say which."""
-        config, data = parts.config, (parts.data, parts.recorded_data)
-        segment = provenance.segment(0 if self.start is None else self.start.update, parts.plan.batching, config)
+    def begin(self, tracker: Tracker, parts: Parts) -> None:
+        """Create the run, or continue it, and print which."""
+        spec, callbacks = parts.spec, parts.objective.callbacks
+        record = provenance.segment(0 if self.start is None else self.start.update, spec), spec
+        data = parts.data, parts.recorded_data
         if self.before is None:
             dependent = {
                 "model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none",
                 "model.cut_dependent_noise": ", ".join(parts.cut_dependent_noise()) or "none",
             }
             forked = self.start.tags if isinstance(self.start, Fork) else {}
-            tags = {**dependent, **forked, **self.tags}
-            tracker.start(segment, config, self.overrides, *data, parts.model, tags)
-            say(f"{parts.machine.description}; {parts.plan}", *parts.said, *parts.of_the_cut())
+            tracker.start(*record, *data, parts.model, {**dependent, **forked, **self.tags})
+            lines = [*parts.notes, *parts.differences_from_large_batch()]
         else:
-            tracker.resume(self.before.past, segment, config, self.overrides, *data)
-            say(f"{parts.machine.description}; {parts.plan}", *self.before.said(parts.objective.callbacks))
+            tracker.resume(self.before.past, *record, *data)
+            lines = self.before.said(callbacks)
+        say(f"{parts.devices.description}; {parts.plan}", *lines)
         if self.found is not None:
             tracker.table(batch_size_search.TABLE, batch_size_search.COLUMNS, self.found.tries)
             tracker.journal.write({"tags": {batch_size_search.TAG: self.found.how}})
         if isinstance(self.start, Fork):
-            say(*self.start.said(parts.objective.callbacks))
+            say(*self.start.said(callbacks))
         self.link(tracker)
-        run = f"MLflow run {tracker.run_id} in {mask(config.tracking.uri)}" if tracker.run_id else "no MLflow run yet"
+        where = mask(spec.config.tracking.uri)
+        run = f"MLflow run {tracker.run_id} in {where}" if tracker.run_id else "no MLflow run yet"
         say(f"run directory {tracker.run_dir}", run)
+
+    def continue_cuts(self, recorder: Recorder) -> None:
+        """Let a resumed run count the micro-steps of updates that were cut smaller.
+
+        From here on it is cut by the config again: the memory may no longer be short.
+        """
+        if self.before is not None and (cuts := sizes.recorded_cuts(self.before.past.tags)):
+            done = max([self.before.update, *self.before.past.updates])
+            recorder.cut(recorder.plan.after(cuts, done))
 
 
 def _train(
-    parts: Parts, update: Update, tracker: Tracker, begin: _Begin, interruption: Interruption, others: Others
+    parts: Parts,
+    update: Update,
+    tracker: Tracker,
+    beginning: _Beginning,
+    interruption: Interruption,
+    workers: Chief,
 ) -> float:
-    """Train, from the first update or a checkpoint on, and close the run; return its last loss."""
-    from pipeline.checkpoints.files import Checkpoints
-    from pipeline.components import devices
-    from pipeline.dataset import bad_example
-    from pipeline.training import loop
-    from pipeline.training.oom_retry import Smaller
-    from pipeline.training.progress import Progress
-    from pipeline.training.recorder import Recorder
+    """Begin the run, train, and close the run; return its last loss."""
+    from pipeline.components import fitting
 
-    config, plan = parts.config, parts.plan
-    recorder = Recorder(
-        tracker,
-        plan,
-        config.tracking.log_every,
-        lambda: devices.peak_memory(parts.machine),
-        Progress(plan.updates),
-        skips=config.hardware.precision.name == "mixed_float16",
-    )
-    checkpoints = Checkpoints(tracker.run_dir / "checkpoints", config.training.checkpoint_every, plan)
-    with _closing(tracker, recorder) as unshipped, checkpoints:
-        begin(tracker, parts)
-        if begin.before is not None and (cuts := begin.before.past.tags.get(HALVED)):
-            # From here on as the config says again: what the memory was short of may be gone.
-            recorder.cut(plan.after(cuts, max([begin.before.update, *begin.before.past.updates])))
+    recorder = fitting.recorder(parts, tracker)
+    with _closing(tracker, recorder) as unshipped, fitting.checkpoints(parts, tracker.run_dir) as checkpoints:
+        beginning.begin(tracker, parts)
+        beginning.continue_cuts(recorder)
         recorder.restart_clock()
-        with others.blamed(), bad_example.located(parts.data, parts.files), interruption.between_updates():
-            changed = parts.changed()
-            loss = loop.train(
-                parts.model,
-                parts.batches,
-                update,
-                plan,
-                recorder,
-                evaluate=parts.evaluate("validation", tracker.evaluation_halved, changed),
-                test=parts.evaluate("test", tracker.evaluation_halved, changed),
-                evaluate_every=config.training.evaluate_every,
-                callbacks=parts.objective.callbacks,
-                checkpoints=checkpoints,
-                start=begin.start,
-                best=parts.best,
-                smaller=Smaller(update, changed, parts.batches.element_spec, tries=parts.machine.workers == 1),
-                agreed=parts.machine.agree,
-                stop=interruption.asked,
-            )
+        with workers.as_worker_error(), interruption.between_updates():
+            loss = fitting.fit(parts, update, recorder, checkpoints, beginning.start, tracker, interruption.asked)
         recorder.progress.close()
         tracker.check_files()
-        begin.link(tracker)  # once more: two runs that begin at one moment may have written over each other
-        if config.tracking.log_model:
+        beginning.link(tracker)  # again: two runs that begin at one moment may have overwritten each other's link
+        if parts.spec.config.tracking.log_model:
             _log_model(parts, tracker)
     if unshipped:
         raise NotShippedError(unshipped[0], loss)
@@ -253,9 +267,9 @@ def _train(
 
 @contextmanager
 def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
-    """Close the run as FINISHED, FAILED or KILLED, with all that it had logged; one that never began needs none.
+    """Close the run as FINISHED, FAILED or KILLED, with all that it has logged.
 
-    Yield a list, which afterwards has a line where a run that finished is not wholly in the store.
+    Yield a list, which afterwards has a line if the run has finished but the store did not get all of it.
     """
     unshipped: list[str] = []
     try:
@@ -263,7 +277,7 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
     except BaseException as error:
         killed = isinstance(error, KeyboardInterrupt | Terminated)
         failure = "".join(traceback.format_exception_only(error)).strip()
-        with suppress(Exception):  # no second failure, such as of a device that is gone, hides the first
+        with suppress(Exception):  # a second failure, such as of a lost device, must not hide the first
             recorder.fetch()
         say(*_end(tracker, recorder, "KILLED" if killed else "FAILED", failure))
         raise
@@ -271,7 +285,7 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
 
 
 def _end(tracker: Tracker, recorder: Recorder, status: str, failure: str | None = None) -> list[str]:
-    """Close the run; return a line that says what to do where something could not be shipped."""
+    """Close the run if it has begun; return a line that says what to do if something could not be shipped."""
     recorder.progress.close()
     try:
         why = tracker.end(status, failure) if tracker.begun else None
@@ -288,7 +302,7 @@ def _unshipped(run_dir: Path, why: str = "") -> str:
 def _log_model(parts: Parts, tracker: Tracker) -> None:
     from pipeline.tracking import logged_model
 
-    tracking = parts.config.tracking
+    spec, tracking = parts.spec, parts.spec.config.tracking
     if not tracker.reaches_store():
         tracker.journal.write({"tags": {"model.not_logged": "the store was away"}})
         say("the model was not logged, as the store is away: its weights are in the last checkpoint")
@@ -296,11 +310,10 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
     try:
         code = tracking.code
         if code is None:
-            leaves = configuration.leaves(configuration.plain(parts.config))
-            targets = [str(value) for key, value in leaves.items() if key.endswith("_target_")]
+            targets = [str(value) for key, value in leaves(spec.resolved).items() if key.endswith("_target_")]
             code = logged_model.own_code(parts.model, targets)
         logged_model.log(tracking.uri, tracker.experiment_id, tracker.run_id, parts.model, parts.example(), code)
-    except Exception as error:  # the training is done and recorded: a model that cannot be saved does not undo it
+    except Exception as error:  # the run is trained and recorded all the same
         first = first_line(error)
         tracker.journal.write({"tags": {"model.not_logged": mask(first)}})
         say(f"the model was not logged: {first}")

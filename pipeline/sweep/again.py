@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import validate as configuration
+from pipeline.config.allow_list import allowed_names
+from pipeline.config.plain import leaves
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
@@ -77,7 +78,7 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
             for key, value in _values(text):
                 _put(values, key.split("."), value)
         data_dir = OmegaConf.select(own, "dataset.data_dir")
-        names = configuration.allowed_names(own.trust.allow)
+        names = allowed_names(own.trust.allow)
         gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), names)
         check_config(values, gate, imports="_target_" in str(values))
     except ConfigError as error:
@@ -112,7 +113,7 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
     else:
         for alternative in alternatives:
-            _check_leaves(configuration.leaves(alternative, key.replace("/", ".")), text)
+            _check_leaves(leaves(alternative, key.replace("/", ".")), text)
         if not override.is_delete():
             yield key.replace("/", "."), alternatives if override.is_sweep_override() else alternatives[0]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pipeline.config import validate as configuration
+from pipeline.config.packaged import directory
 
 
 def sweep_files() -> dict[str, Path]:
     """Return the sweep files by name; those of the working directory come before those of the package."""
-    folders = [Path(configuration.directory("sweeps")), Path("sweeps").absolute()]
+    folders = [Path(directory("sweeps")), Path("sweeps").absolute()]
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 

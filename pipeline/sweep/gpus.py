@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from omegaconf import DictConfig
-
 from pipeline.common.errors import ConfigError, say
 from pipeline.config import cluster
+from pipeline.config.schema import HardwareConfig
 
 LOCKED = "PIPELINE_GPUS"  # environment variable of a job: the GPUs that it has locked
 DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 
 
-def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]]:
+def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[str]]:
     """Return one entry for each job that may run at once: the GPUs of that job.
 
     There are `at_once` of them at most; by default one a GPU, or one where there is no GPU.
@@ -37,7 +36,7 @@ def slots(hardware: Sequence[DictConfig], at_once: int | None) -> list[list[str]
     return [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)][:at_once]
 
 
-def per_job(hardware: Sequence[DictConfig]) -> int:
+def per_job(hardware: Sequence[HardwareConfig]) -> int:
     """Return how many GPUs a job may use: the most that one of them asks for."""
     here = not cluster.is_named(os.environ)  # else each worker has GPUs of its own
     asking = [h for h in hardware if h.device.name != "cpu"]

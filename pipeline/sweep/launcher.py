@@ -22,8 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pipeline.checkpoints.run_dirs import by_id
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.common.secrets import mask
-from pipeline.config import validate as configuration
-from pipeline.config.sizes import Batching
+from pipeline.config.plain import leaves
+from pipeline.config.resolve import RunSpec, resolve
+from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import parent_run
 from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
@@ -73,7 +74,7 @@ class SweepLauncher(Launcher):
 
     def plan(
         self, job_overrides: Sequence[Sequence[str]], first: int
-    ) -> tuple[list[parent_run.PlannedJob], list[str], list[DictConfig]]:
+    ) -> tuple[list[parent_run.PlannedJob], list[str], list[HardwareConfig]]:
         """Compose and check every job, numbered from `first` on: a wrong one is refused before any job starts.
 
         Return the jobs, the config keys in which they differ, and each job's `hardware`.
@@ -91,12 +92,12 @@ class SweepLauncher(Launcher):
         keys = dict.fromkeys(key for job in values for key in job)
         varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
         differing = [{key: job[key] for key in varied if key in job} for job in values]
-        sizes = [cut.effective_batch_size for _, cut in composed]
+        sizes = [spec.batching.effective_batch_size for spec in composed]
         names = parent_run.names_of(differing, sizes, first)
         jobs = [parent_run.PlannedJob(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)]
-        return jobs, varied, [config.hardware for config, _ in composed]
+        return jobs, varied, [spec.config.hardware for spec in composed]
 
-    def _composed(self, overrides: Sequence[str]) -> tuple[DictConfig, Batching]:
+    def _composed(self, overrides: Sequence[str]) -> RunSpec:
         config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         before = HydraConfig.instance().cfg
         try:
@@ -107,11 +108,11 @@ class SweepLauncher(Launcher):
                 HydraConfig.instance().set_config(config)
                 config.pop("hydra")
                 _refuse_secrets(config)
-                return config, configuration.check(config, overrides)
+                return resolve(config, overrides)
         finally:
             HydraConfig.instance().cfg = before
 
-    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
         """Return one entry for each job that may run at once, the GPUs of that job; begin what a job will need."""
         return [[]]
 
@@ -200,7 +201,7 @@ class BasicLauncher(SweepLauncher):
 
     interval = 0.0
 
-    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
         if any(each.workers != 1 for each in hardware):  # TensorFlow joins others once in a process
             raise ConfigError("hydra/launcher", "must not be basic with several workers", "basic")
         return super()._slots(hardware)
@@ -230,7 +231,7 @@ def completed_with(loss: float) -> JobReturn:
 
 def _refuse_secrets(config: DictConfig) -> None:
     """Refuse a config with a secret: Hydra and submitit write it into files."""
-    for key, value in configuration.leaves(OmegaConf.to_container(config, resolve=False)).items():
+    for key, value in leaves(OmegaConf.to_container(config, resolve=False)).items():
         if isinstance(value, str) and mask(value) != value:
             rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}: it holds a secret"
             raise ConfigError(key, rule, value)

@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.signals import Terminated
+from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.sweep.launcher import GRACE, SweepLauncher
@@ -60,7 +61,7 @@ class LocalLauncher(SweepLauncher):
                         process.kill()
             raise
 
-    def _slots(self, hardware: Sequence[DictConfig]) -> list[list[str]]:
+    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
         slots = gpus_of_machine.slots(hardware, self.config.hardware.parallel_jobs)
         if "forkserver" in self._methods:
             multiprocessing.set_forkserver_preload(["pipeline.sweep.warm"])

@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import validate as configuration
+from pipeline.config.allow_list import allowed_places
+from pipeline.config.compose import session
 from pipeline.sweep import again, description, heartbeat
 from pipeline.sweep.mlflow_view import LONGEST_TAG
 from pipeline.tracking.foreign_store import ForeignStore, listed
@@ -125,21 +126,20 @@ class ParentRun(SweepRecord):
 
 NOTE = "sweep.json"  # in the sweep's folder
 _notes: list[TextIO] = []  # those of this process, which are locked while they are open
-current: ParentRun | None = None  # the sweep that `begin` began in this process
 
 
 def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
-    """Note `jobs`, which differ in the config keys `varied`, and return the sweep of this process.
+    """Note `jobs`, which differ in the config keys `varied`, and return the sweep of this session.
 
     On the first call its parent run is created, or taken up again; `config` is what all jobs share, and Hydra's.
     """
-    global current
-    if current is not None:
-        current.plan(jobs, varied)
-        return current
+    here = session()
+    if here.sweep is not None:
+        here.sweep.plan(jobs, varied)
+        return here.sweep
     file = config.hydra.job.config_name
     name = MULTIRUN if file == "config" else file
-    current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
+    here.sweep = current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
     current.varied, current.metrics = list(varied), [str(metric) for metric in config.training.metrics]
     current.plan(jobs, varied)
     heartbeat.beat(current.client(), current.run_id, current.closed)
@@ -182,13 +182,6 @@ def _note_here(parent: ParentRun) -> None:
     file.flush()
 
 
-def take() -> ParentRun | None:
-    """Return the sweep that `begin` began in this process, once."""
-    global current
-    taken, current = current, None
-    return taken
-
-
 def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
     """Return a unique name for each job by what differs, such as `factor=8 batch=256`.
 
@@ -227,7 +220,7 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
     }
     client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()])
     say(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs")
-    places = tuple(configuration.allowed_places([run.info.artifact_uri]))  # the user's own store has just chosen it
+    places = tuple(allowed_places([run.info.artifact_uri]))  # the user's own store has just chosen it
     return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, places)
 
 

@@ -22,7 +22,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext
 
 from pipeline.common.errors import ConfigError, say
-from pipeline.sweep import parent_run
+from pipeline.config.compose import session
 
 DIGITS = 4  # of a number that is tried: enough for a learning rate, and short enough for a name
 
@@ -68,8 +68,8 @@ class SearchSweeper(Sweeper):
         loss, overrides = min(tried)
         best = [text for text, of in zip(overrides, space.values(), strict=True) if of.is_sweep_override()]
         say(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}")
-        if parent_run.current is not None:
-            parent_run.current.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))
+        if (parent := session().sweep) is not None:
+            parent.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))
 
 
 def _choose(trial: Any, override: Override) -> str:

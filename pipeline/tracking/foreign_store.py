@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.config import validate as configuration
+from pipeline.config.allow_list import allowed_places, check_allowed
 from pipeline.trust import artifact_locations
 
 _MOST = 50_000  # runs that are looked through
@@ -37,10 +37,10 @@ class ForeignStore:
         """
         from pipeline.tracking.store import Store
 
-        configuration.check_allowed(allow)
+        check_allowed(allow)
         if Store(uri).is_new():
             raise ConfigError("tracking.uri", "must be a store that exists", uri)
-        return cls(uri, tuple(configuration.allowed_places(allow)))
+        return cls(uri, tuple(allowed_places(allow)))
 
     def client(self) -> Any:
         """Return MLflow's client of the store."""

@@ -17,23 +17,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from pipeline import __version__
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import mask
-from pipeline.config.validate import directory, leaves, plain
+from pipeline.config.packaged import directory
+from pipeline.config.plain import leaves
 from pipeline.dataset.checksums import Files
 
 if TYPE_CHECKING:
-    from pipeline.config.sizes import Batching
+    from pipeline.config.resolve import RunSpec
     from pipeline.dataset.splits import Data
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
 AT_ONCE = 1024  # examples that are read at a time
-# What a link of a record may say: `${another.key}`, or the product of two such, or of one and a number.
-_TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
-LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock")
 INTERRUPTION = ("resume", "checkpoint_every")  # of `training`
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
@@ -53,15 +49,6 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
     return hashlib.sha256((text.replace(run_dir, "RUN_DIR") if run_dir else text).encode()).hexdigest()
 
 
-def links(config: DictConfig) -> dict[str, str]:
-    """Return which other keys each value of the config refers to, by dotted name, as it was written."""
-    written = leaves(OmegaConf.to_container(config, resolve=False))
-    for key, entry in list(written.items()):
-        if isinstance(entry, list):
-            written |= {f"{key}.{number}": part for number, part in enumerate(entry)}
-    return {key: entry for key, entry in written.items() if isinstance(entry, str) and LINK.fullmatch(entry)}
-
-
 def environment(run_dir: Path) -> dict[str, Any]:
     """Describe the interpreter, the machine, the code, every installed distribution, and where the run lies."""
     installed = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
@@ -77,17 +64,11 @@ def environment(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def segment(after: int, cut: Batching, config: DictConfig) -> dict[str, Any]:
-    """Describe what may change where a run is resumed.
-
-    Args:
-        after: completed updates before it.
-        cut: how an effective batch is cut.
-        config: of the run.
-    """
-    hardware = {key: str(value) for key, value in leaves(plain(config)["hardware"]).items()}
+def segment(after: int, spec: RunSpec) -> dict[str, Any]:
+    """Describe what may change when a run is resumed; `after` is the number of updates completed before."""
+    hardware = {key: str(value) for key, value in leaves(spec.resolved["hardware"]).items()}
     versions = {name: metadata.version(name) for name in ("tensorflow", "keras", "numpy")}
-    return {"after": after, "cut": asdict(cut), "hardware": hardware, "versions": versions}
+    return {"after": after, "cut": asdict(spec.batching), "hardware": hardware, "versions": versions}
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -9,12 +9,13 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask, masked
 from pipeline.common.signals import Terminated
-from pipeline.config import validate as configuration
+from pipeline.config.plain import leaves
+from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Plan
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
     from pipeline.dataset.splits import Data
     from pipeline.training.best_evaluation import Best
-
-
-HALVED = "micro_batch_size.halved"  # the tag that says when an update was cut how, where one did not fit into memory
 
 
 class Tracker:
@@ -55,46 +53,44 @@ class Tracker:
     def start(
         self,
         segment: Mapping[str, Any],
-        config: DictConfig,
-        overrides: Sequence[str],
+        spec: RunSpec,
         data: Data,
         dataset: dict[str, Any],
         model: keras.Model,
         tags: Mapping[str, str],
     ) -> None:
         """Create the run with its params, tags, inputs and the artifacts that are known before it starts."""
-        resolved = masked(configuration.plain(config))
-        leaves = configuration.leaves(resolved)
-        params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in leaves.items()}
+        resolved, tracking = spec.recorded, spec.config.tracking
+        values = leaves(resolved).items()
+        params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
         sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
         derived = {
             **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
             "derived.updates": self.plan.updates,
             "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
         }
-        sweep = config.tracking.sweep
-        place = {"mlflow.parentRunId": sweep, "sweep": sweep, "sweep.job": config.tracking.job or ""} if sweep else {}
+        sweep = tracking.sweep
+        place = {"mlflow.parentRunId": sweep, "sweep": sweep, "sweep.job": tracking.job or ""} if sweep else {}
         config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
         run = {
             "experiment": resolved["tracking"]["experiment"],
             "name": resolved["tracking"]["run_name"] or f"{data.name} {model.name} {self.plan.batching}",
             "params": params | derived,
             "tags": {**provenance.origin(), "config.hash": config_hash, **place, **tags},
-            "system_metrics": config.tracking.system_metrics,
+            "system_metrics": tracking.system_metrics,
             "segment": dict(segment),
         }
         # The dataset's name and tags may hold a secret as well as the config.
         answer = self.journal.start(self.run_dir / NAME, masked(run))
         self.begun = True
         self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
-        self._describe(config, resolved, overrides, data, dataset)
+        self._describe(spec, data, dataset)
 
     def resume(
         self,
         past: Past,
         segment: Mapping[str, Any],
-        config: DictConfig,
-        overrides: Sequence[str],
+        spec: RunSpec,
         data: Data,
         dataset: dict[str, Any],
     ) -> None:
@@ -103,7 +99,7 @@ class Tracker:
         Args:
             past: of the journal.
             segment: what `provenance.segment` says of what follows.
-            config, overrides, data, dataset: as `start` takes them.
+            spec, data, dataset: as `start` takes them.
         """
         self._updates, self._evaluations = past.updates, past.evaluations
         self._tests, self._best = past.tests, past.best
@@ -111,7 +107,7 @@ class Tracker:
         self.begun = True
         self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
         if not past.described:
-            self._describe(config, masked(configuration.plain(config)), overrides, data, dataset)
+            self._describe(spec, data, dataset)
         elif dataset["files"]:  # which the run may not have had yet
             self._artifact(DESCRIBED, json.dumps(dataset, indent=1) + "\n")
         segments = [past.start["segment"], *past.resumed, segment]
@@ -140,7 +136,7 @@ class Tracker:
     def cut(self, plan: Plan) -> None:
         """Go on with a plan that is cut otherwise than before, and write when it was cut how."""
         self.plan = plan
-        self.journal.write({"tags": {HALVED: plan.cuts}})
+        self.journal.write({"tags": plan.tags})
 
     def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
         """Write that a split is evaluated in micro-batches of this size from now on, as larger ones did not fit."""
@@ -203,23 +199,16 @@ class Tracker:
             self.journal.write({"tags": {"failure": mask(failure)[:5000]}})
         return self.journal.close(status)
 
-    def _describe(
-        self,
-        config: DictConfig,
-        resolved: Mapping[str, Any],
-        overrides: Sequence[str],
-        data: Data,
-        dataset: dict[str, Any],
-    ) -> None:
+    def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
         """Log the inputs and the artifacts that are known before a run trains; `DESCRIBED` is the last."""
         for name, split in data.splits.items():
             context = {"train": "training"}.get(name, name)
             self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
         surroundings = provenance.environment(self.run_dir)
         texts = {
-            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(dict(resolved))),
-            "links.json": json.dumps(provenance.links(config), indent=1) + "\n",
-            "overrides.yaml": OmegaConf.to_yaml(masked(list(overrides))),
+            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
+            "links.json": json.dumps(spec.links, indent=1) + "\n",
+            "overrides.yaml": OmegaConf.to_yaml(masked(list(spec.overrides))),
             "environment.json": json.dumps(surroundings, indent=1) + "\n",
         }
         if surroundings["git"].get("clean") is False:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hydra.utils import get_object
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.config.validate import DOTTED
+from pipeline.config.allow_list import DOTTED
 
 BUILDERS = {
     "pipeline.dataset.augmentation.Flip",

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import DictConfig, open_dict
 
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, Parser, described, refused, say
 from pipeline.common.secrets import mask
-from pipeline.config import cluster, sizes
-from pipeline.config import validate as configuration
-from pipeline.config.cluster import Cluster
+from pipeline.config import sizes
 from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
-from pipeline.config.sizes import Batching
+from pipeline.config.plain import leaves
+from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 
 if TYPE_CHECKING:
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
-COARSE = 1e-2  # relative: a bound above it shows little
+COARSE = 1e-2  # relative: a comparison with a larger bound shows little
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -39,24 +36,24 @@ def verify(arguments: Sequence[str]) -> int:
     parser = Parser(prog="pipeline verify", description=verify.__doc__, allow_abbrev=False)
     parser.add_argument("--log", action="store_true", help="keep the certificate in MLflow")
     options, given = parser.parse_known_args(list(arguments))
-    config = compose.composed([*given, "hardware.precision=float64"])
-    cut = chief.checked(config, given)
-    if (size := config.accumulation.micro_batch_size) in sizes.SEARCHED:
+    spec = chief.resolve_together(compose.composed([*given, "hardware.precision=float64"]), given)
+    if spec.searches:
+        size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, "must be a number: what is verified is that cut, in float64", size)
-    team = cluster.of(config, os.environ)
-    if team is not None and not team.is_chief:
-        worker.take_part(team, config, COMPARE)
+    if spec.workers is not None and not spec.workers.is_chief:
+        worker.run(spec, COMPARE)
         return 0
     with imports.without_chatter():
         from pipeline.verify import engine, layers
 
-    with tempfile.TemporaryDirectory() as folder, chief.Others(team, config) as others:
-        others.start(config, Path(folder), COMPARE)
-        others.gather(config, Path(folder), None)
-        with others.blamed():
-            parts, left_out = _assembled(config, cut, given, team)
-            others.arrived = parts.machine.arrived
-            say(f"{parts.machine.description}; {cut}", to=sys.stdout)
+    cut = spec.batching
+    with tempfile.TemporaryDirectory() as folder, chief.Chief(spec.workers) as workers:
+        workers.start(spec, Path(folder), COMPARE)
+        workers.gather(spec, Path(folder), None)
+        with workers.as_worker_error():
+            parts, left_out = _assembled(spec, given)
+            workers.reductions_ready = parts.devices.reductions_ready
+            say(f"{parts.devices.description}; {cut}", to=sys.stdout)
             for key in left_out:
                 say(f"not compared, as it does not run in float64: {key}", to=sys.stdout)
             update = parts.update()
@@ -81,30 +78,30 @@ def verify(arguments: Sequence[str]) -> int:
     verdict = "equal within rounding" if holds else f"different; at fault is {why}"
     say(f"an update by {one_piece} and one of the whole batch are {verdict}", to=sys.stdout)
     if options.log:
-        _log(config, [engine.certificate(findings) for findings in compared], holds, verdict)
+        _log(spec, [engine.certificate(findings) for findings in compared], holds, verdict)
     return 0 if holds else DIFFERENT
 
 
 def compare(parts: Parts, *_: Any) -> None:
-    """Compare as the chief does, and say nothing: the part of another worker."""
+    """Compare as the chief does, and print nothing: the task of the other workers."""
     _compared(parts, parts.update(), *_shown(parts))
 
 
 def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
-    """Return a whole effective batch and a tail, and a batch of the validation split where there is one."""
+    """Return an effective batch and a tail; and a batch of the validation split, if there is one."""
     from pipeline.verify import engine
 
-    whole = next(iter(parts.whole_batches()))
-    tail = engine.shortened(whole, parts.plan.batch_size(parts.plan.updates_per_epoch))
+    batch = next(iter(parts.effective_batches()))
+    tail = engine.shortened(batch, parts.plan.batch_size(parts.plan.updates_per_epoch))
     batches = parts.evaluation_batches()
     validation = [] if batches is None else list(batches.take(1))
-    return [*{engine.examples(batch): batch for batch in (whole, tail)}.values()], validation
+    return [*{engine.examples(batch): batch for batch in (batch, tail)}.values()], validation
 
 
 def _compared(
     parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]
 ) -> tuple[list[list[Finding]], list[list[Finding]], list[str]]:
-    """Return what was found of updates and of evaluations, and the layers whose noise was off."""
+    """Return the findings of updates and of evaluations, and the layers whose noise was turned off."""
     from pipeline.verify import engine, layers
 
     computing = refused("model", "must compute an update in float64, in which it is verified", parts.model.name)
@@ -114,17 +111,15 @@ def _compared(
     return compared, evaluated, quiet
 
 
-def _assembled(
-    config: DictConfig, cut: Batching, given: Sequence[str], team: Cluster | None
-) -> tuple[Parts, list[str]]:
-    """Return the parts without the metrics that do not run in float64, and the keys of these.
+def _assembled(spec: RunSpec, given: Sequence[str]) -> tuple[Parts, list[str]]:
+    """Return the parts without the metrics that do not run in float64, and the keys of these metrics.
 
     Args:
-        config: with float64 for its precision; such metrics are removed from it.
+        spec: in float64.
         given: the command line, with the user's precision.
 
     Raises:
-        ConfigError: the config is wrong, or something else of it does not run in float64.
+        ConfigError: the config is wrong, or something else in it does not run in float64.
     """
     from pipeline.components import assembly
     from pipeline.config import compose
@@ -132,35 +127,34 @@ def _assembled(
     left_out: list[str] = []
     while True:
         try:
-            return assembly.assemble(config, cut, lambda _: None, 0, team), left_out
+            return assembly.assemble(spec, lambda _: None), left_out
         except ConfigError as error:
-            if team is not None:
+            if spec.workers is not None:
                 raise  # they would have to try again together
-            own = compose.composed(given)
-            own_cut = configuration.check(own, given)
+            own = resolve(compose.composed(given), given)
             for key in left_out:
-                _without_metric(own, key)
-            assembly.assemble(own, own_cut, lambda _: None)  # raises what is wrong in any precision
-            if _without_metric(config, error.key):
+                own = _without_metric(own, key) or own
+            assembly.assemble(own, lambda _: None)  # raises errors that do not depend on the precision
+            if (without := _without_metric(spec, error.key)) is not None:
+                spec = without
                 left_out.append(error.key)
                 continue
             cause = described(error.__cause__) if error.__cause__ else error.rule
             raise ConfigError(error.key, f"must run in float64, in which it is verified ({cause})") from error
 
 
-def _without_metric(config: DictConfig, key: str) -> bool:
-    """Remove the metric that stands at `key`; return whether there was one."""
+def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
+    """Return the spec without the metric at `key`; None if there is no metric."""
     for group in METRIC_GROUPS:
-        for metric in metrics_of(config.training, group):
+        for metric in metrics_of(spec.config.training, group):
             if metric.key == key:
-                nodes = config.training[group]
-                with open_dict(nodes):
-                    of_output = nodes if metric.output is None else nodes[metric.output]
-                    del of_output[metric.name]
-                    if not of_output and metric.output is not None:
-                        del nodes[metric.output]
-                return True
-    return False
+                nodes = deepcopy(spec.resolved["training"][group])
+                of_output = nodes if metric.output is None else nodes[metric.output]
+                del of_output[metric.name]
+                if not of_output and metric.output is not None:
+                    del nodes[metric.output]
+                return spec.changed({f"training.{group}": nodes})
+    return None
 
 
 def _table(findings: Sequence[Any], examples: int) -> list[str]:
@@ -175,17 +169,18 @@ def _table(findings: Sequence[Any], examples: int) -> list[str]:
     ]
 
 
-def _log(config: Any, certificate: list[Any], holds: bool, verdict: str) -> None:
+def _log(spec: RunSpec, certificate: list[Any], holds: bool, verdict: str) -> None:
     """Log the certificate as a run of its own."""
     from pipeline.tracking.store import Store
 
-    store = Store(config.tracking.uri)
+    tracking = spec.config.tracking
+    store = Store(tracking.uri)
     client = store.client()
-    run = client.create_run(store.experiment(config.tracking.experiment), run_name="verify", tags={"verify": verdict})
+    run = client.create_run(store.experiment(tracking.experiment), run_name="verify", tags={"verify": verdict})
     run_id = run.info.run_id
     status = "FAILED"
     try:
-        for key, value in configuration.leaves(configuration.plain(config)).items():
+        for key, value in leaves(spec.resolved).items():
             client.log_param(run_id, key, mask(str(value))[:6000])  # MLflow takes no more
         apart = max(found["apart"] for findings in certificate for found in findings)
         client.log_metric(run_id, "verify/apart", apart)
@@ -193,4 +188,4 @@ def _log(config: Any, certificate: list[Any], holds: bool, verdict: str) -> None
         status = "FINISHED" if holds else "FAILED"
     finally:
         client.set_terminated(run_id, status)
-    say(f"MLflow run {run_id} in {mask(config.tracking.uri)}", to=sys.stdout)
+    say(f"MLflow run {run_id} in {mask(tracking.uri)}", to=sys.stdout)

@@ -17,6 +17,7 @@ from pipeline.accumulation.evaluation import Evaluation
 from pipeline.accumulation.update import Update, accumulate_gradients
 from pipeline.components import optimizer as optimizers
 from pipeline.config.compose import composed
+from pipeline.config.resolve import resolve
 from pipeline.training.evaluator import evaluator
 
 # One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
@@ -234,7 +235,7 @@ def test_the_learning_rate_is_the_one_used(precision, schedule):
     precision("float32")
     config = composed([f"schedule={schedule}", "optimizer=sgd"])
     horizon = 120
-    model, optimizer = one_weight(), optimizers.build(config, horizon, 4)
+    model, optimizer = one_weight(), optimizers.build(resolve(config), horizon)
     optimizer.build(model.trainable_variables)
     update = tf.function(Update(model, Outputs(), optimizer, 2).__call__)
     at = optimizers.build_schedule(config.schedule, horizon)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -11,8 +12,10 @@ import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
 from pipeline.components import optimizer
-from pipeline.config import validate as configuration
 from pipeline.config.compose import composed
+from pipeline.config.packaged import directory
+from pipeline.config.resolve import resolve
+from pipeline.config.sizes import derive
 
 HORIZON = 200
 
@@ -21,12 +24,17 @@ def compose(*overrides):
     return composed(overrides)
 
 
+def build(config, effective_batch_size):
+    spec = resolve(config)
+    return optimizer.build(replace(spec, batching=derive(effective_batch_size, 1, None)), HORIZON)
+
+
 def rates(*overrides):
     schedule = optimizer.build_schedule(compose(*overrides).schedule, HORIZON)
     return [float(schedule(update)) for update in range(HORIZON + 1)]
 
 
-READY = sorted(path.stem for path in Path(configuration.directory(), "optimizer").glob("*.yaml"))
+READY = sorted(path.stem for path in Path(directory(), "optimizer").glob("*.yaml"))
 EXPECTED = {
     "adam": keras.optimizers.Adam,
     "adamw": keras.optimizers.AdamW,
@@ -40,7 +48,7 @@ EXPECTED = {
 @pytest.mark.parametrize("name", READY)
 def test_every_ready_optimizer_builds(name):
     config = compose(f"optimizer={name}", "schedule=constant", "optimizer.global_clipnorm=0.5")
-    made = optimizer.build(config, HORIZON, 128)
+    made = build(config, 128)
     assert type(made) is EXPECTED[name]
     assert made.global_clipnorm == 0.5
     assert float(made.learning_rate) == np.float32(config.optimizer.learning_rate)
@@ -49,7 +57,7 @@ def test_every_ready_optimizer_builds(name):
 
 
 def test_half_precision_gets_a_loss_scale():
-    made = optimizer.build(compose("hardware.precision=mixed_float16", "optimizer=adamw"), HORIZON, 128)
+    made = build(compose("hardware.precision=mixed_float16", "optimizer=adamw"), 128)
     assert type(made) is keras.optimizers.LossScaleOptimizer
     assert type(made.inner_optimizer) is keras.optimizers.AdamW
 
@@ -90,7 +98,7 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
     the power and the product round once each.
     """
     config = compose(*overrides, "optimizer.learning_rate=0.007")
-    made = optimizer.build(config, HORIZON, 96)
+    made = build(config, 96)
     traced = tf.function(lambda: tf.convert_to_tensor(made.learning_rate))
     for update in range(HORIZON):
         made.iterations.assign(update)
@@ -113,7 +121,7 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
 def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
     """Reference 128; a warm-up of 5% of 200 updates: a tenth of the way after the first, half of it after five."""
     config = compose(f"scaling={rule}", "schedule=constant", "optimizer.learning_rate=1.0")
-    schedule = optimizer.build(config, HORIZON, batch)._learning_rate
+    schedule = build(config, batch)._learning_rate
     found = [float(schedule(u)) if callable(schedule) else float(schedule) for u in (0, 4, 9, 10, HORIZON - 1)]
     assert found == pytest.approx([first, middle, last, last, last], rel=1e-6)  # float32
 
@@ -141,5 +149,5 @@ def test_a_share_is_at_least_one_update(share, updates):
 )
 def test_what_is_no_optimizer_or_schedule_is_refused(overrides, message):
     with pytest.raises(ConfigError) as refused:
-        optimizer.build(compose(*overrides), HORIZON, 128)
+        build(compose(*overrides), 128)
     assert message in str(refused.value)

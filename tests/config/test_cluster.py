@@ -6,7 +6,6 @@ import json
 import shutil
 
 import pytest
-from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import cluster
@@ -23,14 +22,9 @@ def tf_config(jobs, kind="worker", index=0):
     return {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": kind, "index": index}})}
 
 
-def config(workers):
-    return OmegaConf.create({"hardware": {"workers": workers}})
-
-
 def found(workers, environment):
-    given = config(workers)
-    cluster.settle(given, environment)
-    return given.hardware.workers, cluster.of(given, environment)
+    team = cluster.resolve(workers, environment)
+    return (1 if team is None else len(team.addresses)), team
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def split(**parts: object) -> Data:
 
 def settled(data: Data, **node: object) -> tuple[dict, str]:
     made = OmegaConf.create({**AUTO, **node})
-    said = residency.settle(made, data)
-    return OmegaConf.to_container(made), said
+    decided, said = residency.resolve(made, data)
+    return {**AUTO, **node, **decided}, said
 
 
 def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
@@ -59,8 +59,8 @@ def test_examples_of_unequal_length_are_measured():
 def test_the_peak_of_a_run_is_not_that_of_the_process_that_started_it():
     """As that of a notebook may be: Linux passes `ru_maxrss` on."""
     held = np.ones(2**30 + 2**29, np.uint8)
-    shown = "print(hardware.peak_memory(hardware.Hardware(None, False, '')))"
-    here = [sys.executable, "-c", f"from pipeline import hardware; {shown}"]
+    shown = "print(devices.peak_memory(devices.Devices(None, False, '')))"
+    here = [sys.executable, "-c", f"from pipeline.components import devices; {shown}"]
     peak = int(subprocess.run(here, capture_output=True, text=True, check=True).stdout)
     assert 2**26 < peak < held.size
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pipeline.checkpoints.files import updates
-from pipeline.distributed import rendezvous
+from pipeline.distributed import straggler
 from tests.running import Store, environment, pipeline, start, wait
 from tests.shared import place_store
 
@@ -380,33 +380,33 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 
 def test_who_lets_the_others_wait(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
-    lag = rendezvous.Lag(3)
+    monkeypatch.setattr(straggler.time, "monotonic", lambda: now[0])
+    counts = straggler.ReductionCounts(3)
     now[0] = 1000.0
-    assert lag.late() is None  # nobody is waited for
+    assert counts.straggler() is None  # nobody is waited for
     for worker in (0, 1):
-        lag.note(worker, 1)
-    lag.note(1, 2)
-    now[0] += 2 * rendezvous.HANGS
-    assert lag.late() is None  # of the first update, which takes two sums, one waits longer
+        counts.note(worker, 1)
+    counts.note(1, 2)
+    now[0] += 2 * straggler.TIMEOUT
+    assert counts.straggler() is None  # of the first update, which takes two sums, one waits longer
     for worker in (0, 1, 2):
-        lag.note(worker, 2)
+        counts.note(worker, 2)
     now[0] += 1000
-    assert lag.late() is None
+    assert counts.straggler() is None
     for worker in (0, 2):
-        lag.note(worker, 3)
-    assert lag.late() is None
-    now[0] += rendezvous.HANGS - 1
-    lag.note(0, 4)
-    assert lag.late() is None
+        counts.note(worker, 3)
+    assert counts.straggler() is None
+    now[0] += straggler.TIMEOUT - 1
+    counts.note(0, 4)
+    assert counts.straggler() is None
     now[0] += 2
-    assert lag.late() == 1
-    lag.note(1, 4)  # it has come on
-    assert lag.late() is None
-    lag.note(2, 4)
-    lag.note(1, 5)
-    now[0] += rendezvous.HANGS + 1
-    assert lag.late() == 0
+    assert counts.straggler() == 1
+    counts.note(1, 4)  # it has come on
+    assert counts.straggler() is None
+    counts.note(2, 4)
+    counts.note(1, 5)
+    now[0] += straggler.TIMEOUT + 1
+    assert counts.straggler() == 0
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -137,6 +138,11 @@ def test_a_size_of_memory_is_read(size, meant):
     assert memory_budget.parsed(size) == meant
 
 
+def spec_of(values):
+    config = OmegaConf.create(values)
+    return SimpleNamespace(config=config, dataset=config.dataset)
+
+
 def test_the_longest_batch_is_as_long_as_each_part_can_be():
     lengths = [(2, 3), (7, 1), (4, 5), (1, 1)]
 
@@ -148,10 +154,10 @@ def test_the_longest_batch_is_as_long_as_each_part_can_be():
     split = tf.data.Dataset.from_generator(each, output_signature=spec)
     split = split.apply(tf.data.experimental.assert_cardinality(len(lengths)))
     node = {"in_memory": True, "pad": {"multiple": 4, "value": 0}}
-    config = OmegaConf.create({"dataset": node, "seed": 0, "training": {"class_weight": None}})
-    x, *_ = next(iter(longest_batch.of_update(config, Data(split, None), 3)))
+    spec = spec_of({"dataset": node, "seed": 0, "training": {"class_weight": None}})
+    x, *_ = next(iter(longest_batch.of_update(spec, Data(split, None), 3)))
     assert (x["a"].shape, x["b"].shape) == ((3, 8), (3, 8))
-    x, *_ = next(iter(longest_batch.of_evaluation(config, split, 2)))
+    x, *_ = next(iter(longest_batch.of_evaluation(spec, split, 2)))
     assert (x["a"].shape, x["b"].shape) == ((2, 8), (2, 8))
 
 
@@ -164,9 +170,9 @@ def test_the_longest_batch_is_padded_along_each_axis_or_has_most_elements():
     split = tf.data.Dataset.from_generator(each, output_signature=spec)
     split = split.apply(tf.data.experimental.assert_cardinality(3))
     config = {"dataset": {"in_memory": True, "pad": {"multiple": 1, "value": 0}}, "seed": 0}
-    x, *_ = next(iter(longest_batch.of_evaluation(OmegaConf.create(config), split, 3)))
+    x, *_ = next(iter(longest_batch.of_evaluation(spec_of(config), split, 3)))
     assert x.shape == (3, 100, 100)
-    x, *_ = next(iter(longest_batch.of_evaluation(OmegaConf.create({"dataset": {"in_memory": True}}), split, 3)))
+    x, *_ = next(iter(longest_batch.of_evaluation(spec_of({"dataset": {"in_memory": True}}), split, 3)))
     assert x.flat_values.shape == (3 * 400,)
 
 

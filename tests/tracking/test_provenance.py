@@ -25,7 +25,9 @@ from pipeline.common import secrets
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import mask, masked, remember
 from pipeline.config import compose, hydra_errors
-from pipeline.config import validate as configuration
+from pipeline.config.plain import links as links_of
+from pipeline.config.plain import plain
+from pipeline.config.schema import register
 from pipeline.rerun.recorded_run import relinked
 from pipeline.tracking import provenance
 from tests.browser import server
@@ -303,7 +305,7 @@ def test_what_follows_another_key_is_recorded_and_followed():
     config = OmegaConf.create(
         {"a": {"rate": 1.0}, "b": ["${a.rate}", "${times:${a.rate},0.1}"], "c": "${b.1}", "d": "${oc.env:HOME}"}
     )
-    links = provenance.links(config)
+    links = links_of(config)
     assert links == {"b.0": "${a.rate}", "b.1": "${times:${a.rate},0.1}", "c": "${b.1}"}
     resolved = {"a": {"rate": 1.0}, "b": [1.0, 0.1], "c": 0.1, "d": "x"}
     assert relinked(resolved, links, ["a.rate"]) == {**resolved, "b": ["${a.rate}", links["b.1"]], "c": "${b.1}"}
@@ -323,10 +325,10 @@ def test_what_follows_another_key_is_recorded_and_followed():
 def test_only_numbers_are_multiplied(values):
     """Text times a number, or digits that grow with each link, would fill the memory of who reruns a record."""
     config = OmegaConf.create({"it": f"${{times:{values}}}"})
-    configuration.register()
-    with pytest.raises(ConfigError, match=r"it .*must be given numbers"), hydra_errors.refusing():
-        configuration.plain(config)
-    assert configuration.plain(OmegaConf.create({"it": "${times:3,0.5}"})) == {"it": 1.5}
+    register()
+    with pytest.raises(ConfigError, match=r"it .*must be given numbers"), hydra_errors.as_config_error():
+        plain(config)
+    assert plain(OmegaConf.create({"it": "${times:3,0.5}"})) == {"it": 1.5}
 
 
 def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
@@ -345,7 +347,7 @@ def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
 
 def base() -> dict:
     """A resolved config, as a run records it."""
-    return configuration.plain(compose.composed(["model=mlp", "training.updates=2", "training.epochs=null"]))
+    return plain(compose.composed(["model=mlp", "training.updates=2", "training.epochs=null"]))
 
 
 def put(container: dict, **values: object) -> dict:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose
-from pipeline.config import validate as configuration
+from pipeline.config.plain import plain
 from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.trust import allowlist, instantiate
 from pipeline.trust.gate import Gate, check_config, check_size, confine, drop_writers, strict
@@ -61,7 +61,7 @@ def recorded(*overrides: str, **values: object) -> dict:
 
 @cache
 def composed(*overrides: str) -> dict:
-    container = configuration.plain(compose.composed(overrides))
+    container = plain(compose.composed(overrides))
     container["tracking"].pop("uri")
     return container
 

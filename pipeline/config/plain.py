@@ -1,0 +1,56 @@
+"""Conversions between OmegaConf's nodes and plain Python values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+# What a recorded link may be: `${another.key}`, or the product of two links, or of a link and a number.
+_TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
+LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Return the resolved config as plain dicts, lists and scalars."""
+    container: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    return {str(key): value for key, value in container.items()}
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every leaf of a plain config under its dotted name; an empty dict or list is a leaf."""
+    if isinstance(node, Mapping) and node:
+        items: Iterable[tuple[Any, Any]] = node.items()
+    elif isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
+        items = enumerate(node)
+    else:
+        return {prefix: node}
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def links(config: DictConfig) -> dict[str, str]:
+    """Return the links between keys, such as `${another.key}`, by the dotted name of the key that has the link."""
+    written = leaves(OmegaConf.to_container(config, resolve=False))
+    for key, entry in list(written.items()):
+        if isinstance(entry, list):
+            written |= {f"{key}.{number}": part for number, part in enumerate(entry)}
+    return {key: entry for key, entry in written.items() if isinstance(entry, str) and LINK.fullmatch(entry)}
+
+
+def as_node(value: Mapping[Any, Any]) -> DictConfig:
+    """Return a plain, resolved mapping as a node; text in it that looks like an interpolation stays text."""
+    return OmegaConf.create(escaped(value))
+
+
+def escaped(value: Any) -> Any:
+    """Return a plain value in which no text is an interpolation to OmegaConf."""
+    if isinstance(value, Mapping):
+        return {key: escaped(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(entry) for entry in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -1,0 +1,242 @@
+"""Composed config → `RunSpec`: what was asked, and what follows from it, decided once.
+
+    composed config ─ resolve ─► RunSpec ─ resume, search, residency, verify: `changed` ─► RunSpec ─► the run
+
+`resolve` checks the config and decides what the command line and the environment decide: the horizon, the sizes, the
+workers. What depends on the machine or on the data is decided later, by functions that take a spec and return
+another one: the micro-batch size that fits, whether the examples are kept in memory, the values that a resumed run
+keeps. A spec is never changed. It keeps the config as Hydra composed it, so that links such as `${another.key}`
+follow a changed value; `resolved` is what a run records. Only this package sees the composed config: everywhere else a
+value is read from `RunSpec.config`, which is typed, and what builds an object from `RunSpec.node`.
+
+Imports neither TensorFlow nor MLflow: a wrong config is refused in under a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from pipeline.common.secrets import HIDDEN, masked
+from pipeline.config import cluster, plain, sizes, validate
+from pipeline.config.cluster import Cluster
+from pipeline.config.hydra_errors import as_config_error
+from pipeline.config.schema import Config
+from pipeline.config.sizes import Batching, Horizon
+
+# What each of several workers has from its own config, as it is the machine's or a secret.
+OWN = ("tracking", "trust", "start", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory")
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run does; made by `resolve`.
+
+    Attributes:
+        config: typed; the nodes of objects are plain mappings in it.
+        asked: the resolved config as `resolve` returned it, plain; changes leave it as it is.
+        resolved: the resolved config, plain, as it is recorded.
+        overrides: of the command line.
+        batching: how an effective batch is cut.
+        horizon: how long the run is, in the unit that was asked for.
+        workers: of the run, as this process sees them; None for a single one.
+    """
+
+    config: Config
+    asked: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    batching: Batching
+    horizon: Horizon
+    workers: Cluster | None
+    _composed: DictConfig
+
+    def node(self, key: str) -> DictConfig:
+        """Return the node at `key`, as `instantiate.build` takes it."""
+        node: DictConfig = OmegaConf.select(self._tree, key)
+        return node
+
+    @property
+    def dataset(self) -> DictConfig:
+        """Return the node of the data."""
+        return self.node("dataset")
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Return the resolved config without its secrets."""
+        found: dict[str, Any] = masked(dict(self.resolved))
+        return found
+
+    @property
+    def links(self) -> dict[str, str]:
+        """Return which keys of the config refer to which others."""
+        return plain.links(self._composed)
+
+    @property
+    def searches(self) -> bool:
+        """Return whether the micro-batch size is yet to be searched for."""
+        return self.config.accumulation.micro_batch_size in sizes.SEARCHED
+
+    @property
+    def same_noise(self) -> bool:
+        """Return whether layers draw noise that is the same for every cut, where they can."""
+        return self.config.accumulation.same_noise is not False
+
+    @property
+    def workers_on_machine(self) -> int:
+        """Return how many processes of the run share this machine."""
+        return 1 if self.workers is None else self.workers.on_machine
+
+    def changed(self, values: Mapping[str, Any], without: Iterable[str] = ()) -> RunSpec:
+        """Return the spec with other `values`, by dotted keys, and `without` some keys; `batching` stays as it is."""
+        composed = deepcopy(self._composed)
+        _update(composed, values)
+        with open_dict(composed):
+            for key in without:
+                parent, _, name = key.rpartition(".")
+                OmegaConf.select(composed, parent).pop(name, None)
+        return replace(self, **_read(composed))
+
+    def with_micro_batch(self, size: int) -> RunSpec:
+        """Return the spec with the micro-batch size that was found in place of `auto`, in the overrides too."""
+        overrides = tuple(
+            f"{sizes.MICRO}={size}" if text.lstrip("+").startswith(f"{sizes.MICRO}=") else text
+            for text in self.overrides
+        )
+        return replace(self.changed({sizes.MICRO: size}), overrides=overrides, batching=self.batching.of(size))
+
+    def to_text(self) -> str:
+        """Return the whole spec as text for a process that this one starts: YAML, as JSON has no integers for keys."""
+        return _as_text(self.asked, self.resolved)
+
+    def shared_text(self) -> str:
+        """Return the spec as text for the other workers, without secrets and without what is a machine's own."""
+        return _as_text(*(_without_own(masked(dict(config))) for config in (self.asked, self.resolved)))
+
+    def adopting(self, text: str) -> RunSpec:
+        """Return the spec of another worker's `shared_text`, completed by what is this machine's own or secret here."""
+        given = yaml.safe_load(text)["resolved"]
+        own = {key: value for key in OWN if (value := _at(self.resolved, key)) is not _NOTHING}
+        composed = plain.as_node(_with_secrets(given, self.resolved))
+        _update(composed, own)
+        return _from_resolved(composed, self.asked, self.workers, self.overrides)
+
+    @cached_property
+    def _tree(self) -> DictConfig:
+        return plain.as_node(self.resolved)
+
+
+@as_config_error()
+def resolve(
+    composed: DictConfig, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> RunSpec:
+    """Check a composed config, decide what the command line and the environment decide, and return the spec.
+
+    Args:
+        composed: by Hydra; it is not changed.
+        overrides: the command line's. A horizon or a size that they name outranks the default ones, which become null.
+        environment: of this process, which may name the workers.
+
+    Raises:
+        ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
+    """
+    composed = deepcopy(composed)
+    validate.check_form(composed)
+    if isinstance(micro := composed.accumulation.micro_batch_size, str) and micro.isdecimal():
+        composed.accumulation.micro_batch_size = int(micro)  # as it comes out of the environment
+    validate.check_values(composed)
+    named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
+    workers = cluster.resolve(composed.hardware.workers, environment)
+    composed.hardware.workers = 1 if workers is None else len(workers.addresses)
+    horizon = sizes.horizon_of({unit: composed.training[unit] for unit in sizes.HORIZONS}, named)
+    composed.training.update({unit: None for unit in sizes.HORIZONS if unit != horizon.unit})
+    validate.check_settings(composed)
+    composed.accumulation.update(sizes.sizes_in_force(_sizes(composed), named))
+    batching = sizes.batching(_sizes(composed), _replicas(composed), named)
+    read = _read(composed)
+    return RunSpec(
+        **read, asked=read["resolved"], overrides=tuple(overrides), batching=batching, horizon=horizon, workers=workers
+    )
+
+
+def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
+    """Return the spec of a `RunSpec.to_text`."""
+    given = yaml.safe_load(text)
+    return _from_resolved(plain.as_node(given["resolved"]), given["asked"], workers)
+
+
+def comparable(spec: RunSpec) -> dict[str, Any]:
+    """Return the values that all workers must have in common, by their dotted keys: as asked, without their `OWN`."""
+    return plain.leaves(_without_own(masked(dict(spec.asked))))
+
+
+def _from_resolved(
+    resolved: DictConfig, asked: Mapping[str, Any], workers: Cluster | None, overrides: tuple[str, ...] = ()
+) -> RunSpec:
+    composed: Any = OmegaConf.merge(OmegaConf.structured(Config), resolved)
+    horizon = sizes.horizon_of({unit: composed.training[unit] for unit in sizes.HORIZONS})
+    batching = sizes.batching(_sizes(composed), _replicas(composed))
+    return RunSpec(
+        **_read(composed), asked=asked, overrides=overrides, batching=batching, horizon=horizon, workers=workers
+    )
+
+
+def _read(composed: DictConfig) -> dict[str, Any]:
+    """Return the fields of a spec that repeat its composed config."""
+    return {"_composed": composed, "config": OmegaConf.to_object(composed), "resolved": plain.plain(composed)}
+
+
+def _sizes(composed: DictConfig) -> dict[str, Any]:
+    return {name: composed.accumulation[name] for name in sizes.SIZES}
+
+
+def _replicas(composed: DictConfig) -> int:
+    """Return the replicas of all workers; a number that is not positive as it is, to be refused."""
+    replicas: int = composed.hardware.replicas
+    return replicas * composed.hardware.workers if replicas > 0 else replicas
+
+
+def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
+    with open_dict(composed):
+        for key, value in values.items():
+            OmegaConf.update(composed, key, plain.escaped(value), merge=False)
+
+
+def _as_text(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump({"asked": dict(asked), "resolved": dict(resolved)}, sort_keys=False)
+    return text
+
+
+def _without_own(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _without_own(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in node.items()
+        if f"{prefix}{key}" not in OWN
+    }
+
+
+def _with_secrets(given: Any, own: Any) -> Any:
+    """Return `given` with the `own` value in place of each text in which a secret is masked."""
+    if isinstance(given, dict):
+        own = own if isinstance(own, Mapping) else {}
+        return {key: _with_secrets(value, own.get(key)) for key, value in given.items()}
+    if isinstance(given, list):
+        own = own if isinstance(own, list) and len(own) == len(given) else [None] * len(given)
+        return [_with_secrets(value, each) for value, each in zip(given, own, strict=True)]
+    return own if isinstance(given, str) and HIDDEN in given and own is not None else given
+
+
+def _at(node: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return _NOTHING
+        node = node[name]
+    return node
