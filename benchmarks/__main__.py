@@ -1,8 +1,8 @@
-"""The benchmarks, as ratios of contenders that took turns in one sitting.
+"""Benchmarks: ratios of contenders that take turns in one session.
 
 Command:   python -m benchmarks [PART …] [--rounds N] [--seconds S] [--models NAME …]     (`make bench`)
 Run time:  about 40 minutes on two CPU cores, on a quiet machine.
-Expect:    a table that says of each target whether it is met, and the same as JSON in benchmarks/results/.
+Expect:    a table with each figure and whether it meets its target, also as JSON in benchmarks/results/.
 
 Parts:
     update       the update ÷ the limit: factor × bare forward+backward + one optimizer apply, each measured alone
@@ -13,18 +13,15 @@ Parts:
     memory       peak memory by factor and by effective batch
     main         seconds of the README's main job, and of the same by Keras and by Lightning ÷ ours
     auto         examples/s with `micro_batch_size=auto_fastest` ÷ with the best by hand
-    startup      seconds to an answer of `pipeline --help`, to a refusal, and to the first update
+    startup      seconds until `pipeline --help` answers, a wrong config is refused, and the first update is done
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 from benchmarks import main_job, memory, processes
@@ -40,7 +37,7 @@ def main() -> None:
     options = _options()
     begun, load = time.time(), os.getloadavg()[0]
     if {"main", "peers"} & set(options.parts):
-        processes.peers_are_there()
+        processes.check_peers()
     figures: list[Figure] = []
     if "startup" in options.parts:  # before TensorFlow takes memory and threads here
         from benchmarks import startup
@@ -76,22 +73,10 @@ def main() -> None:
         figures += peers.overall(figures)
     said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
     print(f"\n{said}\n{table(figures)}")
-    result = {
-        "device": device,
-        "processors": os.cpu_count(),
-        "platform": platform.platform(),
-        "processor": processes.processor(),
-        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")}
-        | processes.peer_versions(),
-        "load": load,
-        "begun": begun,
-        "seconds": time.time() - begun,
-        "options": vars(options),
-        "figures": [figure.as_dict() for figure in figures],
-    }
     path = Path(options.output or RESULTS / time.strftime("%Y-%m-%d_%H-%M-%S.json", time.localtime(begun)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    found = [figure.as_dict() for figure in figures]
+    versions = processes.peer_versions()
+    processes.write(path, begun, options, versions, device=device, load=load, figures=found)
     print(f"written to {path}", file=sys.stderr)
 
 

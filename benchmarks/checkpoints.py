@@ -1,8 +1,8 @@
 """What one checkpoint costs the training loop: how long it stalls, and the time that its writing takes from training.
 
-Both contenders are `pipeline.training.loop.train`. One begins each of its turns with a checkpoint and ends it when that
-is written, synced and verified, so that all of it is in the turn. The difference of two turns is what one checkpoint
-costs; at the default interval of `training.checkpoint_every` that is a share of five minutes at most.
+Both contenders are `pipeline.training.loop.Trainer`. One begins each of its turns with a checkpoint and ends it when
+that is written, synced and verified, so that all of it is in the turn. The difference of two turns is what one
+checkpoint costs; at the default interval of `training.checkpoint_every` that is a share of five minutes at most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 
 from benchmarks import fit
 from benchmarks.figures import Figure
-from benchmarks.turns import Coroutine, alternate, repeats
+from benchmarks.turns import Coroutine, alternate
 from pipeline.checkpoints.files import AUTO_SECONDS, Checkpoints
 from pipeline.checkpoints.snapshot import State
 from pipeline.config.sizes import Plan
@@ -23,9 +23,7 @@ from pipeline.config.sizes import Plan
 
 def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     """The stall, the cost, and the ratio at the default interval."""
-    warm = Coroutine(fit.ours(name, 1))
-    updates = repeats(warm, seconds)
-    warm.close()
+    updates = fit.updates_within(name, seconds)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Metered(Path(folder), updates, fit.plan(name))
         contenders = {

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` compares: weights after some updates, and the peak of memory at one factor."""
+"""Checks of `benchmarks/gpu.py`: weights after some updates, and peak memory at one factor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.components import devices
 UPDATES = 20
 EXAMPLES, MICRO = 16, 6  # the last micro-batch is smaller
 CHECKED = ("resnet18", "transformer")
-SMALL = 16  # examples of a micro-batch whose activations still outweigh 64 of its inputs
+SMALL = 16  # examples of a micro-batch; its activations are still larger than 64 times its inputs
 
 
 def trajectory(
@@ -21,13 +21,13 @@ def trajectory(
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield each network of `CHECKED` with its weights after `UPDATES` updates.
 
-    With `whole` the effective batch is one micro-batch where the network allows it: BatchNormalization sees its batch.
+    With `whole` the effective batch is one micro-batch, except for networks with BatchNormalization.
     """
     setup(precision, device, deterministic)
     for name in CHECKED:
         of = workload(name, tiny)
         model = of.build()
-        generator = np.random.default_rng(0)  # not Keras' draws, which a GPU rounds otherwise
+        generator = np.random.default_rng(0)  # Keras' initial weights are rounded differently on a GPU
         model.set_weights(
             [
                 generator.normal(size=weight.shape) / math.sqrt(weight.size / weight.shape[-1])

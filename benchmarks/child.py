@@ -1,7 +1,7 @@
-"""A contender in a process of its own: the child's side. `turns.Process` is the parent's.
+"""The child's side of a contender in a process of its own; `processes.Process` is the parent's side.
 
-The child says what it is in a line of JSON. A line with a number lets it run as many updates, and its answer is a
-line again. It ends with its standard input. Imports nothing but the standard library.
+The child first writes a line of JSON with facts about itself. For each line with a number that it reads, it runs as
+many updates and writes a line. It exits when its standard input is closed. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Child:
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what a library prints is no answer
+        os.dup2(2, 1)  # libraries print to standard error
         self._left = 0
 
     def ready(self, **facts: object) -> None:
-        """Say what is known of this contender, and wait for the first turn."""
+        """Send the facts about this contender, and wait for the first turn."""
         self._answer(json.dumps(facts))
 
     def updated(self) -> None:
-        """Take note of an update; after the last one of a turn wait for the next turn."""
+        """Count an update; after the last one of a turn, wait for the next turn."""
         self._left -= 1
         if self._left == 0:
             self._answer("done")
@@ -33,5 +33,5 @@ class Child:
         print(text, file=self._answers, flush=True)
         line = sys.stdin.readline()
         if not line:
-            os._exit(0)  # from inside of somebody else's loop
+            os._exit(0)  # inside a library's training loop
         self._left = int(line)

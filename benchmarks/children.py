@@ -1,9 +1,9 @@
-"""A piece of a benchmark in a process of its own, with a time limit: one that dies, or hangs, takes no other with it.
+"""Runs each piece of a benchmark in a process of its own with a time limit, so that one that crashes fails alone.
 
-    parent ─► the forkserver of Python's `multiprocessing`, which has imported TensorFlow ─► each piece
+    parent ─► forkserver of Python's `multiprocessing`, which has imported TensorFlow ─► each piece
 
-TensorFlow gives no memory of a GPU back inside a process, and its precision and determinism are of a process. Where
-the forkserver cannot be used, or its forks cannot use the GPU, each piece is a new process that imports for itself.
+Within a process, TensorFlow does not release GPU memory, and has one precision and one setting of determinism. If the
+forkserver or its forked processes cannot use the GPU, each piece is a new process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 from pipeline.sweep.job_call import importing_only_this_package
 
-GRACE = 3.0  # seconds in which a piece that is ended can end what it has started
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]  # the first one is used
 
 
 def prepare() -> None:
-    """Let the forkserver import TensorFlow meanwhile."""
+    """Start the forkserver, which imports TensorFlow in the background."""
     if methods[0] == "forkserver":
         multiprocessing.set_forkserver_preload(["pipeline.sweep.warm"])
         with importing_only_this_package():
@@ -39,12 +39,12 @@ def run(function: str, arguments: Mapping[str, Any], seconds: float) -> tuple[li
     """Call a generator in a process of its own.
 
     Args:
-        function: as `module:name`; the module is imported there.
-        arguments: of it, by name.
-        seconds: after which it is ended.
+        function: as `module:name`; imported in that process.
+        arguments: of the function, by name.
+        seconds: time limit.
 
     Returns:
-        What it has yielded, and why that is not all of it: empty where it is.
+        The values that it yielded, and why there are no more; empty if it completed.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = _started(theirs, function, arguments, seconds)
@@ -59,7 +59,7 @@ def run(function: str, arguments: Mapping[str, Any], seconds: float) -> tuple[li
             if done:
                 return found, value
             found.append(value)
-    except (EOFError, OSError):  # it ended, perhaps while it was sending
+    except (EOFError, OSError):  # it ended, maybe while sending
         process.join(GRACE)
         status = process.exitcode or 0
         return found, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -74,7 +74,7 @@ def _started(theirs: Connection, function: str, arguments: Mapping[str, Any], se
     try:
         with importing_only_this_package():
             process.start()
-    except (EOFError, OSError):  # the forkserver could not import, or must not be forked
+    except (EOFError, OSError):  # the forkserver failed to import, or may not be forked
         if len(methods) == 1:
             raise
         del methods[0]
@@ -83,9 +83,9 @@ def _started(theirs: Connection, function: str, arguments: Mapping[str, Any], se
 
 
 def _main(connection: Connection, function: str, arguments: dict[str, Any], seconds: float) -> None:
-    """Be the process: send (False, value) for each value, then (True, what went wrong)."""
-    os.setsid()  # so that it is ended with all that it has started
-    signal.alarm(math.ceil(seconds + GRACE))  # where nobody is left to end it
+    """Run in the child: send (False, value) for each value, then (True, error message)."""
+    os.setsid()  # a process group, to be killed with its own children
+    signal.alarm(math.ceil(seconds + GRACE))  # in case the parent was killed
     os.dup2(2, 1)  # standard output is for the table
     why = ""
     try:
@@ -98,10 +98,10 @@ def _main(connection: Connection, function: str, arguments: dict[str, Any], seco
 
 
 def _end(process: Any) -> None:
-    """End a piece and all that it has started."""
+    """Kill the process and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(OSError):  # there is none of them any more
+        with contextlib.suppress(OSError):  # all of them have ended
             os.killpg(process.pid, number)
         process.join(GRACE)
-    process.kill()  # where it was not yet a group of its own
+    process.kill()  # in case it had no process group yet
     process.join(GRACE)

@@ -1,4 +1,4 @@
-"""What a benchmark says: one figure with its spread, beside its target."""
+"""The results of a benchmark: figures with their spread and their target."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Figure:
 
     Attributes:
         part, subject, what: which benchmark, of which model or command, and what is compared with what.
-        values: of every round; a ratio is of two contenders in the same round.
+        values: one per round; a ratio is that of two contenders in the same round.
         unit: of the values; empty for a ratio.
         best: the best round of each contender, in `best_unit`.
         over: examples of the effective batch, of a figure that is drawn over it.
-        at_least, at_most: the target; neither where there is none, and `note` says why.
+        at_least, at_most: the target; without one, `note` says why.
     """
 
     part: str
@@ -59,7 +59,7 @@ class Figure:
 
 @dataclasses.dataclass
 class Missing:
-    """A line of the table for a figure that there is not, and why."""
+    """A line of the table for a figure that is missing, and why."""
 
     part: str
     subject: str
@@ -67,12 +67,12 @@ class Missing:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Return the ratio in each round."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def table(figures: Sequence[Figure | Missing]) -> str:
-    """All figures for a person, one a line, and those that are missing."""
+    """Format all figures as a table, one per line, with those that are missing."""
     head = ("part", "of", "figure", "median", "quartiles", "target", "", "best round of each")
     rows = [head, *(_row(figure) for figure in figures)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]

@@ -1,4 +1,4 @@
-"""Two loops as contenders that pause between their turns: `pipeline.training.loop.train`, and Keras' `fit`.
+"""Two loops as contenders that pause between their turns: `pipeline.training.loop.Trainer`, and Keras' `fit`.
 
 `fit` accumulates with `gradient_accumulation_steps`. Model, optimizer, examples and the `tf.data` pipeline are the
 same; only the size of a batch differs, which is the effective one here and a micro-batch there.
@@ -7,43 +7,30 @@ same; only the size of a batch differs, which is the effective one here and a mi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 
 import keras
 import tensorflow as tf
 
 from benchmarks import models
+from benchmarks.turns import Coroutine, repeats
 from benchmarks.workloads import EPOCH, sizes
 from pipeline.accumulation import Update
 from pipeline.checkpoints.files import Checkpoints
 from pipeline.config.sizes import Batching, Plan
-from pipeline.training import loop
-from pipeline.training.oom_retry import Smaller
+from pipeline.training.loop import Trainer
+from pipeline.training.oom_retry import OomRetry
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
 FOREVER = 10**9
 
 
-class Nowhere:
-    """A log that keeps nothing."""
-
-    def update(self, update: int, results: Mapping, performance: Mapping, at: float) -> None: ...
-
-    def validation(self, update: int, results: Mapping) -> None: ...
-
-    def cut(self, plan: Plan) -> None: ...
-
-    def test(self, update: int, results: Mapping) -> None: ...
-
-    def trained(self, updates: int, stopped_by: str | None, best: object) -> None: ...
-
-
-class Silent(Progress):
-    """Shows nothing."""
-
-    def show(self, update: int, row: Mapping[str, float], examples_per_second: float) -> None: ...
+def updates_within(name: str, seconds: float, xla: bool = False) -> int:
+    """Return how many updates of our loop take at least `seconds`."""
+    with closing(Coroutine(ours(name, 1, xla=xla))) as warm:
+        return repeats(warm, seconds)
 
 
 def plan(name: str) -> Plan:
@@ -59,8 +46,8 @@ def ours(
     checkpoints: Checkpoints | None = None,
     strategy: tf.distribute.Strategy | None = None,
 ) -> Callable[[Callable[[], None]], object]:
-    """`training.train`, which pauses after every `updates` updates with results fetched and checkpoints written."""
-    recorder = recorder or Recorder(Nowhere(), plan(name), 1, lambda: 0, Silent(FOREVER))
+    """`Trainer.fit`, which pauses after every `updates` updates with results fetched and checkpoints written."""
+    recorder = recorder or Recorder(None, plan(name), 1, lambda: 0, Progress(FOREVER, shown=False))
 
     def body(pause: Callable[[], None]) -> object:
         with nullcontext() if strategy is None else strategy.scope():
@@ -79,10 +66,9 @@ def ours(
                 recorder.restart_clock()
 
         batches = models.batches(name, sizes(name).effective)
-        smaller = Smaller(update, [], batches.element_spec)
-        return loop.train(
-            model, batches, update, plan(name), recorder, checkpoints=checkpoints, smaller=smaller, stop=between
-        )
+        oom_retry = OomRetry(update, [], batches.element_spec)
+        trainer = Trainer(update, batches, recorder, checkpoints=checkpoints, oom_retry=oom_retry, stop=between)
+        return trainer.fit()
 
     return body
 

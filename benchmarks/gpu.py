@@ -24,13 +24,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +37,7 @@ if not __package__:  # run as a file: its folder has modules with names that oth
 
 import numpy as np  # noqa: E402
 
-from benchmarks import children  # noqa: E402
+from benchmarks import children, processes  # noqa: E402
 from benchmarks.figures import Figure, Missing, table  # noqa: E402
 from pipeline.sweep import gpus  # noqa: E402
 
@@ -196,21 +193,11 @@ def _facts(tiny: bool) -> dict[str, Any]:
 
 
 def _write(options: argparse.Namespace, facts: Mapping[str, Any], begun: float, found: Mapping[str, list]) -> None:
-    """Write what is there so far, so that it is there whatever comes."""
+    """Write the results so far, in case the process is killed."""
     lines = [line for part in found.values() for line in part]
-    result = {
-        **facts,
-        "processors": os.cpu_count(),
-        "platform": platform.platform(),
-        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")},
-        "begun": begun,
-        "seconds": time.time() - begun,
-        "options": vars(options),
-        "figures": [line.as_dict() for line in lines if isinstance(line, Figure)],
-        "missing": [dataclasses.asdict(line) for line in lines if isinstance(line, Missing)],
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    figures = [line.as_dict() for line in lines if isinstance(line, Figure)]
+    missing = [dataclasses.asdict(line) for line in lines if isinstance(line, Missing)]
+    processes.write(options.output, begun, options, **facts, figures=figures, missing=missing)
 
 
 def _options() -> argparse.Namespace:

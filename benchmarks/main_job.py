@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks import processes
@@ -25,20 +24,13 @@ def measure(rounds: int) -> list[Figure]:
         if processes.PEERS.exists():
             commands["Lightning"] = [str(processes.PEERS), "-m", "benchmarks.pytorch.job"]
         seconds: dict[str, list[float]] = {who: [] for who in commands}
-        for turn in range(-1, rounds):  # the first one makes the stores
-            for who in list(commands) if turn % 2 == 0 else reversed(commands):
-                taken = _run(commands[who], Path(folder) / who)
-                if turn >= 0:
-                    seconds[who].append(taken)
+        for who, command in commands.items():  # makes the stores
+            (Path(folder) / who).mkdir()
+            processes.run(command, Path(folder) / who)
+        for _, who in processes.in_turns(commands, rounds):
+            seconds[who].append(processes.seconds(commands[who], Path(folder) / who))
     best = {who: min(values) for who, values in seconds.items()}
     figures = [Figure("main", "digits", "start to end", seconds["ours"], "s", best, "s")]
     for who in list(commands)[1:]:
         figures.append(Figure("main", "digits", f"speed ÷ {who} with MLflow", ratios(seconds[who], seconds["ours"])))
     return figures
-
-
-def _run(command: list[str], folder: Path) -> float:
-    folder.mkdir(exist_ok=True)
-    begun = time.perf_counter()
-    processes.run(command, folder)
-    return time.perf_counter() - begun

@@ -9,6 +9,7 @@ Command:   python -m benchmarks.memory WHO WORKLOAD EFFECTIVE MICRO: one such pr
 
 from __future__ import annotations
 
+import math
 import sys
 
 from benchmarks import processes
@@ -28,9 +29,8 @@ def measure(name: str, starts: int) -> list[Figure]:
     cases |= {(WHOLE, factor): ("update", MICRO * factor, MICRO * factor) for factor in FACTORS}
     cases |= {(KERAS, factor): ("fit", MICRO * factor, MICRO) for factor in FACTORS[1:]}  # it refuses one
     peaks: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    for turn in range(starts):
-        for case in list(cases) if turn % 2 == 0 else reversed(cases):
-            peaks[case].append(_peak(name, *cases[case]))
+    for _, case in processes.in_turns(cases, starts):
+        peaks[case].append(_peak(name, *cases[case]))
     figures = [
         Figure("memory", name, what, [peak / MiB for peak in values], "MiB", over=MICRO * factor)
         for (what, factor), values in peaks.items()
@@ -44,11 +44,8 @@ def measure(name: str, starts: int) -> list[Figure]:
 
 
 def _bytes(name: str) -> int:
-    """Bytes of an example and its label, as `_run` makes them."""
-    size = 4
-    for length in SHAPES[name]:
-        size *= length
-    return size + 8
+    """Return the bytes of an example and its label in `_run`."""
+    return 4 * math.prod(SHAPES[name]) + 8
 
 
 def _peak(name: str, who: str, effective: int, micro: int) -> int:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,8 @@ import numpy as np
 import tensorflow as tf
 from omegaconf import OmegaConf
 
-from benchmarks.figures import Figure
+from benchmarks import processes
+from benchmarks.figures import Figure, ratios
 from pipeline.common import imports
 from pipeline.run.batch_size_search import TABLE
 
@@ -72,8 +71,7 @@ def measure(
         sizes = [effective >> power for power in range(2 if tiny else 4)]
         updates = max(5, math.ceil((0.1 if tiny else SECONDS) / fastest))
         turns = ["auto_fastest", *sizes]
-        # There and back: who comes after whom would else be the same in each round.
-        order = [turn for each in range(rounds) for turn in (turns if each % 2 == 0 else turns[::-1])]
+        order = [turn for _, turn in processes.in_turns(turns, rounds)]
         swept = ",".join(map(str, order))
         _train(folder, "-m", *common, f"{key}={swept}", f"training.updates={updates}", "hydra.sweep.dir=sweep")
         speeds: dict[Any, list[float]] = {turn: [] for turn in turns}
@@ -82,19 +80,17 @@ def measure(
         taken = OmegaConf.load(folder / "sweep" / "0" / "config.yaml").accumulation.micro_batch_size
     found, *by_hand = speeds.values()
     best = max(by_hand, key=median)
-    ratios = [one / other for one, other in zip(found, best, strict=True)]
     shown = {f"auto {taken}": median(found), **dict(zip(map(str, sizes), map(median, by_hand), strict=True))}
     target = None if tiny else 0.97
-    yield Figure("auto", "cnn", "auto_fastest ÷ best by hand", ratios, "", shown, "examples/s", at_least=target)
+    yield Figure(
+        "auto", "cnn", "auto_fastest ÷ best by hand", ratios(found, best), "", shown, "examples/s", at_least=target
+    )
 
 
 def _train(folder: Path, *arguments: str) -> None:
-    """Run `pipeline train` in `folder`, remembering nothing outside of it."""
+    """Run `pipeline train` in `folder`, with its cache there."""
     ours = {"PYTHONPATH": imports.path_of_processes(), "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, "-P", "-m", "pipeline", "train", *arguments]
-    done = subprocess.run(command, cwd=folder, env=os.environ | ours, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"pipeline train: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    processes.run([sys.executable, "-P", "-m", "pipeline", "train", *arguments], folder, variables=ours)
 
 
 def _speed(run_dir: Path) -> float:

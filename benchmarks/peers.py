@@ -1,6 +1,6 @@
 """The training loop ÷ what others offer: Keras' `fit`, a hand-written loop in PyTorch, Accelerate, Lightning.
 
-Ours is `pipeline.training.loop.train` itself, with its recorder and without a tracker. `fit` has `verbose=0` and no
+Ours is `pipeline.training.loop.Trainer` itself, with its recorder and without a tracker. `fit` has `verbose=0` and no
 metrics, at `steps_per_execution` 1, the way people use it, and at as many as the factor is. The other three are in
 `benchmarks.pytorch`, each in a process of `.venv-peers`: eager, as their documentation writes them, with the fastest
 of what it offers. Model, optimizer and examples are the same; all shuffle out of memory. Start and tracing are behind
@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 from benchmarks import fit, models
 from benchmarks.figures import BEST, Figure, ratios
 from benchmarks.processes import PEERS, Process
-from benchmarks.turns import Coroutine, alternate, repeats
+from benchmarks.turns import Coroutine, alternate
 from benchmarks.workloads import LARGE, sizes
 
 LOOPS = ("PyTorch", "Accelerate", "Lightning")
@@ -26,23 +27,21 @@ REST = 0.02
 
 def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     """One figure for each peer, and one for the best of them."""
-    warm = Coroutine(fit.ours(name, 1, xla=xla))
-    updates = repeats(warm, seconds)
-    warm.close()
-    contenders: dict[str, Coroutine | Process] = {"train": Coroutine(fit.ours(name, updates, xla=xla))}
-    try:
-        contenders["fit, an update an execution"] = Coroutine(fit.keras_fit(name, updates, sizes(name).factor))
-        if name not in LARGE:
-            contenders["fit"] = Coroutine(fit.keras_fit(name, updates, 1))
-        if PEERS.exists():
-            for loop in LOOPS[:1] if name in LARGE else LOOPS:
-                contenders[loop] = _process(loop, name, updates)
-        turns: dict[str, Callable[[], object]] = dict(contenders)
-        alternate(turns, 2)  # traces, and fills what is read ahead
+    updates = fit.updates_within(name, seconds, xla)
+    bodies = {
+        "train": fit.ours(name, updates, xla=xla),
+        "fit, an update an execution": fit.keras_fit(name, updates, sizes(name).factor),
+    }
+    if name not in LARGE:
+        bodies["fit"] = fit.keras_fit(name, updates, 1)
+    with ExitStack() as opened:
+        turns: dict[str, Callable[[], object]] = {
+            who: opened.enter_context(closing(Coroutine(body))) for who, body in bodies.items()
+        }
+        for loop in (LOOPS[:1] if name in LARGE else LOOPS) if PEERS.exists() else ():
+            turns[loop] = opened.enter_context(closing(_process(loop, name, updates)))
+        alternate(turns, 2)  # traces, and fills the read-ahead
         times = alternate(turns, rounds, REST)
-    finally:
-        for contender in contenders.values():
-            contender.close()
     examples = sizes(name).effective * updates
     figures = []
     for who in list(times)[1:]:

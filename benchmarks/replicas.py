@@ -8,6 +8,7 @@ Command:   python -m benchmarks.replicas REPLICAS WORKLOAD UPDATES: one of the c
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, closing
 
 import tensorflow as tf
 
@@ -15,7 +16,7 @@ from benchmarks import fit
 from benchmarks.child import Child
 from benchmarks.figures import Figure, ratios
 from benchmarks.processes import Process
-from benchmarks.turns import Coroutine, alternate, repeats
+from benchmarks.turns import alternate
 from benchmarks.workloads import sizes
 
 COUNTS = (1, 2, 4)
@@ -24,20 +25,14 @@ NAMES = ("mlp", "cnn")
 
 def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     """Return the speed with several replicas ÷ that with one, at the same effective batch and micro-batch."""
-    warm = Coroutine(fit.ours(name, 1))
-    updates = repeats(warm, seconds)
-    warm.close()
-    contenders: dict[int, Process] = {}
-    try:
+    updates = fit.updates_within(name, seconds)
+    turns: dict[str, Process] = {}
+    with ExitStack() as opened:
         for count in COUNTS:
             command = [sys.executable, "-m", "benchmarks.replicas", str(count), name, str(updates)]
-            contenders[count] = Process(command, 1)
-        turns = {str(count): contender for count, contender in contenders.items()}
+            turns[str(count)] = opened.enter_context(closing(Process(command, 1)))
         alternate(turns, 2)
         times = alternate(turns, rounds)
-    finally:
-        for contender in contenders.values():
-            contender.close()
     rate = sizes(name).effective * updates
     figures = []
     for count in COUNTS[1:]:

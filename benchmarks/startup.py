@@ -7,16 +7,14 @@ its journal. TensorFlow's own import is measured beside it, in a process that do
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import processes
 from benchmarks.figures import Figure
 
-ROOT = Path(__file__).parent.parent
 BEYOND_IMPORT = 4.0  # seconds
 
 
@@ -26,9 +24,9 @@ def measure(starts: int) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(starts):
             store = Path(folder) / str(turn)
-            seconds["help"].append(_answer(["-m", "pipeline", "--help"], 0))
-            seconds["refusal"].append(_answer(["-m", "pipeline", "train", "accumulation.factor=0"], 2))
-            seconds["import"].append(_answer(["-c", "import tensorflow"], 0))
+            seconds["help"].append(_answer("-m", "pipeline", "--help"))
+            seconds["refusal"].append(_answer("-m", "pipeline", "train", "accumulation.factor=0", status=2))
+            seconds["import"].append(_answer("-c", "import tensorflow"))
             seconds["new"].append(_first_update(store, store / "first"))
             seconds["existing"].append(_first_update(store, store / "second"))
     figures = [
@@ -43,13 +41,8 @@ def measure(starts: int) -> list[Figure]:
     return figures
 
 
-def _answer(arguments: list[str], status: int) -> float:
-    begun = time.perf_counter()
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=_environment(), capture_output=True, text=True)
-    seconds = time.perf_counter() - begun
-    if done.returncode != status:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}, not {status}: {done.stderr}")
-    return seconds
+def _answer(*arguments: str, status: int = 0) -> float:
+    return processes.seconds([sys.executable, *arguments], status=status)
 
 
 def _first_update(store: Path, run_dir: Path) -> float:
@@ -57,11 +50,7 @@ def _first_update(store: Path, run_dir: Path) -> float:
     settings = [f"tracking.uri=sqlite:///{store / 'mlflow.db'}", f"hydra.run.dir={run_dir}"]
     short = ["training.epochs=null", "training.updates=3", "tracking.log_model=false"]
     begun = time.time()
-    _answer(["-m", "pipeline", "train", *settings, *short], 0)
+    _answer("-m", "pipeline", "train", *settings, *short)
     lines = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
     first = next(line for line in lines if "train/loss" in line.get("metrics", {}))
     return float(first["time"]) / 1000 - begun
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}

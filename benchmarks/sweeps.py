@@ -11,17 +11,15 @@ one store, which is there before the first of them starts.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import processes
 from benchmarks.figures import Figure, ratios, table
 
-ROOT = Path(__file__).parent.parent
 TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.system_metrics=false")
 
 
@@ -46,11 +44,10 @@ def measure(jobs: int, rounds: int) -> list[Figure]:
         }
         _pipeline(["train", *TINY, uri, f"hydra.run.dir={folder}/first"])
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for number in range(rounds):
-            for name in list(contenders) if number % 2 == 0 else reversed(list(contenders)):
-                begun = time.perf_counter()
-                contenders[name](f"{name} {number}".replace(" ", "_"))
-                seconds[name].append(time.perf_counter() - begun)
+        for number, name in processes.in_turns(contenders, rounds):
+            begun = time.perf_counter()
+            contenders[name](f"{name} {number}".replace(" ", "_"))
+            seconds[name].append(time.perf_counter() - begun)
     best = {name: min(values) for name, values in seconds.items()}
     subject = f"{jobs} jobs"
     over = ratios(seconds["sweep"], seconds["by hand"])
@@ -62,11 +59,7 @@ def measure(jobs: int, rounds: int) -> list[Figure]:
 
 
 def _pipeline(arguments: list[str]) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-m", "pipeline", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
+    processes.run([sys.executable, "-m", "pipeline", *arguments], Path.cwd())
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The training loop that logs every update ÷ the same loop that logs nothing, and the CPU time of a logged update.
 
-Both are `pipeline.training.loop.train`. The tracked one has a journal and a shipper with a SQLite store, as
+Both are `pipeline.training.loop.Trainer`. The tracked one has a journal and a shipper with a SQLite store, as
 `pipeline train` has, and logs ten metrics an update beside the system's. While the other one has its turn the
 shipper is stopped (SIGSTOP), so that all it does is charged to the turns of the loop that it works for: at least
 one writing into the store in each, because a pair of turns is longer than what lies between two.
@@ -23,10 +23,11 @@ import psutil
 
 from benchmarks import fit
 from benchmarks.figures import Figure, ratios
-from benchmarks.turns import Coroutine, alternate, repeats
+from benchmarks.turns import Coroutine, alternate
 from benchmarks.workloads import sizes
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import Tracker
+from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
 SLOW = 0.050  # seconds of an update from which on the ratio has a target
@@ -34,9 +35,7 @@ SLOW = 0.050  # seconds of an update from which on the ratio has a target
 
 def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     """The ratio and the CPU time."""
-    warm = Coroutine(fit.ours(name, 1))
-    updates = repeats(warm, seconds)
-    warm.close()
+    updates = fit.updates_within(name, seconds)
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "mlflow.db"
         journal = Journal(f"sqlite:///{store}", "benchmark")
@@ -44,7 +43,7 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
         tracker = Tracker(journal, Path(folder), fit.plan(name))
         run = {"experiment": "benchmark", "name": name, "params": {}, "tags": {}, "system_metrics": True}
         run_id = journal.start(Path(folder) / "journal.jsonl", run)["run_id"]
-        recorder = Metered(tracker, fit.plan(name), 1, lambda: 0, fit.Silent(fit.FOREVER))
+        recorder = Metered(tracker, fit.plan(name), 1, lambda: 0, Progress(fit.FOREVER, shown=False))
         contenders = {
             "tracked": Coroutine(fit.ours(name, updates, recorder)),
             "bare": Coroutine(fit.ours(name, updates)),

@@ -1,7 +1,7 @@
-"""Contenders take turns: what the machine does to one of them it does to all.
+"""Contenders take turns, so that changes of the machine affect all of them.
 
-A machine that is shared or that changes its clock drifts by a factor of two within a minute. So every round runs
-each contender for a fraction of a second, and only what was measured in the same round is compared.
+The speed of a machine that is shared or changes its clock drifts by a factor of two within a minute. So every round
+runs each contender for a fraction of a second, and only times of the same round are compared.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
+from benchmarks.processes import in_turns
+
 
 class Stopped(BaseException):
-    """Raised in a body that is to end; no `except Exception` of Keras swallows it."""
+    """Raised in a body to end it; not an `Exception`, which Keras might catch."""
 
 
 class Coroutine:
-    """Runs `body(pause)` in a thread of its own, from one call of `pause` to the next at each call of this object.
+    """Runs `body(pause)` in a thread; each call of this object continues it until its next call of `pause`.
 
-    So a loop that somebody else wrote, with its start and its tracing behind it, can be measured in turns. Handing
-    over takes some ten microseconds.
+    So the training loop of a library can be measured in turns, once it has started and traced. Switching threads takes
+    some ten microseconds.
     """
 
     def __init__(self, body: Callable[[Callable[[], None]], object]):
@@ -64,25 +66,26 @@ class Coroutine:
 
 
 def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int, rest: float = 0.0) -> dict[str, list[float]]:
-    """Seconds of every contender in every round; every other round runs them backwards.
+    """Return the seconds of every contender in every round; every other round has them in reverse.
 
     Args:
-        rest: seconds before each turn, in which the threads of the one before it fall asleep.
+        contenders: by name.
+        rounds: how many.
+        rest: seconds before each turn, for the threads of the previous contender to go to sleep.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        for name in list(contenders) if number % 2 == 0 else reversed(list(contenders)):
-            tf.test.experimental.sync_devices()
-            time.sleep(rest)
-            begun = time.perf_counter()
-            contenders[name]()
-            tf.test.experimental.sync_devices()
-            seconds[name].append(time.perf_counter() - begun)
+    for _, name in in_turns(contenders, rounds):
+        tf.test.experimental.sync_devices()
+        time.sleep(rest)
+        begun = time.perf_counter()
+        contenders[name]()
+        tf.test.experimental.sync_devices()
+        seconds[name].append(time.perf_counter() - begun)
     return seconds
 
 
 def repeats(call: Callable[[], object], seconds: float) -> int:
-    """How often to run `call` for a turn of at least `seconds`; the first call, which traces, does not count."""
+    """Return how many calls take at least `seconds`; the first call, which traces, does not count."""
     call()
     times = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The verbs. `pipeline VERB …`; everything after the verb is Hydra's grammar."""
+"""`pipeline VERB …`: dispatches to the verb's function."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipeline.common.errors import NOT_SHIPPED, ConfigError, NotShippedError, Ru
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 
-VERBS = {  # name → where it is, and what it does
-    "train": ("pipeline.cli.train:train", "one run, or with -m a Hydra multirun; prints where the run is kept"),
+VERBS = {  # name → function, and help text
+    "train": ("pipeline.cli.train:train", "train one run, or with -m a Hydra multirun; print where the run is stored"),
     "sweep": (
         "pipeline.cli.train:sweep",
-        "the multirun in sweeps/NAME.yaml; with --again SWEEP only what is missing of it",
+        "run the multirun in sweeps/NAME.yaml; with --again SWEEP only its unfinished jobs",
     ),
-    "resume": ("pipeline.cli.resume:resume", "an interrupted run, from its last checkpoint on"),
-    "sync": ("pipeline.cli.sync:sync", "ship to MLflow whatever a run could not"),
-    "rerun": ("pipeline.rerun.command:rerun", "the same run again from what MLflow recorded, then a comparison"),
-    "verify": ("pipeline.verify.command:verify", "whether, for this config, accumulating equals the large batch"),
-    "report": ("pipeline.report.command:report", "the comparison of a sweep, as plots and a table"),
-    "ui": ("pipeline.cli.ui:ui", "MLflow's UI on the configured store, on 127.0.0.1"),
+    "resume": ("pipeline.cli.resume:resume", "resume an interrupted run from its last checkpoint"),
+    "sync": ("pipeline.cli.sync:sync", "upload to MLflow what a run could not"),
+    "rerun": ("pipeline.rerun.command:rerun", "repeat a run from its record in MLflow, then compare the two"),
+    "verify": ("pipeline.verify.command:verify", "check, for this config, that accumulation equals the large batch"),
+    "report": ("pipeline.report.command:report", "write the report of a sweep: findings, a table and plots"),
+    "ui": ("pipeline.cli.ui:ui", "serve MLflow's UI for the configured store on 127.0.0.1"),
 }
 
 
@@ -60,7 +60,7 @@ def _run(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="pipeline",
-        description="Gradient accumulation done right: Hydra configs, Keras training, every update in MLflow.",
+        description="Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow.",
         epilog="\n".join(["verbs:", *(f"  {verb:8}{does}" for verb, (_, does) in VERBS.items())])
         + "\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _complete(arguments: list[str]) -> int:
-    """Print what Hydra's shell completion offers; it knows neither the verb nor the verb's own argument."""
+    """Print shell completions: verbs, names of sweeps, and what Hydra completes after these."""
     words = os.environ.get("COMP_LINE", "").split(" ")
     asked = arguments[1:2] == ["query=bash"]
     if asked and len(words) <= 2:

@@ -8,33 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import shared
+from tests import programs, shared
 
+# Two workers with trainers and shippers of their own share two cores: more threads only wait for each other. No test
+# asserts a speed.
+ONE_THREAD = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-# Files of tests that take long, the longest first.
-LONGEST = (
-    *(
-        "test_kills",
-        "test_catalogue",
-        "test_workloads",
-        "test_rerun",
-        "test_sweep",
-        "test_streaming",
-        "test_run",
-        "test_local",
-        "test_workers",
-        "test_matrix",
-        "test_matrix_float32",
-        "test_provenance",
-        "test_outages",
-        "test_update",
-        "test_model_fit",
-        "test_mlflow_view",
-    ),
-    *("test_fork", "test_continuation", "test_checkpoint", "test_journal", "test_mutations"),
-    *("test_legal_input", "test_bad_input", "test_weighting_and_slicing", "test_landed", "test_foreign_store"),
-)
+for _name in ONE_THREAD:
+    os.environ.setdefault(_name, "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,9 +25,26 @@ def pytest_configure(config: pytest.Config) -> None:
             shared.warm_server()  # while the workers collect
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # A worker that gets a long file last works on alone.
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    """Leave what needs a browser to `make test-all`; let one worker run what shares something.
+
+    That is a file's fixtures, or what TensorFlow has traced for it.
+
+    All else is given out test by test, after the groups: a worker that gets a long one last does not work on alone.
+    """
+    together = {item.path for item in items if _shares(item)}
+    for item in items:
+        if "chromium" in item.fixturenames:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
+        if item.path in together:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _shares(item: pytest.Item) -> bool:
+    fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    scopes = {each.scope for found in fixtures for each in found}
+    return "module" in scopes or hasattr(item.module, "tf") or hasattr(item.module, "keras")  # type: ignore[attr-defined]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -88,6 +86,7 @@ def open_streams() -> None:
 @pytest.fixture(scope="session")
 def chromium() -> Iterator:
     """The worker's one browser; what a test opens in a `window` of it is closed with it."""
+    programs.need("chromium", "chromedriver")
     from tests.browser import browser
 
     with browser() as chrome:

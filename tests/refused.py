@@ -5,6 +5,7 @@ What each gets is what `pipeline …` does with it: the same `main`, the same pa
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -12,6 +13,9 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.hydra import Hydra
 
 from pipeline.__main__ import main
 
@@ -52,6 +56,25 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
+def compose_once() -> None:
+    """Let Hydra compose each line once, and read each config file once.
+
+    To learn whether a line is a multirun, Hydra composes all of it; without the answer it looks for --multirun, which
+    says the same of all lines but those with hydra.mode.
+    """
+    load, seen = FileConfigSource.load_config, {}
+
+    def loaded(self: FileConfigSource, config_path: str) -> object:
+        key = self.path, config_path
+        if key not in seen:
+            seen[key] = load(self, config_path)
+        return copy.deepcopy(seen[key])
+
+    FileConfigSource.load_config = loaded
+    Hydra.get_mode = lambda *_, **__: None
+
+
 if __name__ == "__main__":
+    compose_once()
     answers = [run(line) for line in json.load(sys.stdin)]
     json.dump(answers, sys.stdout)

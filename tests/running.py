@@ -54,7 +54,7 @@ def python(
     )
 
 
-def start(*arguments: str, cwd: Path, warm: bool = False, **more: str) -> subprocess.Popen[str] | Python:
+def start(*arguments: str, cwd: Path, warm: bool = True, **more: str) -> subprocess.Popen[str] | Python:
     """`pipeline …`, see `python`."""
     return python("-m", "pipeline", *arguments, cwd=cwd, warm=warm, **more)
 

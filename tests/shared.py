@@ -57,11 +57,12 @@ def place_store(folder: Path) -> None:
     database = folder / "mlruns" / "mlflow.db"
     if not database.exists():
         database.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_migrated(), database)
+        shutil.copyfile(migrated_store(), database)
 
 
 @cache
-def _migrated() -> Path:
+def migrated_store() -> Path:
+    """Return a new store of MLflow's, an SQLite file to copy."""
     from pipeline.tracking.store import Store
 
     folder = _folder() / "store"

@@ -1,6 +1,6 @@
 """Python processes that have TensorFlow and MLflow loaded when they begin: forks of one that has imported them.
 
-    pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, the shippers of the runs in it, and its forkserver
+    pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, the processes that it starts itself, and its forkserver
 
 The import is the larger part of what a small run costs. What is forked has its own session, folder, environment, pipes
 and module `__main__`, as if it had been started; no code of the project has run in it but the imports, and no device
@@ -26,7 +26,7 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from tests import killing
 
@@ -71,14 +71,15 @@ def address_in(folder: Path) -> str:
 
 
 class Python:
-    """`python ARGUMENTS`, forked; used as a `subprocess.Popen` with text pipes.
+    """`python ARGUMENTS`, forked; used as a `subprocess.Popen`.
 
     Args:
         address: of the server.
         arguments: `-m MODULE …` or `-c CODE …`, after `-P` where the folder is not to be searched for modules.
         cwd, env: of the process.
         stdin: None for no input, or `subprocess.PIPE`.
-        stderr: `subprocess.PIPE`, or None for that of this process.
+        stdout, stderr: `subprocess.PIPE`, an open file, or None for that of this process.
+        text: whether the pipes carry text, not bytes.
     """
 
     def __init__(
@@ -89,31 +90,50 @@ class Python:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         stdin: int | None = None,
-        stderr: int | None = subprocess.PIPE,
+        stdout: IO | int | None = subprocess.PIPE,
+        stderr: IO | int | None = subprocess.PIPE,
+        text: bool = True,
     ):
         self.args, self.returncode = ["python", *arguments], None
-        self.stdin: TextIO | None = None
-        self.stderr: TextIO | None = None
+        self.stdin: IO | None = None
+        self.stdout: IO | None = None
+        self.stderr: IO | None = None
         request = {
             "arguments": list(arguments),
             "folder": str(cwd or Path.cwd()),
             "environment": dict(env or os.environ),
         }
+        kind = "" if text else "b"
         with contextlib.ExitStack() as given:  # their ends of the pipes
-            out, self.stdout = _pipe(given, "r")
+            out = err = 0
             if stdin == subprocess.PIPE:
-                commands, self.stdin = _pipe(given, "w")
+                commands, self.stdin = _pipe(given, f"w{kind}")
             else:
                 commands = os.open(os.devnull, os.O_RDONLY)
                 given.callback(os.close, commands)
-            complaints = 2
+            if stdout == subprocess.PIPE:
+                out, self.stdout = _pipe(given, f"r{kind}")
+            else:
+                out = _number(stdout, 1)
             if stderr == subprocess.PIPE:
-                complaints, self.stderr = _pipe(given, "r")
+                err, self.stderr = _pipe(given, f"r{kind}")
+            else:
+                err = _number(stderr, 2)
             self._connection = _connected(address)
-            socket.send_fds(self._connection, [b" "], [commands, out, complaints])
+            socket.send_fds(self._connection, [b" "], [commands, out, err])
             self._connection.sendall(json.dumps(request).encode() + b"\n")
             self._answers = self._connection.makefile("r")
             self.pid = int(self._answers.readline())
+
+    def __enter__(self) -> Python:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr, self.stdin):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self.wait()
 
     def poll(self) -> int | None:
         """Return the exit status, minus the signal's number where one ended it; None while it runs."""
@@ -131,19 +151,20 @@ class Python:
             self._connection.close()
         return self.returncode
 
-    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
         """Return what it wrote to its pipes once both are closed and it has ended."""
         if self.stdin is not None:
             with contextlib.suppress(BrokenPipeError), self.stdin:
-                self.stdin.write(input or "")
+                if input:
+                    self.stdin.write(input)
         until = None if timeout is None else time.monotonic() + timeout
-        texts = ["", ""]
+        texts: list[Any] = [None, None]
 
-        def read(index: int, stream: TextIO) -> None:
+        def read(index: int, stream: IO) -> None:
             texts[index] = stream.read()
 
-        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
-        readers = [threading.Thread(target=read, args=each, daemon=True) for each in enumerate(streams)]
+        streams = [(index, stream) for index, stream in enumerate((self.stdout, self.stderr)) if stream is not None]
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
         for reader in readers:
             reader.start()
         for reader in readers:
@@ -165,12 +186,19 @@ class Python:
         self.send_signal(signal.SIGKILL)
 
 
-def _pipe(given: contextlib.ExitStack, mode: str) -> tuple[int, TextIO]:
+def _pipe(given: contextlib.ExitStack, mode: str) -> tuple[int, IO]:
     """Return the end that is given away, which `given` closes, and this process' end, opened in `mode`."""
     reader, writer = os.pipe()
-    away, kept = (writer, reader) if mode == "r" else (reader, writer)
+    away, kept = (writer, reader) if mode.startswith("r") else (reader, writer)
     given.callback(os.close, away)
     return away, os.fdopen(kept, mode)
+
+
+def _number(stream: IO | int | None, own: int) -> int:
+    """Return the descriptor of an open file; that of this process, `own`, where there is none."""
+    if stream is None:
+        return own
+    return stream if isinstance(stream, int) else stream.fileno()
 
 
 def _connected(address: str) -> socket.socket:
@@ -258,13 +286,17 @@ def _become(address: str, request: dict[str, Any], descriptors: list[int]) -> No
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    _fork_shippers(address)
+    fork_children(address)
     _fork_forkserver()
     arguments = request["arguments"]
     killing.arm(arguments)
     sys.path[0] = request["folder"]
+    searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in searched if folder and folder not in sys.path]
     if arguments[0] == "-P":
         del arguments[0], sys.path[0]
+    with contextlib.suppress(OSError):  # its name in the table of processes, of 15 characters
+        Path("/proc/self/comm").write_text(arguments[1][-15:])
     how, what, *rest = arguments
     sys.argv = [how, *rest]
     if how == "-m":
@@ -274,14 +306,19 @@ def _become(address: str, request: dict[str, Any], descriptors: list[int]) -> No
         exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
 
 
-def _fork_shippers(address: str) -> None:
-    """Have the shipper of a run forked as well where this process would start one: it imports MLflow."""
+def fork_children(address: str) -> None:
+    """Have forked as well what this process would start of the package's own, by `python -P`.
+
+    These are the shipper of a run, its workers, the trials of micro-batches, and the trial of a logged model: each
+    imports TensorFlow or MLflow.
+    """
     start = subprocess.Popen
 
     def popen(command: Sequence[str], *more: Any, **options: Any) -> Any:
-        if isinstance(command, str) or "pipeline.tracking.shipper" not in command:
+        if isinstance(command, str) or list(command[:2]) != [sys.executable, "-P"]:
             return start(command, *more, **options)
-        return Python(address, command[1:], env=options["env"], stdin=options["stdin"], stderr=None)
+        kept = {key: options.get(key) for key in ("cwd", "env", "stdin", "stdout", "stderr")}
+        return Python(address, command[1:], **kept, text=options.get("text", False))
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
 

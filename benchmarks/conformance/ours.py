@@ -10,25 +10,28 @@ from omegaconf import OmegaConf
 from benchmarks.conformance import in_keras
 from benchmarks.conformance.cases import FACTOR, MICRO, Case, examples
 from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
-from benchmarks.fit import Nowhere, Silent
 from pipeline.accumulation import Update
 from pipeline.config.sizes import Batching, Plan
 from pipeline.dataset import batches as batching
 from pipeline.dataset.splits import Data
-from pipeline.training import loop
+from pipeline.tracking.tracker import Tracker
+from pipeline.training.loop import Trainer
+from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
 prepare = in_keras.prepare
 
 
-class Rows(Nowhere):
-    """Keeps the loss of every row."""
+class Rows(Tracker):
+    """Keeps the loss of every row, and logs nothing."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def update(self, update: int, results: Mapping, performance: Mapping, at: float) -> None:
         self.losses.append(results["loss"])
+
+    def trained(self, updates: int, stopped_by: str | None, best: object) -> None: ...
 
 
 def ours(case: Case) -> Outcome:
@@ -44,8 +47,8 @@ def ours(case: Case) -> Outcome:
         node, data, seed=0, effective_batch_size=sizes.effective_batch_size, epochs=case.epochs
     )
     plan, rows = Plan(sizes, sum(case.sizes), case.updates), Rows()
-    recorder = Recorder(rows, plan, 1, lambda: 0, Silent(case.updates))
-    loop.train(model, batches, update, plan, recorder)
+    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(case.updates, shown=False))
+    Trainer(update, batches, recorder).fit()
     weights, losses = in_keras.large(case, list(batches.as_numpy_iterator()))
     if case.logged:
         return by_log(rows.losses, len(rows.losses), losses)

@@ -1,7 +1,7 @@
-"""Keras' `compile` and `fit` on batches of 128, in micro-batches of 32: one line more than without.
+"""Keras' `compile` and `fit` on batches of 128, in micro-batches of 32: one line more than plain Keras.
 
 Command:   python examples/fit/train.py
-Run time:  about 10 seconds on two CPU cores, most of them TensorFlow's start
+Run time:  about 10 seconds on two CPU cores, most of it to start TensorFlow
 Expect:    five lines; the loss falls below 0.3, the validation accuracy rises above 0.8
 """
 

@@ -1,7 +1,7 @@
 """A training loop of your own that accumulates gradients: no config, no tracker.
 
 Command:   python examples/own_loop/train.py
-Run time:  about 10 seconds on two CPU cores, most of them TensorFlow's start
+Run time:  about 10 seconds on two CPU cores, most of it to start TensorFlow
 Expect:    five lines; the loss falls below 0.3
 """
 
@@ -13,8 +13,11 @@ from pipeline.accumulation import accumulate_gradients
 
 keras.utils.set_random_seed(0)
 x, y = load_digits(return_X_y=True)
-batches = tf.data.Dataset.from_tensor_slices((x.astype("float32") / 16, y)).shuffle(2000, seed=0).batch(128)
-model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
+examples = tf.data.Dataset.from_tensor_slices((x.astype("float32") / 16, y))
+batches = examples.shuffle(2000, seed=0).batch(128)
+inputs = keras.Input((64,))
+hidden = keras.layers.Dense(64, "relu")(inputs)
+model = keras.Model(inputs, keras.layers.Dense(10)(hidden))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 optimizer = keras.optimizers.AdamW(0.01)
 optimizer.build(model.trainable_variables)

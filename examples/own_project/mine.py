@@ -1,8 +1,8 @@
-"""Data, a model, a loss and a metric of your own, trained by `pipeline` from a folder of your own.
+"""A dataset, a model, a loss and a metric of your own, trained by `pipeline` from a folder of your own.
 
 Command:   cd examples/own_project && pipeline train --config-dir conf experiment=moons
 Run time:  about 15 seconds on two CPU cores
-Expect:    val/accuracy above 0.9, and val/confidence beside it
+Expect:    val/accuracy above 0.9, and a metric val/confidence
 """
 
 import keras
@@ -19,8 +19,10 @@ def moons(noise):
 
 
 def tiny(input_shape, classes, units):
-    layers = [keras.layers.Flatten(), keras.layers.Dense(units, "relu"), keras.layers.Dense(classes)]
-    return keras.Sequential([keras.Input(input_shape), *layers])
+    inputs = keras.Input(input_shape)
+    x = keras.layers.Flatten()(inputs)
+    x = keras.layers.Dense(units, "relu")(x)
+    return keras.Model(inputs, keras.layers.Dense(classes)(x))
 
 
 def focal(y_true, y_pred, from_logits, gamma):
@@ -30,4 +32,5 @@ def focal(y_true, y_pred, from_logits, gamma):
 
 class Confidence(keras.metrics.Mean):
     def update_state(self, y_true, y_pred, sample_weight=None):
-        return super().update_state(keras.ops.max(keras.ops.softmax(y_pred), axis=-1), sample_weight)
+        confidence = keras.ops.max(keras.ops.softmax(y_pred), axis=-1)
+        return super().update_state(confidence, sample_weight)

@@ -1,8 +1,8 @@
-"""Texts of unequal length → the kind of each token, and one number a text: losses, weights, masks, metrics by output.
+"""Texts of unequal length → the kind of each token and one number per text, with losses, weights and metrics by output.
 
 Command:   cd examples/two_outputs && pipeline train --config-dir conf experiment=tagger
 Run time:  about 20 seconds on two CPU cores
-Expect:    val/kind_accuracy above 0.9, and val/length_error beside it
+Expect:    val/kind_accuracy above 0.9, and a metric val/length_error
 """
 
 import keras

@@ -1,6 +1,6 @@
-"""The launchers and the sweeper of `pipeline.sweep`, under the names that configs choose them by.
+"""Registers the launchers and the sweeper of `pipeline.sweep` with Hydra.
 
-Hydra instantiates only classes that are defined in `hydra_plugins`, so each is derived here.
+Hydra instantiates only classes that are defined in `hydra_plugins`, so each one has a subclass here.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pipeline.sweep import launcher, local, search, slurm
 
 
 class LocalLauncher(local.LocalLauncher):
-    """Each job a process on this machine."""
+    """Runs each job in a process on this machine."""
 
 
 class SlurmLauncher(slurm.SlurmLauncher):
-    """Each job a Slurm job."""
+    """Runs each job as a Slurm job."""
 
 
 class BasicLauncher(launcher.BasicLauncher):
-    """All jobs in this process, one after the other: for a debugger."""
+    """Runs all jobs in this process, one after the other, for a debugger."""
 
 
 class SearchSweeper(search.SearchSweeper):
-    """Jobs in batches, each batch chosen by what those before it gave."""
+    """Runs batches of jobs; Optuna chooses each batch from the losses of those before it."""
 
 
 class Names(SearchPathPlugin):
-    """Registers the names; Hydra calls it after it has found all plugins, of which the published ones have some too."""
+    """Stores the configs. Hydra calls it after it has loaded all plugins, so these replace the published ones."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         here = {"_target_": f"{__name__}.LocalLauncher", "timeout_min": 525600}  # a year

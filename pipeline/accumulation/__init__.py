@@ -5,21 +5,22 @@ once by the weight of the whole update. Nothing else of `pipeline` is imported h
 any project.
 """
 
+from .accumulating_model import AccumulatingModel
 from .adam import fused_adam
+from .batch import Share, examples_in, parts_of, slice_specs
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
-from .forward import Forward, batch_dependent_layers, trace_forward, unknown_to_keras
+from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras
+from .gradient_sums import GradientSums
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
 from .layer_calls import calling
-from .model import AccumulatingModel
+from .loss_reduction import weighted_sum
 from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
-from .outputs import Losses, Metrics, Term, by_name, labels_by_name, measured, spread, terms, update_metrics
+from .objective import Losses, Metrics, Objective, Term, labels_by_name, measured, terms, update_metrics
+from .outputs import by_name, spread
 from .same_noise import drawn, keys_of, noisy_layers
-from .slicing import Share, examples_in, parts_of, slice_specs
-from .sums import GradientSums, Known, known_of
 from .update import Update, accumulate_gradients
-from .weighting import weighted_sum
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
@@ -27,10 +28,10 @@ __all__ = [
     "Evaluation",
     "Forward",
     "GradientSums",
-    "Known",
     "Losses",
     "Metrics",
     "NoiseScale",
+    "Objective",
     "Share",
     "Term",
     "Update",
@@ -44,7 +45,6 @@ __all__ = [
     "fused_adam",
     "global_seed",
     "keys_of",
-    "known_of",
     "labels_by_name",
     "layers_of",
     "logits_of",

@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from .sums import Gradients, GradientSums, Part, means
+from .gradient_sums import Gradients, GradientSums, means
+from .loss_sums import Part
 
 DECAY = 0.9  # of the moving averages, for each update that is measured
 

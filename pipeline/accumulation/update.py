@@ -1,4 +1,4 @@
-"""The update: slices → weighted gradient sum → one apply.
+"""The update: micro-batches → weighted gradient sum → one apply.
 
     for each micro-batch k of the effective batch:      # on every replica, over its share
         Lₖ, Wₖ = Σᵢ wᵢ·lossᵢ, Σᵢ wᵢ                     # sums, never means
@@ -9,8 +9,6 @@
 Σₖ ∇Lₖ / Σₖ Wₖ is the gradient of the mean over the effective batch, whatever the sizes of the micro-batches,
 the sample weights and the masks. The mean of the micro-batches' means, Σₖ (∇Lₖ/Wₖ) / K, equals it only where
 all Wₖ are equal.
-
-This module knows nothing of configs, trackers or datasets, so that it can be lifted into any project.
 """
 
 from __future__ import annotations
@@ -23,19 +21,22 @@ import tensorflow as tf
 
 from . import noise_scale
 from .adam import fused_adam
+from .batch import Nest, Share, examples_in, parts_of, share_of
 from .dense import transposed_gradients, wide_layers
+from .gradient_sums import GradientSums, gradients_by
+from .loss_sums import micro_batch_losses
+from .micro_batches import sum_over_micro_batches
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
-from .outputs import Losses, Metrics, by_name, labels_by_name, measured, update_metrics
-from .replicas import known_of_all, reduce
+from .objective import Losses, Metrics, Objective
+from .outputs import by_name
+from .replicas import BatchTotals, batch_totals, global_batch_totals, reduce
 from .same_noise import drawn, keys_of, noisy_layers
-from .slicing import Nest, Share, examples_in, parts_of, share_of, sum_over_micro_batches
-from .sums import Gradients, GradientSums, Known, known_of, micro_batch_losses
 
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
 def accumulate_gradients(
     model: keras.Model,
-    loss: Losses,
+    loss: Losses | Objective,
     batch: Nest,
     micro_batch_size: int,
     *,
@@ -43,7 +44,7 @@ def accumulate_gradients(
     metrics: Metrics = (),
     weighted_metrics: Metrics = (),
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
-    whole: Known | None = None,
+    whole: BatchTotals | None = None,
     place: tf.Tensor | int = 0,
     measure_noise: tf.Tensor | bool = False,
     noise_keys: Sequence[tf.Tensor] = (),
@@ -59,7 +60,8 @@ def accumulate_gradients(
         model: built, with its trainable variables fixed.
         loss: as `compile` takes it: any Keras loss, or a dict or list of one for each output, whose reduction is not
             `none` and whose value for one example does not depend on the other ones (in `keras.losses.Circle` it
-            does: that is a loss of the micro-batch). None for a model that learns from `add_loss` alone.
+            does: that is a loss of the micro-batch). None for a model that learns from `add_loss` alone. Or an
+            `Objective`, which holds the loss weights and the metrics too.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on
             axis 0; x alone where there is no loss. The number of examples need not be known when traced, and may be
             zero.
@@ -70,10 +72,11 @@ def accumulate_gradients(
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
             wants it; the sums then hold scaled gradients and the losses are unscaled.
         whole: what is known of the effective batch, where `batch` is one replica's share of it.
-        place: of the share's first example in the effective batch.
+        place: position of the share's first example in the effective batch.
         measure_noise: whether `noise` is wanted: a pass over the gradient for each micro-batch.
         noise_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the effective batch: these layers then
-            draw for each example what they draw for it in any other cut. Without, Keras draws for each micro-batch.
+            draw for each example what they draw for it in any other cut. Without keys, Keras draws for each
+            micro-batch.
         hold_statistics: leave the moving statistics of BatchNormalization as they are; `assign_moving_statistics`
             moves them by those of the effective batch, which an `Update` does.
         jit_compile: compile each forward+backward with XLA.
@@ -85,31 +88,31 @@ def accumulate_gradients(
         ValueError: the loss reduces nothing, does not fit the outputs or the labels, or the micro-batch size is not
             positive.
     """
-    variables = [variable.value for variable in model.trainable_variables]
-    effective = known_of(batch) if whole is None else whole
+    goal = loss if isinstance(loss, Objective) else Objective(loss, loss_weights, metrics, weighted_metrics)
+    totals = batch_totals(batch) if whole is None else whole
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
     wide = [] if jit_compile else wide_layers(model, micro_batch_size)
+    held = normalising_layers(model) if hold_statistics else []
+    variables = [variable.value for variable in model.trainable_variables]
 
     def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:
         x, y, sample_weight = parts
+        examples = examples_in(x)
         with tf.GradientTape(persistent=True) as tape:
-            held = normalising_layers(model) if hold_statistics else []
-            drawing = drawn(noisy, noise_keys, place + start, examples_in(x))
+            drawing = drawn(noisy, noise_keys, place + start, examples)
             with transposed_gradients(wide), drawing, observed(held) as moves:
                 outputs = by_name(model, model(x, training=True))
-            losses, added, minimised = micro_batch_losses(model, loss, loss_weights, outputs, parts, effective)
+            losses, added, minimised = micro_batch_losses(model, goal, outputs, parts, totals)
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
             targets = [part.total if scale_loss is None else scale_loss(part.total / part.size) for part in minimised]
-        labels = labels_by_name(loss, y, outputs)
-        update_metrics(metrics, labels, outputs)
-        update_metrics(weighted_metrics, labels, outputs, sample_weight)
+        goal.update_metrics(y, outputs, sample_weight)
         sums = tuple(
-            _gradients(tape, target, variables, None if scale_loss is None else part.size)
+            gradients_by(tape, target, variables, None if scale_loss is None else part.size)
             for target, part in zip(targets, minimised, strict=True)
         )
         weights = tuple(part.weight for part in minimised)
         noise = noise_scale.of_micro_batch(measure_noise, sums, minimised)
-        return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype), sums, weights, noise, moves())
+        return GradientSums(losses, added, tf.cast(examples, added.dtype), sums, weights, noise, moves())
 
     return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
 
@@ -118,50 +121,45 @@ class Update:
     """One effective batch in, one optimizer step out, under the current or the given strategy.
 
     Args:
-        model, loss, loss_weights: as `accumulate_gradients` takes them.
+        model: as `accumulate_gradients` takes it.
+        objective: a loss as `accumulate_gradients` takes it, or an `Objective`. Its metrics are reset at each update,
+            so that their results are over exactly its examples.
         optimizer: built for the model's variables.
         micro_batch_size: examples per forward+backward on one replica.
-        metrics, weighted_metrics: reset at each update, so that their results are over exactly its examples.
-        layer_metrics: those that the model's layers update in their calls, reset likewise.
-        strategy: the strategy in whose scope the model was built; the default one where it is not given.
+        strategy: the strategy in whose scope the model was built; the current one by default.
         noise_every: updates from one measurement of the gradient noise to the next; 0 measures none. They are counted
-            in `begun`, a variable, which is to be set where training goes on from a checkpoint.
+            in `begun`, a variable, which is to be set where training resumes from a checkpoint.
         same_noise: have Keras' dropout and noise layers draw for each example what they draw for it in any other cut,
             over all replicas.
         hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch,
             and not by those of each micro-batch, which differ between replicas.
         jit_compile: compile each forward+backward with XLA.
-        arrived: counts the sums that this process had ready for the other ones, where there are several.
+        reductions_ready: counts the reductions that this process had its sums ready for, where there are several.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        loss: Losses,
+        objective: Losses | Objective,
         optimizer: keras.optimizers.Optimizer,
         micro_batch_size: int,
         *,
-        loss_weights: Any = None,
-        metrics: Metrics = (),
-        weighted_metrics: Metrics = (),
-        layer_metrics: Sequence[keras.metrics.Metric] = (),
         strategy: tf.distribute.Strategy | None = None,
         noise_every: int = 0,
         same_noise: bool = False,
         hold_statistics: bool = True,
         jit_compile: bool = False,
-        arrived: tf.Variable | None = None,
+        reductions_ready: tf.Variable | None = None,
     ):
-        self.model, self.loss, self.optimizer, self.arrived = model, loss, optimizer, arrived
+        self.model, self.objective, self.optimizer = model, Objective.of(objective), optimizer
+        self.measured = self.objective.measured()
         self.micro_batch_size, self.jit_compile = micro_batch_size, jit_compile
-        self.loss_weights, self.metrics, self.weighted_metrics = loss_weights, metrics, weighted_metrics
-        self.measured = measured(metrics, weighted_metrics, layer_metrics)
-        self.strategy = strategy or tf.distribute.get_strategy()
+        self.strategy, self.reductions_ready = strategy or tf.distribute.get_strategy(), reductions_ready
         self.noise_every, self.same_noise, self.hold_statistics = noise_every, same_noise, hold_statistics
-        # On the host, where it decides: read from a GPU it would let the host wait for the update before.
+        # Read on the host: from a GPU, the host would wait for the update before.
         with tf.device("CPU:0"):
             self.begun = tf.Variable(0, dtype=tf.int64, trainable=False)
-        # Updates whose gradient was whole, so that applying it may have begun: such a one cannot be tried again.
+        # Updates whose gradient was complete, so that it may have been applied: such an update cannot be retried.
         self.applying = tf.Variable(0, dtype=tf.int64, trainable=False)
         # Keras' `apply` divides by the factor of any optimizer that has one.
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
@@ -172,8 +170,8 @@ class Update:
         """Apply the gradient of `batch` once. Call it inside a `tf.function`.
 
         Args:
-            batch: the effective batch, as `accumulate_gradients` takes it, or of several processes the `Share` that
-                each has read of it; every replica gets its share.
+            batch: the effective batch, as `accumulate_gradients` takes it, or where there are several processes the
+                `Share` that this one has read; every replica gets its share.
 
         Returns:
             Scalars: `loss`, that of each of several outputs as `<output>_loss`, one entry for each metric,
@@ -184,7 +182,7 @@ class Update:
         Raises:
             ValueError: it is called in a strategy's scope.
         """
-        known = [len(metric.variables) for metric in self.measured.values()]
+        built = [len(metric.variables) for metric in self.measured.values()]
         for metric in self.measured.values():
             metric.reset_state()
         sums = self.sums(batch, self._measures())
@@ -201,7 +199,7 @@ class Update:
             self.apply(gradients, sums)
         results = {"loss": sums.mean_loss(), **sums.output_losses()}
         results |= {name: metric.result() for name, metric in self.measured.items()}
-        for metric, count in zip(self.measured.values(), known, strict=True):
+        for metric, count in zip(self.measured.values(), built, strict=True):
             if len(metric.variables) > count:  # built in this trace: the reset above left out what was not there yet
                 metric.reset_state()
         if self.noise_every:
@@ -209,14 +207,14 @@ class Update:
         return {**results, "learning_rate": learning_rate, "gradient_norm": norm}
 
     def sums(self, batch: Nest | Share, measure_noise: tf.Tensor | bool = False) -> GradientSums:
-        """Return the sums over all replicas, applying nothing; the metrics go on from where they are."""
+        """Return the sums over all replicas without applying them; the metrics are updated and not reset."""
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
             raise ValueError("an update must be outside of its strategy's scope; the model is made inside of it")
-        # Here, where all copies of a seed get the same value: they may have parted.
+        # Here, where all copies of a seed get the same value: they may have diverged.
         keys = keys_of(noisy_layers(self.model, parts_of(batch)[0])) if self.same_noise else []
-        known = known_of_all(self.strategy, batch, self.loss, self.arrived)
-        sums = self.strategy.run(self._accumulate, args=(batch, known, measure_noise, keys))
-        return reduce(self.strategy, sums, self.arrived)
+        totals = global_batch_totals(self.strategy, batch, self.objective.loss, self.reductions_ready)
+        sums = self.strategy.run(self._accumulate, args=(batch, totals, measure_noise, keys))
+        return reduce(self.strategy, sums, self.reductions_ready)
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> None:
         """Take one step of the optimizer, and one of the moving statistics by those of the effective batch."""
@@ -232,20 +230,17 @@ class Update:
             return (self.begun.assign_add(1) - 1) % self.noise_every == 0
 
     def _accumulate(
-        self, batch: Nest | Share, whole: Known, measure_noise: tf.Tensor | bool, noise_keys: Sequence[tf.Tensor]
+        self, batch: Nest | Share, totals: BatchTotals, measure_noise: tf.Tensor | bool, noise_keys: Sequence[tf.Tensor]
     ) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync
         share, place = share_of(batch, replicas)
         sums = accumulate_gradients(
             self.model,
-            self.loss,
+            self.objective,
             share,
             self.micro_batch_size,
-            loss_weights=self.loss_weights,
-            metrics=self.metrics,
-            weighted_metrics=self.weighted_metrics,
             scale_loss=self._scale_loss,
-            whole=whole,
+            whole=totals,
             place=place,
             measure_noise=measure_noise,
             noise_keys=noise_keys,
@@ -256,22 +251,3 @@ class Update:
             return sums
         # Mirrored variables take no rows from outside of a replica, and Keras divides no rows by a scale.
         return tf.nest.map_structure(tf.convert_to_tensor, sums)
-
-
-def _gradients(
-    tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: tf.Tensor | None
-) -> Gradients:
-    def scaled(gradient: tf.Tensor) -> tf.Tensor:
-        if gradient.dtype in (tf.float16, tf.bfloat16):
-            gradient = tf.cast(gradient, tf.float32)
-        return gradient if times is None else gradient * tf.cast(times, gradient.dtype)
-
-    def shaped(gradient: Any, variable: tf.Variable) -> Any:
-        if gradient is None:
-            return ()
-        if isinstance(gradient, tf.IndexedSlices):  # the rows of an embedding that the micro-batch has looked up
-            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, tf.constant(variable.shape.as_list()))
-        gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
-        return scaled(gradient)
-
-    return tuple(map(shaped, tape.gradient(target, variables), variables))

@@ -1,13 +1,12 @@
-"""Checkpoints in RUN_DIR/checkpoints/UPDATE/: written beside by a thread, synced, verified, renamed into place.
+"""Checkpoint files in RUN_DIR/checkpoints/UPDATE/, that of the best evaluation in RUN_DIR/checkpoints/best/UPDATE/.
 
-That of the best evaluation is in RUN_DIR/checkpoints/best/UPDATE/.
-
-    meta.json       the format, the update, what is no array
-    tensors.*       the arrays, as `tf.train.Checkpoint` writes them
+    meta.json       the format, the update, everything that is not an array
+    arrays.*        the arrays, as `tf.train.Checkpoint` writes them
     manifest.json   the SHA-256 of each of these files
 
-A folder under its final name is whole: who kills the process leaves a folder whose name starts with a dot. What a disk
-does to it later is seen in the manifest. `snapshot` says what is in a checkpoint. Imports no TensorFlow.
+A thread writes them to a folder whose name starts with a dot, syncs and verifies it, and renames it. So a folder under
+its final name is complete, whenever the process is killed; damage by the disk shows in the manifest. `snapshot` defines
+the content. Imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import ConfigError, described, first_line, say
@@ -33,31 +31,30 @@ if TYPE_CHECKING:
     from pipeline.checkpoints.snapshot import State
 
 FORMAT = 1
-BEST = "best"  # the folder in that of all checkpoints
-AUTO_SECONDS = 300.0  # at least, between two checkpoints of `auto`
-STALLS = 100  # and so many times as long as one stalls training: under 1%
+BEST = "best"  # the subfolder of the best evaluation's checkpoint
+AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
+STALLS = 100  # the least ratio of that time to the time that a checkpoint stalls training: under 1%
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint; `pipeline.checkpoints.snapshot.read` gives what is in it."""
+    """A verified checkpoint; `pipeline.checkpoints.snapshot.read` loads it."""
 
     folder: Path
     update: int  # completed updates
     meta: dict[str, Any]
 
 
-class Checkpoints:
-    """Writes the checkpoints of one run. At the end of `with` the last one is written.
+class Checkpoints(AbstractContextManager["Checkpoints"]):
+    """Writes the checkpoints of one run. Leaving the `with` block waits for the last one.
 
     Args:
-        folder: of all checkpoints of the run; made with the first one. What a killed process left half-written in it
-            is removed.
-        every: None for no checkpoint; a number of updates; `epoch`; `auto` for five minutes, and more where one
+        folder: of all checkpoints of the run; made with the first one. Incomplete checkpoints in it are removed.
+        every: None for no checkpoints; a number of updates; `epoch`; `auto` for five minutes, and more if a checkpoint
             stalls training for more than 1% of that.
-        plan: where epochs end, and what the data's position follows from.
-        keep: how many of the latest stay. Of the best stays the one that each of these knows as the best.
-        writes: whether this process writes any; else another one does, in whose folder they are read.
+        plan: where epochs end.
+        keep: how many of the latest checkpoints are kept. Of the best ones, those that the kept ones refer to are.
+        writes: whether this process writes; otherwise it only reads what the chief writes.
     """
 
     def __init__(self, folder: Path, every: int | str | None, plan: Plan, keep: int = 2, writes: bool = True):
@@ -67,16 +64,11 @@ class Checkpoints:
         for half_written in (*folder.glob(".*"), *folder.glob(f"{BEST}/.*")) if writes else ():
             shutil.rmtree(half_written, ignore_errors=True)
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.wait()
 
     def due(self, update: int, *, last: bool = False) -> bool:
-        """Return whether a checkpoint is wanted after `update` updates; after the last one it is."""
+        """Return whether to write a checkpoint after `update` updates; always after the `last` one."""
         if self.every is None or not self.writes:
             return False
         if self.every == "auto":
@@ -85,10 +77,10 @@ class Checkpoints:
         return last or (self.plan.ends_epoch(update) if isinstance(self.every, str) else update % self.every == 0)
 
     def save(self, update: int, capture: Callable[[], State], *, best: bool = False) -> None:
-        """Write what `capture` returns, a copy, as the checkpoint of `update`; return as soon as it is copied.
+        """Write the snapshot that `capture` returns as the checkpoint of `update`, in a thread.
 
-        It waits until the checkpoint before is written. A checkpoint that cannot be written is reported in one line.
-        The `best` one lies apart, and is none that a run goes on from.
+        Waits for the previous checkpoint first. If writing fails, one line says so and training continues. A run never
+        resumes from the `best` checkpoint, which has a folder of its own.
         """
         if not self.writes:
             return
@@ -100,7 +92,7 @@ class Checkpoints:
             say(f"the checkpoint after update {update} was left out: {first_line(error)}")
             return
         folder = self.folder / BEST if best else self.folder
-        # No daemon: the interpreter waits for what is being written.
+        # Not a daemon: the interpreter waits until it is written.
         self._writer = threading.Thread(target=self._write, args=(folder, update, state), name="checkpoint")
         self._writer.start()
         ended = time.monotonic()
@@ -108,7 +100,7 @@ class Checkpoints:
             self._next = ended + max(AUTO_SECONDS, STALLS * (ended - began))
 
     def best(self, update: int) -> Checkpoint | None:
-        """Return the checkpoint of the best evaluation, that after `update` updates; None where it is not whole."""
+        """Return the checkpoint of the best evaluation, at `update`; None, after a message, if it is damaged."""
         self.wait()
         try:
             return at(self.folder / BEST, update)
@@ -117,7 +109,7 @@ class Checkpoints:
             return None
 
     def wait(self) -> None:
-        """Return once the last checkpoint is written, or has failed."""
+        """Wait until the last checkpoint is written, or has failed."""
         if self._writer is not None:
             self._writer.join()
 
@@ -140,23 +132,26 @@ class Checkpoints:
             shutil.rmtree(new, ignore_errors=True)
             say(f"the checkpoint of update {update} was not written: {described(error)}")
             return
-        if folder == self.folder:
-            done = updates(folder)
-            later = [other for other in done if other > update]  # of the run before it went on from an earlier update
-            for other in later + [other for other in done if other <= update][: -self.keep]:
-                shutil.rmtree(folder / str(other), ignore_errors=True)
-        best = self.folder / BEST
-        known = {_best(self.folder / str(other)) for other in updates(self.folder)}  # a run may go on from each
-        for other in updates(best):
-            if other not in known and not (folder == best and other == update):
-                shutil.rmtree(best / str(other), ignore_errors=True)
+        self._remove_old(update, best=folder != self.folder)
+
+    def _remove_old(self, update: int, best: bool) -> None:
+        """Remove the checkpoints that are no longer needed after the one of `update`."""
+        if not best:
+            done = updates(self.folder)
+            # A run that resumed from an earlier update has left later ones.
+            later, earlier = ([u for u in done if u > update], [u for u in done if u <= update])
+            for old in later + earlier[: -self.keep]:
+                shutil.rmtree(self.folder / str(old), ignore_errors=True)
+        needed = {_best(self.folder / str(other)) for other in updates(self.folder)}  # a run may resume from each
+        for old in set(updates(self.folder / BEST)) - needed - ({update} if best else set()):
+            shutil.rmtree(self.folder / BEST / str(old), ignore_errors=True)
 
 
 def newest(folder: Path, most: float = math.inf) -> Checkpoint | None:
-    """Return the latest whole checkpoint in `folder` of at most `most` updates; a damaged one is reported in one line.
+    """Return the latest intact checkpoint in `folder` of at most `most` updates; one line reports each damaged one.
 
     Raises:
-        ConfigError: it is of another format.
+        ConfigError: the checkpoint has another format.
     """
     for update in reversed([update for update in updates(folder) if update <= most]):
         try:
@@ -170,7 +165,7 @@ def at(folder: Path, update: int) -> Checkpoint:
     """Return the checkpoint of `update` in `folder`.
 
     Raises:
-        ConfigError: there is none, or it is damaged, or of another format.
+        ConfigError: it is missing or damaged, or has another format.
     """
     place = folder / str(update)
     if not place.is_dir():
@@ -182,7 +177,7 @@ def at(folder: Path, update: int) -> Checkpoint:
 
 
 class _DamagedError(Exception):
-    """What is in the folder is not what was written into it."""
+    """The files are not those that were written."""
 
 
 def _verified(folder: Path, update: int) -> Checkpoint:
@@ -207,14 +202,14 @@ def _verified(folder: Path, update: int) -> Checkpoint:
 
 
 def updates(folder: Path) -> list[int]:
-    """Return the updates whose checkpoints are in `folder`, the latest one last."""
+    """Return the updates of the checkpoints in `folder`, in ascending order."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
 
 
 def _best(folder: Path) -> int | None:
-    """Return the update of the best evaluation before a checkpoint, as that knows it."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # it is damaged
+    """Return the update of the best evaluation so far, as a checkpoint recorded it."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged checkpoint
         return int(json.loads((folder / "meta.json").read_bytes())["values"]["loop"]["best"]["update"])
     return None
 
@@ -229,7 +224,7 @@ def _write(file: Path, content: Any) -> None:
 
 
 def _sync(place: Path) -> None:
-    """Return once what is in a file, or which names a folder has, is on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(place, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,14 +1,15 @@
-"""What a run is between two updates, taken off the device and put back so that what follows is equal to the bit.
+"""Snapshot of a run between two updates. A run that continues from it is equal to the bit.
 
-    arrays      the model's variables with the seeds of its layers, the optimizer's, what callbacks keep of arrays
-    values      the random state of Python and NumPy, the recorder's and the callbacks' state: all that is JSON
+    arrays      variables of the model (with the seeds of its layers) and of the optimizer; arrays of callbacks
+    values      state of the random generators of Python and NumPy, of the recorder and of callbacks, as JSON
 
-The order of the data follows from the update alone, and metrics start anew in each: neither is in it.
+A snapshot holds no position in the data, which follows from the update, and no metrics, which each update resets.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,10 +36,10 @@ if TYPE_CHECKING:  # a room above this one
 Callbacks = Mapping[str, keras.callbacks.Callback]
 
 _SEED = "keras' global seed"
-_SAME = " #"  # between the path of several variables and the number of all but the first
-_REPLICA = " on replica "  # between a variable's name and the number of one that differs from the first
-_ARRAY = "__array__"  # the key under which the name of an array stands in its place
-# What Keras' own callbacks know from one epoch to the next; for `best_weights` a list of arrays.
+_SAME = " #"  # PATH #2 is the second variable with that path
+_REPLICA = " on replica "  # NAME on replica 1 is a copy that differs from the one on replica 0
+_ARRAY = "__array__"  # {"__array__": NAME} stands for the array NAME
+# Attributes that Keras' own callbacks keep from one epoch to the next; `best_weights` is a list of arrays.
 _KEPT: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
@@ -51,18 +52,13 @@ _KEPT: dict[type, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Taken:
-    """What is taken of a checkpoint: all of it by the run that it is of, and less where another run begins with it.
+    """Selects what is restored: everything where a run resumes, less where another run starts from its checkpoint."""
 
-    Attributes:
-        weights_only: nothing but the model's weights.
-        own_rate: a learning rate that is a variable stays as it is, and may be in one of the two alone.
-    """
-
-    weights_only: bool = False
-    own_rate: bool = False
+    weights_only: bool = False  # restore only the model's weights
+    own_rate: bool = False  # keep a learning rate that is a variable; the checkpoint or the optimizer may lack it
 
     def has(self, name: str) -> bool:
-        """Return whether the variable `name` is taken."""
+        """Return whether the variable `name` is restored."""
         if self.weights_only:
             return name.startswith("model/") and not name.endswith("/seed_generator_state")
         return not (self.own_rate and name.startswith("optimizer/") and name.endswith("/learning_rate"))
@@ -73,22 +69,25 @@ EVERYTHING = Taken()
 
 @dataclass(frozen=True)
 class State:
-    """A copy on the host."""
+    """A snapshot in host memory."""
 
     arrays: dict[str, np.ndarray]
-    values: dict[str, Any]  # as JSON takes it
+    values: dict[str, Any]  # JSON
+
+    def specs(self) -> list[Any]:
+        """Return name, shape and dtype of each array."""
+        return [[name, list(array.shape), array.dtype.name] for name, array in self.arrays.items()]
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the arrays into `folder`; return what `read` needs beside them, as JSON takes it.
+        """Write the arrays into `folder`; return what else `read` needs, as JSON.
 
         Raises:
-            OSError: what was written is not what is read back.
+            OSError: an array was read back with another value.
         """
         with tf.device("CPU:0"):
             variables = [tf.Variable(array, trainable=False) for array in self.arrays.values()]
             tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
-        specs = [[name, list(array.shape), array.dtype.name] for name, array in self.arrays.items()]
-        meta = {"arrays": specs, "values": self.values}
+        meta = {"arrays": self.specs(), "values": self.values}
         for name, array in read(folder, meta).arrays.items():
             if array.tobytes() != self.arrays[name].tobytes():
                 raise OSError(f"{name} was read back other than it was written")
@@ -96,7 +95,7 @@ class State:
 
 
 def read(folder: Path, meta: Mapping[str, Any]) -> State:
-    """Return what `State.write` has written into `folder`."""
+    """Return the snapshot that `State.write` wrote into `folder`, given what it returned."""
     with tf.device("CPU:0"):
         variables = [tf.Variable(tf.zeros(shape, dtype), trainable=False) for _, shape, dtype in meta["arrays"]]
         tf.train.Checkpoint(arrays=variables).read(str(folder / "arrays")).assert_consumed()
@@ -105,34 +104,22 @@ def read(folder: Path, meta: Mapping[str, Any]) -> State:
 
 
 def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]) -> State:
-    """Return a copy of all that an update changes.
+    """Copy everything that an update changes, and `loop`, the state of the training loop as JSON.
 
-    Args:
-        update: of the model and the optimizer.
-        recorder: with nothing left to fetch.
-        callbacks: by name.
-        loop: what the loop itself knows, as JSON takes it.
+    The recorder must have fetched all of its rows; `callbacks` are by name.
 
     Raises:
-        TypeError: a callback's `get_state` gives what is neither JSON nor an array.
+        TypeError: `get_state` of a callback returned something other than JSON and arrays.
     """
-    arrays: dict[str, np.ndarray] = {}
-    for name, copies in _variables(update).items():
-        arrays[name] = first = copies[0].numpy()
-        for replica, copy in enumerate(copies[1:], start=1):  # a seed moves with the micro-batches of its replica
-            if (value := copy.numpy()).tobytes() != first.tobytes():
-                arrays[_on(replica, name)] = value
+    arrays = _copied(_variables(update))
+    states = {name: state for name, callback in callbacks.items() if (state := _state_of(callback)) is not None}
     values = {
         "loop": dict(loop),
         "stop_training": bool(update.model.stop_training),
         "recorder": recorder.get_state(),
         "random": _without_arrays(random.getstate(), "Python's random state", {}),
         "numpy": _without_arrays(np.random.get_state(), "NumPy's random state", arrays),
-        "callbacks": {
-            name: _without_arrays(state, f"callback/{name}", arrays)
-            for name, callback in callbacks.items()
-            if (state := _state_of(callback)) is not None
-        },
+        "callbacks": {name: _without_arrays(state, f"callback/{name}", arrays) for name, state in states.items()},
         "kinds": {name: _kind(callback) for name, callback in callbacks.items()},
     }
     return State(arrays, values)
@@ -141,19 +128,16 @@ def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapp
 def restore(
     state: State, update: Update, recorder: Recorder, callbacks: Callbacks, taken: Taken = EVERYTHING
 ) -> dict[str, Any]:
-    """Put what is `taken` of a captured state back; return what the loop knew, empty where the weights alone are.
+    """Restore what `taken` selects; return the state of the training loop, empty with `weights_only`.
 
     Raises:
-        ConfigError: it is not of this model and optimizer; nothing was changed.
+        ConfigError: the snapshot is of another model or optimizer; nothing was changed.
     """
     if _SEED in state.arrays and taken.has(_SEED) and global_seed() is None:
         with update.strategy.scope():
             make_global_seed()
-    variables = _variables(update)
-    _check({name: _spec(array) for name, array in state.arrays.items()}, variables, taken)
-    for name, copies in variables.items():
-        if name in state.arrays and taken.has(name):
-            _assign(state, name, copies)
+    check({"arrays": state.specs()}, update, taken)
+    _assign({name: copies for name, copies in _variables(update).items() if taken.has(name)}, state.arrays)
     if taken.weights_only:
         return {}
     values = state.values
@@ -168,102 +152,99 @@ def restore(
     return dict(values["loop"])
 
 
-def _assign(state: State, name: str, copies: Sequence[Any]) -> None:
-    for replica, copy in enumerate(copies):
-        copy.assign(state.arrays.get(_on(replica, name), state.arrays[name]))
-
-
 def adapt(update: Update, state: State) -> None:
-    """Let the model normalise as that of a captured state did, whatever data it was adapted to when it was built.
+    """Give `Normalization` layers the statistics of the snapshot, whatever data the model was adapted to.
 
-    `Normalization` computes with constants that it makes of its variables: what is traced keeps them as they are then.
+    Such a layer computes with constants that it derives from its variables, and tracing captures the constants: call
+    this before anything is traced.
     """
-    made = [layer for layer in layers_of(update.model) if isinstance(layer, keras.layers.Normalization)]
-    own = {f"model/{variable.path}" for layer in made for variable in layer.variables}
-    for name, copies in _variables(update).items():
-        if name.partition(_SAME)[0] in own:
-            _assign(state, name, copies)
-    for layer in made:
+    layers = [layer for layer in layers_of(update.model) if isinstance(layer, keras.layers.Normalization)]
+    own = {f"model/{variable.path}" for layer in layers for variable in layer.variables}
+    adapted = {name: copies for name, copies in _variables(update).items() if name.partition(_SAME)[0] in own}
+    _assign(adapted, state.arrays)
+    for layer in layers:
         layer.finalize_state()
 
 
 @contextmanager
 def lent(state: State, update: Update) -> Iterator[None]:
-    """Let the model and the optimizer have the variables of a captured state meanwhile."""
+    """Run the block with the variables of the snapshot in the model and the optimizer, then restore their own."""
     variables = _variables(update)
-    before = {name: [copy.numpy() for copy in copies] for name, copies in variables.items()}
-
-    def assign(arrays: Mapping[str, Sequence[np.ndarray]]) -> None:
-        for name, values in arrays.items():
-            for copy, value in zip(variables[name], values, strict=True):
-                copy.assign(value)
-
-    there = {name: copies for name, copies in variables.items() if name in state.arrays}
+    before = _copied(variables)
     try:
-        assign(
-            {
-                name: [state.arrays.get(_on(replica, name), state.arrays[name]) for replica in range(len(copies))]
-                for name, copies in there.items()
-            }
-        )
+        _assign(variables, state.arrays)
         yield
     finally:
-        assign(before)
+        _assign(variables, before)
 
 
 def check(meta: Mapping[str, Any], update: Update, taken: Taken = EVERYTHING) -> None:
-    """Refuse a checkpoint of another model or optimizer, by what `State.write` returned, before anything is read.
+    """Check that a checkpoint fits the model and optimizer, as far as `taken` selects their variables.
+
+    Args:
+        meta: what `State.write` returned.
 
     Raises:
-        ConfigError: a variable that is `taken` is not in both, or has another shape or dtype there.
+        ConfigError: a variable is missing on one side, or has another shape or dtype.
     """
-    _check({name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}, _variables(update), taken)
-
-
-def without_state(callbacks: Callbacks) -> list[str]:
-    """Return the names of callbacks that may know what no checkpoint has: they start anew where a run goes on."""
-    return [name for name, callback in callbacks.items() if type(callback) not in _KEPT and not _offers(callback)]
-
-
-def _check(there: Mapping[str, str], variables: Mapping[str, Any], taken: Taken) -> None:
-    """Refuse a checkpoint that lacks a variable, has one too many, or one of another shape or dtype."""
+    saved, variables = {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}, _variables(update)
     for name, (copy, *_) in variables.items():
-        here = _spec(copy)
-        if taken.has(name) and there.get(name) != here and not (name == _SEED and name not in there):
-            raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {here}", there.get(name))
-    for name in (name.partition(_REPLICA)[0] for name in there if name.startswith(("model/", "optimizer/"))):
+        spec = f"{tuple(copy.shape)} {copy.dtype.name}"
+        if taken.has(name) and saved.get(name) != spec and not (name == _SEED and name not in saved):
+            raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {spec}", saved.get(name))
+    for name in (name.partition(_REPLICA)[0] for name in saved if name.startswith(("model/", "optimizer/"))):
         if taken.has(name) and name not in variables:
             raise ConfigError("the checkpoint", "must fit the model, which has no such variable", name)
 
 
-def _spec(array: Any) -> str:
-    return f"{tuple(array.shape)} {array.dtype.name}"
+def without_state(callbacks: Callbacks) -> list[str]:
+    """Return the names of callbacks whose state cannot be saved: they start anew when a run resumes."""
+    return [name for name, callback in callbacks.items() if type(callback) not in _KEPT and not _offers(callback)]
 
 
 def _variables(update: Update) -> dict[str, Sequence[Any]]:
-    """Return every variable by a name of its own: as one, or as its copies on the replicas where these may differ."""
-    model, found = update.model, dict[str, Sequence[Any]]()
+    """Return all variables by unique name, each as a list of its copies on the replicas.
 
-    def add(name: str, copies: Sequence[Any]) -> None:
-        same = sum(other.partition(_SAME)[0] == name for other in found)
-        found[name if not same else f"{name}{_SAME}{same + 1}"] = copies
+    The list has one entry for a variable that is equal on all replicas: trainable weights, the optimizer's variables.
+    """
+    model, found, count = update.model, dict[str, Sequence[Any]](), Counter[str]()
 
-    def on_replicas(variable: tf.Variable) -> Sequence[Any]:
-        return update.strategy.experimental_local_results(variable)
+    def add(name: str, variable: Any, per_replica: bool = True) -> None:
+        count[name] += 1
+        unique = name if count[name] == 1 else f"{name}{_SAME}{count[name]}"
+        found[unique] = update.strategy.experimental_local_results(variable) if per_replica else [variable]
 
+    trainable = {id(variable) for variable in model.trainable_variables}
     for variable in model.trainable_variables:
-        add(f"model/{variable.path}", [variable.value])
-    trained = {id(variable) for variable in model.trainable_variables}
-    for variable in model.variables:  # with the seeds
-        if id(variable) not in trained:
-            add(f"model/{variable.path}", on_replicas(variable.value))
+        add(f"model/{variable.path}", variable.value, per_replica=False)
+    for variable in model.variables:  # also the seeds
+        if id(variable) not in trainable:
+            add(f"model/{variable.path}", variable.value)
     for name, own in unknown_to_keras(model):
-        add(f"model/{name}", on_replicas(own))
+        add(f"model/{name}", own)
     for variable in update.optimizer.variables:
-        add(f"optimizer/{variable.path}", [variable.value])
+        add(f"optimizer/{variable.path}", variable.value, per_replica=False)
     if (seed := global_seed()) is not None:
-        add(_SEED, on_replicas(seed.value))
+        add(_SEED, seed.value)
     return found
+
+
+def _copied(variables: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
+    """Copy variables to the host. A copy on a replica is left out if it equals the one on replica 0."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, copies in variables.items():
+        arrays[name] = first = copies[0].numpy()
+        for replica, copy in enumerate(copies[1:], start=1):  # a seed moves with the micro-batches of its replica
+            if (value := copy.numpy()).tobytes() != first.tobytes():
+                arrays[_on(replica, name)] = value
+    return arrays
+
+
+def _assign(variables: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]) -> None:
+    """Assign to `variables` what `_copied` returned; a variable without an array keeps its value."""
+    for name, copies in variables.items():
+        for replica, copy in enumerate(copies if name in arrays else ()):
+            copy.assign(arrays.get(_on(replica, name), arrays[name]))
 
 
 def _on(replica: int, name: str) -> str:
@@ -279,7 +260,7 @@ def _offers(callback: keras.callbacks.Callback) -> bool:
 
 
 def _state_of(callback: Any) -> Any:
-    """Return what the callback offers, or what is known of one of Keras'; None where neither is."""
+    """Return the callback's `get_state()`, or the attributes in `_KEPT`; None for a callback with neither."""
     if _offers(callback):
         return callback.get_state()
     known = [kept for kind, kept in _KEPT.items() if isinstance(callback, kind)]
@@ -295,7 +276,7 @@ def _set_state_of(callback: Any, state: Any) -> None:
 
 
 def _without_arrays(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
-    """Return a copy of `value` as JSON takes it, with the name of each array in its place; put these in `arrays`."""
+    """Return a copy of `value` as JSON; each array in it moves to `arrays`, and its name takes its place."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSU":
         arrays[name] = np.array(value)
         return {_ARRAY: name}

@@ -1,6 +1,6 @@
-"""The verbs that are one thin file each.
+"""The verbs `train`, `sweep`, `resume`, `sync` and `ui`.
 
-In: what follows the verb on the command line. Out: its exit status.
+In: the arguments after the verb. Out: the exit status.
 """
 
 __all__ = ["resume", "sync", "train", "ui"]

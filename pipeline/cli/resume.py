@@ -1,4 +1,4 @@
-"""`pipeline resume`: an interrupted run goes on from its last checkpoint."""
+"""`pipeline resume`: continue an interrupted run from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pipeline.tracking.journal_file import Past
 
 
 def resume(arguments: Sequence[str]) -> int:
-    """Go on with RUN from its last checkpoint on, in the same MLflow run.
+    """Resume RUN from its last checkpoint, in the same MLflow run.
 
-    The run directory is trusted as your own files are: what its config names is imported.
+    The run directory is trusted like your own files: what its config names is imported.
     """
     parser = Parser(prog="pipeline resume", description=resume.__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="a run directory, or the start of the ID of a run below this folder")
     options, overrides = parser.parse_known_args(list(arguments))
     run_dir = find(options.run, "RUN").absolute()
-    past = Past.of(run_dir, running=True)  # its chief may have begun to go on, where this is another worker
+    past = Past.of(run_dir, running=True)  # this may be a worker whose chief has already resumed
     past.close()
     config = recorded_config(run_dir, "RUN")
     named = {text.lstrip("+").split("=")[0] for text in overrides}
@@ -47,8 +47,8 @@ def resume(arguments: Sequence[str]) -> int:
 
 
 def _complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
-    """Put the store of the run into its config; ask for what is a secret."""
-    if HIDDEN not in past.start["store"]:  # whatever folder this is called in
+    """Set the run's store in its config; raise a `ConfigError` for a secret that is not among the overrides."""
+    if HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
         config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
     for key, value in leaves(config).items():
         if HIDDEN in str(value) and key not in named:

@@ -1,4 +1,4 @@
-"""`pipeline sync`: ship to MLflow whatever a run could not. Safe to call again, and from several machines at once."""
+"""`pipeline sync`: ship to MLflow what a run could not. Safe to repeat, and to call on several machines at once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipeline.tracking.sync_run import sync_run
 
 
 def sync(arguments: Sequence[str]) -> int:
-    """Ship to MLflow what is missing of the runs in RUN_DIR …; without one, of those below the working directory."""
+    """Upload to MLflow what is missing of the runs in RUN_DIR …; by default of all runs below the working folder."""
     parser = Parser(prog="pipeline sync", description=sync.__doc__, allow_abbrev=False)
-    parser.add_argument("folders", metavar="RUN_DIR", nargs="*", help="run directories, or folders that hold some")
+    parser.add_argument("folders", metavar="RUN_DIR", nargs="*", help="run directories, or folders that contain them")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
     options = parser.parse_args([text for text in arguments if "=" not in text])
     overrides = [text for text in arguments if "=" in text]
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
     tracking = compose.composed([*config_dir, *overrides]).tracking
-    # The journal names its store; the config's counts where it is given here, as it may hold a password.
+    # Without tracking.uri on the command line, each journal names its store.
     given = tracking.uri if any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides) else None
     found = run_dirs(options.folders)
     if not found:
@@ -33,7 +33,7 @@ def sync(arguments: Sequence[str]) -> int:
 
 
 def _close_sweep(folder: Path, given: str | None) -> int:
-    """Close the sweep in `folder`, if there is one that could not be closed when its jobs had ended."""
+    """Close the sweep in `folder`, if its store was unreachable when its jobs had ended."""
     from pipeline.sweep import parent_run
 
     try:

@@ -1,4 +1,4 @@
-"""The verbs that train: `pipeline train` and `pipeline sweep`."""
+"""`pipeline train` and `pipeline sweep`: train one run, or all jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:  # importing it takes a second
 
 def train(arguments: Sequence[str]) -> int:
     """Compose a config and train it, with -m every job of a sweep; return 0 when all finished, else 1."""
-    return _train(arguments, lambda run_id: ["train", *_repeated(arguments), f"tracking.sweep={run_id}"])
+    return _train(arguments, lambda run_id: ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"])
 
 
 def sweep(arguments: Sequence[str]) -> int:
-    """Train the multirun in `sweeps/NAME.yaml`, of this folder or of the package."""
+    """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package."""
     files = sweep_files()
     parser = Parser(prog="pipeline sweep", description=sweep.__doc__, allow_abbrev=False)
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(files)}")
     parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
-    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="what a sweep's record may name")
+    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="what the sweep's record may name")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
     if not arguments:
         raise ConfigError("NAME", "must name a sweep", "", files)
@@ -53,15 +53,15 @@ def sweep(arguments: Sequence[str]) -> int:
     searched += [ours] if files[options.name].parent != ours else []
     if searched:
         file.append("hydra.searchpath=[" + ",".join(f'"file://{folder}"' for folder in searched) + "]")
-    missing = _resumed(options, file, rest) if options.again else rest
-    given = [*(["--config-dir", options.config_dir] if options.config_dir else []), *_repeated(rest)]
+    overrides = _recorded(options, file, rest) if options.again else rest
+    given = [*(["--config-dir", options.config_dir] if options.config_dir else []), *_repeatable(rest)]
     given += [f"--allow={entry}" for entry in options.allow]
-    return _train(["-m", *file, *missing], lambda run_id: ["sweep", options.name, "--again", run_id, *given])
+    return _train(["-m", *file, *overrides], lambda run_id: ["sweep", options.name, "--again", run_id, *given])
 
 
 def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
-    """Train; where jobs of a sweep are missing at its end, say the command `again` that runs them."""
-    # Who takes up a sweep reads its store.
+    """Train. If jobs of a sweep did not finish, print the command that runs them: `again` of the sweep's run ID."""
+    # A reopened sweep reads from its store, which is not trusted.
     confined = ["tracking.confined=true"] * any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments)
     session = compose.Session()
     try:
@@ -73,13 +73,13 @@ def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
 
 
 def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken: str | None = None) -> int:
-    """Close a sweep, if there was one, and publish its report unless it was `broken` off."""
+    """Close a sweep, if there was one, and publish its report unless it ended early with status `broken`."""
     if current is None:
         return 0
     missing = f"run what is missing with: {shlex.join(['pipeline', *map(mask, again(current.run_id))])}"
     try:
         status: int = current.close(broken)
-    except Exception as error:  # the store is away
+    except Exception as error:  # the store is unreachable
         close = shlex.join(["pipeline", "sync", current.folder])
         say(
             f"the sweep could not be closed in the store ({first_line(error)}): {close}",
@@ -98,14 +98,14 @@ def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken:
     return status
 
 
-def _repeated(arguments: Sequence[str]) -> list[str]:
-    """Return those of `arguments` that hold for the rest of a sweep as well: its folder has jobs in it by then."""
+def _repeatable(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that also apply to the rest of a sweep; its folder does not, since it has jobs by then."""
     return [text for text in arguments if not text.startswith(("hydra.sweep.dir=", "tracking.sweep="))]
 
 
-def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> list[str]:
+def _recorded(options: argparse.Namespace, file: list[str], rest: list[str]) -> list[str]:
     """Return `rest` with the recorded overrides of the sweep `options.again` before them."""
-    # What is swept composes to no one config.
+    # Without what is swept, which composes to several configs.
     where = [text for text in rest if text.startswith(("tracking.", "tracking=", "trust.", "dataset.data_dir="))]
     own = compose.composed([*file, *where])
     own.trust.allow = [*own.trust.allow, *options.allow]
@@ -113,14 +113,14 @@ def _resumed(options: argparse.Namespace, file: list[str], rest: list[str]) -> l
     if parent.data.tags["sweep.name"] != options.name:
         raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
     allowed = [f"trust.allow={list(own.trust.allow)}"] if options.allow else []
-    # What is given now counts more: Hydra takes the last.
+    # The arguments come last, so that they override the record.
     recorded = trusted_overrides(parent.data.tags, rest, own)
     return [*recorded, *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
 
 
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
     if config.hardware.device.name == "gpu":
-        gpus.slots([config.hardware], at_once=None)  # refuses in a moment what TensorFlow takes seconds to find
+        gpus.slots([config.hardware], at_once=None)  # fails at once, while TensorFlow would take seconds
     from pipeline.run import run
 
     places = allowed_places(config.trust.allow)

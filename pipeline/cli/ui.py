@@ -1,4 +1,4 @@
-"""The verb `pipeline ui`: MLflow's UI on the configured store, and where its newest run is."""
+"""`pipeline ui`: serve MLflow's UI on the configured store, and print the address of the newest run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def ui(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(list(arguments))
     opened: list[DictConfig] = []
     compose.run(opened.append, [*rest, "hydra.run.dir=."])
-    for config in opened:  # none where Hydra was asked to show something, and did
+    for config in opened:  # empty if Hydra only printed something, such as its help
         return _serve(config.tracking.uri, _free(options.port))
     return 0
 
 
 def _free(text: str) -> int:
-    """Return the port, on which nobody listens yet."""
+    """Return the port; raise a `ConfigError` if it is in use."""
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise ConfigError("--port", "must be from 1 to 65535", text)
     with socket.socket() as server:
@@ -56,11 +56,11 @@ def _serve(uri: str, port: int) -> int:
         return 0
     say(*_pages(uri, f"http://{HOST}:{port}"), "Ctrl-C ends it", to=sys.stdout)
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
-    # MLflow leaves some of its processes behind: a session of their own can be ended whole. With its URI in the
-    # environment, other users do not read a password in the list of processes. Eight more processes would wait for jobs
-    # of MLflow's, such as evaluations of language models.
+    # MLflow leaves some of its processes behind, so they get a session that can be killed as a whole. The URI is passed
+    # in the environment, since a password in it would show in the list of processes. Job execution, such as evaluations
+    # of language models, would start eight more processes.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **os.environ}
-    environment |= {"MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1"}  # no file of the user's folder is imported
+    environment |= {"MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1"}  # import nothing from the working directory
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -1,6 +1,6 @@
-"""What every room may use: errors, secrets, signals, a cache on disk, the memory there is.
+"""What every room may use: errors, secrets, signals, a cache on disk, the available memory.
 
-Imports nothing of ours.
+Imports no other room.
 """
 
 __all__ = ["disk_cache", "errors", "imports", "memory_budget", "secrets", "signals"]

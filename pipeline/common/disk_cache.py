@@ -1,4 +1,4 @@
-"""What is remembered between runs, a file each under the user's cache folder; it can be deleted at any time."""
+"""A cache that is kept between runs: one file per entry in the user's cache folder; it may be deleted at any time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 
 def place(kind: str, key: str) -> Path:
-    """Return the file of what is remembered under `key`."""
+    """Return the file of the entry `key`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "pipeline" / kind / hashlib.sha256(key.encode()).hexdigest()
 
 
 def recall(file: Path) -> dict[str, Any]:
-    """Return what is remembered there; nothing where it cannot be read."""
+    """Return the entry in `file`; an empty dict if it cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(found, dict):
@@ -28,7 +28,7 @@ def recall(file: Path) -> dict[str, Any]:
 
 
 def remember(file: Path, entry: Mapping[str, object]) -> None:
-    """Remember `entry`, if there is room for it and a home: else it is found out again."""
+    """Write `entry` to `file`; without a home directory or room on the disk, nothing is cached."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:

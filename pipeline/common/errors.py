@@ -16,18 +16,18 @@ from pipeline.common.secrets import mask
 
 _NOT_GIVEN: Any = object()
 _LONGEST = 300  # characters of a value
-_MOST = 40  # choices in the list
+_MOST = 40  # choices that are listed
 
 
 class ConfigError(Exception):
-    """The config or the arguments are wrong; nothing has been created. Exit status 2.
+    """The config or the arguments are wrong, and nothing was created. Exit status 2.
 
     Args:
         key: dotted name of the config key, or the command-line argument.
         rule: what the value must be, as the end of a sentence that starts with the key.
-        received: the value that broke the rule; left out of the line when it is not given.
-        choices: the values that would have been accepted, where they can be counted.
-        similar: values that would have been accepted where there are too many to list; a close one is suggested.
+        received: the value that broke the rule, if there is one.
+        choices: the accepted values, if they can be listed.
+        similar: accepted values, if there are too many to list; a close one is suggested.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ConfigError(Exception):
         choices: Iterable[object] | None = None,
         similar: Iterable[object] = (),
     ):
-        # Everything is kept as text, so that the error crosses from one process to another.
+        # Kept as text, so that the error can be pickled and sent to another process.
         self.key, self.rule = key, rule
         self.received = None if received is _NOT_GIVEN else _shown(received)
         self.choices = None if choices is None else [str(choice) for choice in choices]
@@ -62,25 +62,25 @@ class ConfigError(Exception):
 
 
 class DataError(ValueError):
-    """The data cannot be read, or are not any more what they were; the message is one line."""
+    """The data cannot be read, or have changed; the message is one line."""
 
 
 class OutOfMemoryError(Exception):
-    """Memory ran out where no smaller micro-batch helps; the message is one line."""
+    """Memory ran out, and no smaller micro-batch helps; the message is one line."""
 
 
 class RunError(Exception):
-    """A run failed while running. The message is one line and names the file with the traceback. Exit status 1."""
+    """A run failed. The message is one line and names the file with the traceback. Exit status 1."""
 
 
 NOT_SHIPPED = 4  # exit status
 
 
 class NotShippedError(Exception):
-    """A run trained to its end, but not all of it is in the store yet: `pipeline sync`. Exit status 4.
+    """A run trained to its end, but not all of it is in the store: `pipeline sync` ships the rest. Exit status 4.
 
     Args:
-        loss: the last one of the run.
+        loss: the last loss of the run.
     """
 
     def __init__(self, message: str, loss: float):
@@ -89,27 +89,27 @@ class NotShippedError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses a wrong command line in one line."""
+    """Reports a wrong command line as a `ConfigError`."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError("arguments", f"must be as {self.prog} --help says ({message})")
 
 
 def printable(text: str) -> str:
-    """Return `text` with `?` for each control character: a store's names and messages are foreign."""
+    """Return `text` with `?` for each control character, since a store's names and messages are not trusted."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def say(*lines: str, to: TextIO | None = None) -> None:
     """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters."""
-    with suppress(OSError):  # a terminal that is closed meanwhile keeps no run from being closed
+    with suppress(OSError):  # the run is closed even if its terminal is gone
         for line in lines:
             print(printable(mask(line)), file=to or sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of an exception in one line; its type where it has no message."""
-    text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # where in its graph TensorFlow was
+    """Return the first line of an exception's message, or its type if it has no message."""
+    text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # TensorFlow's position in its graph
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -117,7 +117,7 @@ def first_line(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Return what TensorFlow says was wrong, without where in its graph and in which of its iterators it was."""
+    """Return the cause that TensorFlow names, without its position in the graph and its iterator."""
     lines = [said for line in str(error).splitlines() if (said := line.strip())]
     before = next((number for number, line in enumerate(lines) if "[[{{node" in line), 0)
     said = lines[before - 1] if before else first_line(error)
@@ -127,14 +127,14 @@ def cause(error: BaseException) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return `value` as a person would have written it in YAML, cut where it is long."""
-    text = mask(_yaml(value))  # before it is cut: half a secret would not be found any more
+    """Return `value` as in YAML, masked and cut to `_LONGEST` characters."""
+    text = mask(_yaml(value))  # before it is cut: half a secret would not be recognized
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 @contextmanager
 def refused(key: str, rule: str, received: object) -> Iterator[None]:
-    """Refuse what the config has at `key` where it raises; the rule ends with the error in parentheses."""
+    """Turn any error into a `ConfigError` about `key`, whose rule ends with the error in parentheses."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What processes import: this package wherever it lies, and TensorFlow without the notices that nobody reads."""
+"""What processes import: this package, wherever it is installed, and TensorFlow without its startup notices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Hold back the notices that TensorFlow's libraries print when they are loaded; let all else through.
+    """Suppress the notices that TensorFlow's libraries print when they are loaded, and no other output.
 
-    They come before any log level is read, so that no setting stops them.
+    They are printed before any log level is read, so no setting stops them.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
@@ -35,5 +35,5 @@ def without_chatter() -> Iterator[None]:
 
 
 def path_of_processes() -> str:
-    """Return the PYTHONPATH with which a new process imports this package, wherever it was imported from here."""
+    """Return the PYTHONPATH with which a new process imports this package from the same place."""
     return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))

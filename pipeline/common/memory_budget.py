@@ -1,4 +1,4 @@
-"""How much memory this process may use: of the machine, its control group, its address space."""
+"""How much memory this process may use: limits of the machine, its control group and its address space."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 
-MARGIN = 0.9  # of the memory that there is may be filled by what is tried: a run has more to do than its updates
+MARGIN = 0.9  # share of the memory that a trial may fill: a run needs more than its updates
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.ASCII)
 
 
 def limit() -> int:
-    """Return the bytes that may be resident: of the machine, or of this process' control group."""
+    """Return how many bytes may be resident, by the machine and this process' control groups."""
     found = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -27,19 +27,19 @@ def limit() -> int:
                 continue
             group = Path(path.lstrip("/"))
             for folder in (group, *group.parents):
-                with suppress(OSError, ValueError):  # `max`, or a group that is not seen from inside a container
+                with suppress(OSError, ValueError):  # `max`, or a group that is not visible inside a container
                     found.append(int((root / folder / name).read_text()))
     return min(found)
 
 
 def address_space() -> int | None:
-    """Return the bytes of address space that this process may have; None where nothing limits them."""
+    """Return the limit of this process' address space in bytes; None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def parsed(size: object) -> int | None:
-    """Return the bytes that a size such as `8GiB`, `500MB` or `1048576` means; None where it is none."""
+    """Return the bytes of a size such as `8GiB`, `500MB` or `1048576`; None if it is not a size."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None
     found = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -51,7 +51,7 @@ def parsed(size: object) -> int | None:
 
 
 def readable(size: float) -> str:
-    """Return a number of bytes for a person."""
+    """Return a number of bytes with a unit, such as `1.5 GiB`."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"

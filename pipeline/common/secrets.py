@@ -1,4 +1,4 @@
-"""Secrets kept out of whatever is written: the one place that knows what a secret looks like."""
+"""Keeps secrets out of everything that is written. Only this module knows what a secret looks like."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "***"
-# To the last @ of the word, since a password may hold any sign, a slash and a quote too; without a colon, where no
-# password is, to the last @ before a slash, which starts a path.
+# Up to the last @ of the word, since a password may contain any character, even a slash or a quote; without a colon,
+# and so without a password, up to the last @ before a slash, where the path starts.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s:@]*:\S*|[^/\s\"']+)@")
-# Of a text that is a URI, or an override with one, to the last @ of the line: there a blank belongs to the password.
+# In a text that is a URI, or an override with one, up to the last @ of the line: a blank belongs to the password.
 _WHOLE = re.compile(r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@")
 # `viewStateShareKey` of MLflow's pages names a saved view.
 _NAME = (
     r"((?:[?&;]|%3B)(?!viewStateShareKey=)"
     r"[\w\-]*(?:token|secret|passw|pwd|key|signature|sig|odbc_connect)[\w\-]*(?:=|%3D))"
 )
-# A quote or a full stop that ends the sentence around it stays.
+# A quote or full stop after the value belongs to the sentence around it.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
 _SECRET_NAMES = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PWD|PAT|AUTH)$", re.IGNORECASE
 )
-_remembered: set[str] = set()  # of this process: what fails has no other way to say which URI it was about
+_remembered: set[str] = set()  # of this process: errors quote pieces of URIs that no pattern recognizes
 _SHORTEST_SECRET = 6  # characters: masking shorter values would hide half of every text
 
 
 def remember(uri: str) -> None:
-    """From here on the secrets of this URI are masked wherever they stand, in pieces too.
+    """Mask the secrets of this URI, and pieces of them, wherever they occur from now on.
 
-    What fails to read an address names the piece that it stumbled over, which looks like no URI any more: of
-    `http://me:Hunter7#x@host` a parser says that the port is no number, 'Hunter7'.
+    An error about an address may quote only a piece of it, which does not look like a URI: for
+    `http://me:Hunter7#x@host` a parser reports a port that is not a number, 'Hunter7'.
     """
     rest = uri.partition("://")[2]
     user, colon, password = rest.rpartition("@")[0].partition(":")
     secrets = set() if "/" in user else {password if colon else user}  # after a slash it is a path
-    # The string for ODBC is a query of its own, whose other values are no secrets.
+    # An ODBC string is a query of its own; not all of its values are secrets.
     values = (found for text in (rest, unquote_plus(rest)) for found in _QUERY_VALUE.finditer(text))
     secrets |= {found[2] for found in values if "odbc_connect" not in found[1].lower()}
     for form in {form for secret in secrets for form in (secret, unquote(secret), unquote_plus(secret))}:
@@ -46,19 +46,19 @@ def remember(uri: str) -> None:
 
 
 def mask(text: str) -> str:
-    """Mask the user and password of any URI in `text`, those of the URIs in use, and what secret environment
-    variables hold."""
+    """Mask the credentials of every URI in `text`, the remembered secrets, and the values of secret environment
+    variables."""
     text = _CREDENTIALS.sub(f"{HIDDEN}@", _WHOLE.sub(rf"\g<1>{HIDDEN}@", text))
     text = _IN_QUERY.sub(rf"\g<1>{HIDDEN}", text)
     values = _remembered | {value for name, value in os.environ.items() if _SECRET_NAMES.search(name)}
     secrets = {form for value in values for form in _forms(value)}
-    for secret in sorted(secrets, key=len, reverse=True):  # one may hold another
+    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def masked(node: Any) -> Any:
-    """Mask each text in a plain config: YAML would fold a long secret over two lines."""
+    """Mask every string of a plain config, before YAML can fold a long secret over two lines."""
     if isinstance(node, dict):
         return {key: masked(value) for key, value in node.items()}
     if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""Signals that end a run: the first one lets the update that is running finish, the second one ends it at once."""
+"""Signals that end a run: the first one lets the current update finish, the second one ends the run at once."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-GRACE = 30.0  # seconds for the update that is running, then it is interrupted
+GRACE = 30.0  # seconds for the current update to finish before it is interrupted
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR2 arrived. Like KeyboardInterrupt no `except Exception` swallows it."""
+    """SIGTERM or SIGUSR2 was received. Like KeyboardInterrupt, it is not caught by `except Exception`."""
 
 
 class Interruption:
-    """Whether somebody asked a run to end."""
+    """Whether a run was asked to end."""
 
     def __init__(self) -> None:
         self._asked: BaseException | None = None
         self._patient = False
 
     def asked(self) -> BaseException | None:
-        """Return what to raise between two updates; None while nobody asked."""
+        """Return the exception to raise between two updates; None if there is none."""
         return self._asked
 
     @contextmanager
     def between_updates(self) -> Iterator[None]:
-        """Let the first signal meanwhile wait for `asked` to be looked at."""
+        """Defer the first signal within this context until `asked` is checked."""
         self._patient = True
         try:
             yield
@@ -38,12 +38,12 @@ class Interruption:
 
     @contextmanager
     def listening(self) -> Iterator[Interruption]:
-        """Listen to Ctrl-C, SIGTERM and SIGUSR2, with which Slurm warns of a time limit."""
+        """Handle Ctrl-C, SIGTERM and SIGUSR2, which Slurm sends before a time limit."""
         numbers = [signal.SIGTERM, signal.SIGUSR2]
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as nohup wants it
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as under nohup
             numbers.append(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread():
-            numbers = []  # Python gives signals to the main thread alone
+            numbers = []  # only the main thread may handle signals
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield self
@@ -60,7 +60,7 @@ class Interruption:
         if not self._patient or self._asked is not None:
             raise error
         self._asked = error
-        os.write(2, b"finishing this update; once more ends it at once\n")  # print may be what was interrupted
+        os.write(2, b"finishing this update; once more ends it at once\n")  # `print` may be what was interrupted
         timer = threading.Timer(GRACE, self._interrupt, [number])
         timer.daemon = True
         timer.start()

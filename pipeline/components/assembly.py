@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipeline import accumulation
 from pipeline.accumulation import (
     Evaluation,
     Forward,
@@ -41,7 +42,7 @@ from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
 from pipeline.tracking import provenance
 from pipeline.training.best_evaluation import Best
-from pipeline.training.evaluator import evaluator
+from pipeline.training.evaluator import Evaluator
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,17 @@ class Parts:
         cut, goal = self.plan.batching, self.objective
         return Update(
             self.model,
-            goal.loss,
+            accumulation.Objective(
+                goal.loss, goal.loss_weights, goal.metrics, goal.weighted_metrics, goal.layer_metrics
+            ),
             self.model.optimizer,
             cut.micro_batch_size,
-            loss_weights=goal.loss_weights,
-            metrics=goal.metrics,
-            weighted_metrics=goal.weighted_metrics,
-            layer_metrics=goal.layer_metrics,
             strategy=self.devices.strategy,
             noise_every=self.spec.config.tracking.noise_every if cut.factor * cut.replicas > 1 else 0,
             same_noise=self.spec.same_noise,
             hold_statistics=self.spec.config.accumulation.moving_statistics.name == "effective",
             jit_compile=self.spec.config.hardware.xla,
-            arrived=self.devices.reductions_ready,
+            reductions_ready=self.devices.reductions_ready,
         )
 
     def evaluation(self) -> Evaluation:
@@ -101,13 +100,12 @@ class Parts:
         goal = self.objective
         return Evaluation(
             self.model,
-            goal.loss,
+            accumulation.Objective(
+                goal.loss, goal.loss_weights, **goal.validation_metrics, layer_metrics=goal.layer_metrics
+            ),
             self.plan.batching.micro_batch_size,
-            loss_weights=goal.loss_weights,
-            **goal.validation_metrics,
-            layer_metrics=goal.layer_metrics,
             strategy=self.devices.strategy,
-            arrived=self.devices.reductions_ready,
+            reductions_ready=self.devices.reductions_ready,
         )
 
     def effective_batches(self) -> tf.data.Dataset:
@@ -134,7 +132,7 @@ class Parts:
         batches = self.evaluation_batches(name, self.reader)
         if batches is None:
             return None
-        return evaluator(self.evaluation(), batches, name, tell, changed, tries=self.devices.workers == 1)
+        return Evaluator(self.evaluation(), batches, name, tell, changed, retry=self.devices.workers == 1)
 
     def batch_dependent_layers(self) -> list[str]:
         """Return the names of the layers whose state depends on how an effective batch is cut."""
@@ -244,11 +242,14 @@ def assemble(
                     "dataset", "must be the same for all workers, whose first examples are not", data.name
                 )
         padded = node.get("pad") is not None
-        seen = objective_checks.check(goal, network, data, first, spec.config.training.class_weight, padded=padded)
-        objective.compile(goal, network, stepping, *seen)
+        labels, outputs, layer_metrics = objective_checks.check(
+            goal, network, data, first, spec.config.training.class_weight, padded=padded
+        )
+        goal = replace(goal, layer_metrics=layer_metrics)
+        objective.compile(goal, network, stepping, labels, outputs)
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
-    best = _best(spec.config.training.keep_best, goal, data, list(by_name(network, seen[1])))
+    best = _best(spec.config.training.keep_best, goal, data, list(by_name(network, outputs)))
     notes = [*filter(None, notes)]
     parts = Parts(spec, used, data, recorded_data, plan, batches, network, goal, files, best, notes, reader)
     if spec.config.accumulation.same_noise is True and (layers := parts.cut_dependent_noise()):

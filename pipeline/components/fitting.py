@@ -13,10 +13,11 @@ from pipeline.components import devices
 from pipeline.components.assembly import Parts
 from pipeline.dataset import bad_example
 from pipeline.tracking.tracker import Tracker
-from pipeline.training import loop
-from pipeline.training.oom_retry import Smaller
+from pipeline.training.evaluator import Evaluations
+from pipeline.training.loop import Trainer
+from pipeline.training.oom_retry import OomRetry
 from pipeline.training.progress import Progress
-from pipeline.training.recorder import Nowhere, Recorder
+from pipeline.training.recorder import Recorder
 
 # Keras callbacks that write files, which is the chief's task.
 WRITING = ("ModelCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard", "RemoteMonitor")
@@ -26,7 +27,7 @@ def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, plan, logs = parts.spec.config, parts.plan, tracker is not None
     return Recorder(
-        tracker or Nowhere(),
+        tracker,
         plan,
         config.tracking.log_every,
         (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0),
@@ -69,22 +70,24 @@ def fit(
         callbacks = {name: callback for name, callback in callbacks.items() if name not in of_chief}
     else:
         told = tracker.evaluation_halved, changed
-    alone = parts.devices.workers == 1
+    evaluations = Evaluations(
+        parts.evaluate("validation", *told),
+        parts.evaluate("test", *told),
+        parts.spec.config.training.evaluate_every,
+        parts.best,
+    )
+    retry = None
+    if tracker is not None:
+        retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)
     with bad_example.located(parts.data, parts.files):
-        return loop.train(
-            parts.model,
-            parts.batches,
+        return Trainer(
             update,
-            parts.plan,
+            parts.batches,
             recorder,
-            evaluate=parts.evaluate("validation", *told),
-            test=parts.evaluate("test", *told),
-            evaluate_every=parts.spec.config.training.evaluate_every,
+            evaluations=evaluations,
             callbacks=callbacks,
             checkpoints=checkpoints,
-            start=start,
-            best=parts.best,
-            smaller=None if tracker is None else Smaller(update, changed, parts.batches.element_spec, tries=alone),
-            agreed=parts.devices.agree,
+            oom_retry=retry,
             stop=stop,
-        )
+            agree=parts.devices.agree,
+        ).fit(start)

@@ -1,4 +1,4 @@
-"""Metrics that Keras has not."""
+"""Metrics that Keras does not have."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import keras
 
 @keras.saving.register_keras_serializable("pipeline")
 class BitsPerToken(keras.metrics.SparseCategoricalCrossentropy):
-    """The cross-entropy of logits in bits: per byte where a token is a byte. Padding is left out by its weights."""
+    """Cross-entropy of logits, in bits per token: per byte if a token is a byte. The weights leave padding out."""
 
     def __init__(self, name: str = "bits_per_token", dtype: Any = None):
         super().__init__(name=name, dtype=dtype, from_logits=True)
 
     def result(self) -> Any:
-        """Return Σ wᵢ·lossᵢ / Σ wᵢ over ln 2."""
+        """Return Σ wᵢ·lossᵢ / (Σ wᵢ · ln 2)."""
         return super().result() / math.log(2)
 
     def get_config(self) -> dict[str, Any]:

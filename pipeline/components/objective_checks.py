@@ -1,8 +1,9 @@
-"""Whether the loss and the metrics fit the labels and the outputs, seen on one batch."""
+"""Checks on one batch that the loss and the metrics fit the labels and the outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -29,6 +30,16 @@ from pipeline.config.objective_nodes import METRIC_GROUPS
 from pipeline.dataset.splits import Data
 
 
+@dataclass(frozen=True)
+class _Example:
+    """A batch and the model's outputs for it."""
+
+    y: Any
+    sample_weight: Any
+    outputs: dict[str, Any]  # by name
+    shapes: str  # the rule that an error names where labels and outputs do not fit
+
+
 def check(
     objective: Objective,
     model: keras.Model,
@@ -37,14 +48,13 @@ def check(
     class_weight: Mapping[int, float] | None = None,
     *,
     padded: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, list[keras.metrics.Metric]]:
     """Compute the loss and the metrics of `batch`, so that labels and outputs that do not fit are refused at once.
 
-    Build the model where it is not built yet, and find the metrics that its layers update. `padded` is whether examples
-    of unequal length were padded.
+    This builds the model if it is not built yet. `padded` is whether examples of unequal length were padded.
 
     Returns:
-        The labels and the outputs.
+        The labels, the outputs, and the metrics that the model's layers update.
 
     Raises:
         ConfigError: the loss does not fit the labels or the model's outputs, or the model trains nothing.
@@ -54,92 +64,93 @@ def check(
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
-    named = by_name(model, outputs)
-    # By the outputs and not by the weights, which under a strategy have gradients inside of a replica only. From a
-    # softmax or a sigmoid Keras takes the logits, which it has left on the output.
-    reached = [output for output in named.values() if output.dtype.is_floating]
-    reached += [logits for output in reached if (logits := logits_of(output)) is not None]
     shapes = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
+    example = _Example(y, sample_weight, by_name(model, outputs), shapes)
+    _check_loss(objective, model, data, example, padded)
+    _check_class_weight(class_weight or {}, data.classes or _classes(objective.loss, *example.outputs.values()))
+    labels = {} if y is None else labels_by_name(objective.loss, y, example.outputs)
+    for group in METRIC_GROUPS:
+        _check_metrics(getattr(objective, group), f"training.{group}", labels, example)
+    layers = model.layers if model.compiled else [model]
+    layer_metrics = [metric for layer in layers for metric in layer.metrics]
+    _check_names(objective, list(example.outputs), layer_metrics)
+    return y, outputs, layer_metrics
+
+
+def _check_loss(objective: Objective, model: keras.Model, data: Data, example: _Example, padded: bool) -> None:
+    """Refuse a loss that does not fit, or that does not depend on the model's outputs."""
+    if objective.loss is None:
+        if not model.losses:
+            raise ConfigError("training.loss", "must be given for a model that adds no loss by itself", model.name)
+        return
+    # By the outputs and not by the weights, which under a strategy have gradients only inside of a replica. From a
+    # softmax or a sigmoid Keras takes the logits, which it has left on the output.
+    reached = [output for output in example.outputs.values() if output.dtype.is_floating]
+    reached += [logits for output in reached if (logits := logits_of(output)) is not None]
     with tf.GradientTape() as tape:
         tape.watch(reached)
-        given = objective, data, y, named, sample_weight, shapes, padded
-        total = _check_loss(*given) if objective.loss is not None else None
-    if objective.loss is None and not model.losses:
-        raise ConfigError("training.loss", "must be given for a model that adds no loss by itself", model.name)
-    if total is not None and all(gradient is None for gradient in tape.gradient(total, reached)):
+        total = _sum_of_losses(objective, data, example, padded)
+    if all(gradient is None for gradient in tape.gradient(total, reached)):
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", model.name)
-    classes = data.classes or _classes(objective.loss, *named.values())
-    for label in class_weight or ():
-        if classes is not None and label >= classes:
-            raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
-    labels = {} if y is None else labels_by_name(objective.loss, y, named)
-    for group in METRIC_GROUPS:
-        _check_metrics(getattr(objective, group), f"training.{group}", shapes, labels, named, sample_weight)
-    layers = [model] if not model.compiled else model.layers
-    objective.layer_metrics.extend(metric for layer in layers for metric in layer.metrics)
-    own = list(measured(objective.layer_metrics))
-    own += [f"{name}_loss" for name in named] if len(named) > 1 else []
-    configured = measured(objective.metrics, objective.weighted_metrics)
-    for name in own:
-        if name in UPDATE_METRICS or name in configured or own.count(name) > 1 or not is_name(f"train/{name}"):
-            rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"
-            raise ConfigError("model", rule, name)
-    return y, outputs
 
 
-def _classes(loss: Losses, output: Any, *others: Any) -> int | None:
-    """Return the number of classes that a cross-entropy of the only output has."""
-    if others or not isinstance(loss, _CROSS_ENTROPIES):
-        return None
-    return max(2, output.shape[-1]) if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
-
-
-def _check_loss(
-    objective: Objective, data: Data, y: Any, outputs: dict[str, Any], sample_weight: Any, shapes: str, padded: bool
-) -> tf.Tensor:
-    """Return the sum of all losses."""
-    if y is None:
+def _sum_of_losses(objective: Objective, data: Data, example: _Example, padded: bool) -> tf.Tensor:
+    """Return the sum of the losses of all outputs; refuse one that does not fit."""
+    loss, outputs = objective.loss, example.outputs
+    if example.y is None:
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
-    with refused("training.loss", shapes, _names(objective.loss)):
-        found = terms(objective.loss, None, y, outputs, sample_weight)
+    with refused("training.loss", example.shapes, _names(loss)):
+        found = terms(loss, None, example.y, outputs, example.sample_weight)
     with refused("training.loss_weights", "must fit the outputs", objective.loss_weights):
         spread(objective.loss_weights, list(outputs))
     total = tf.zeros((), tf.float64)
     for term in found:
-        key = f"training.loss.{term.name}" if len(outputs) > 1 and isinstance(objective.loss, dict) else "training.loss"
+        key = f"training.loss.{term.name}" if len(outputs) > 1 and isinstance(loss, dict) else "training.loss"
         if padded and _counts_padding(term):
             rule = (
                 "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: "
             )
             raise ConfigError(f"{key}.reduction", f"{rule}this one divides by the padding as well", term.loss.reduction)
-        with refused(key, shapes, term.loss.name):
+        with refused(key, example.shapes, term.loss.name):
             _check_shapes(term.loss, term.y, term.output)
             _check_classes(term.loss, term.y, term.output, data.classes if len(outputs) == 1 else None)
-            given = term.loss, term.y, term.output, term.sample_weight
-            total += tf.cast(weighted_sum(*given).total, tf.float64)
-            _trace(weighted_sum, *given)
+            arguments = term.loss, term.y, term.output, term.sample_weight
+            total += tf.cast(weighted_sum(*arguments).total, tf.float64)
+            _trace(weighted_sum, *arguments)
     return total
 
 
+def _check_class_weight(class_weight: Mapping[int, float], classes: int | None) -> None:
+    for label in class_weight:
+        if classes is not None and label >= classes:
+            raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
+
+
+def _classes(loss: Losses, output: Any, *others: Any) -> int | None:
+    """Return the number of classes of a cross-entropy, if there is one output; None if that is not known."""
+    if others or not isinstance(loss, _CROSS_ENTROPIES):
+        return None
+    return max(2, output.shape[-1]) if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
+
+
 def _counts_padding(term: Term) -> bool:
-    """Return whether the mean is over elements whose weight is 0, as it is of padding."""
+    """Return whether the mean is over all elements, those of padding with weight 0 included."""
     weights = term.sample_weight
     several = tf.is_tensor(weights) and weights.shape.rank > 1
     return several and term.loss.reduction in ("mean", "sum_over_batch_size") and mask_of(term.output) is None
 
 
-def _check_metrics(
-    metrics: Metrics, key: str, shapes: str, y: Any, outputs: dict[str, Any], sample_weight: Any
-) -> None:
-    several = isinstance(metrics, Mapping)
+def _check_metrics(metrics: Metrics, key: str, labels: dict[str, Any], example: _Example) -> None:
+    by_output = isinstance(metrics, Mapping)
     given: list[tuple[str, Any]] = list(metrics.items()) if isinstance(metrics, Mapping) else [("", metrics)]
     for output, metric in ((output, metric) for output, listed in given for metric in listed):
-        alone: Metrics = {output: [metric]} if several else [metric]
-        where = f"{key}.{output}.{metric.name}" if several else f"{key}.{metric.name}"
-        with refused(where, shapes, type(metric).__name__):
-            if not several and len(outputs) == 1 and y:
-                _check_shapes(metric, *y.values(), *outputs.values())
-            arguments = alone, y, outputs, sample_weight if key.endswith("weighted_metrics") else None
+        alone: Metrics = {output: [metric]} if by_output else [metric]
+        where = f"{key}.{output}.{metric.name}" if by_output else f"{key}.{metric.name}"
+        with refused(where, example.shapes, type(metric).__name__):
+            if not by_output and len(example.outputs) == 1 and labels:
+                _check_shapes(metric, *labels.values(), *example.outputs.values())
+            weighted = key.endswith("weighted_metrics")
+            arguments = alone, labels, example.outputs, example.sample_weight if weighted else None
             update_metrics(*arguments)
             _trace(update_metrics, *arguments)
             if tf.nest.is_nested(result := metric.result()) or tf.convert_to_tensor(result).shape.rank != 0:
@@ -147,8 +158,19 @@ def _check_metrics(
         metric.reset_state()
 
 
+def _check_names(objective: Objective, outputs: list[str], layer_metrics: list[keras.metrics.Metric]) -> None:
+    """Refuse names of outputs and of layers' metrics under which nothing can be logged."""
+    own = list(measured(layer_metrics))
+    own += [f"{name}_loss" for name in outputs] if len(outputs) > 1 else []
+    configured = measured(objective.metrics, objective.weighted_metrics)
+    for name in own:
+        if name in UPDATE_METRICS or name in configured or own.count(name) > 1 or not is_name(f"train/{name}"):
+            rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"
+            raise ConfigError("model", rule, name)
+
+
 def _trace(function: Callable[..., Any], *arguments: Any) -> None:
-    """Raise where `function` cannot be traced, which a call does not show; compute nothing."""
+    """Raise if `function` cannot be traced, which a call does not show; this computes nothing."""
     try:
         tf.function(lambda: function(*arguments), autograph=False).get_concrete_function()
     except tf.errors.OperatorNotAllowedInGraphError as error:
@@ -157,7 +179,7 @@ def _trace(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
-    """Refuse (batch,) labels against (batch, n) outputs, which many of Keras' losses broadcast without a word."""
+    """Refuse (batch,) labels against (batch, n) outputs, which many of Keras' losses broadcast silently."""
     kind = type(measure)
     if not kind.__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
@@ -171,7 +193,7 @@ def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
 
 
 def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int | None) -> None:
-    """Refuse what Keras computes without a word: a label without an output, the logarithm of a logit."""
+    """Refuse what Keras computes silently: a label without an output, the logarithm of a logit."""
     if not isinstance(loss, _CROSS_ENTROPIES) or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):

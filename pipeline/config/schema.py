@@ -1,6 +1,7 @@
 """The typed schema of a run: every key with its type, and as its default what runs did before there was the key.
 
-Hydra composes a config by these classes, and `RunSpec.config` is made of instances of them.
+Hydra composes a config by these classes, and `RunSpec.config` is made of instances of them. The comment of a field, on
+its line or above it, is its line in the config reference (docs/reference.py).
 """
 
 from __future__ import annotations
@@ -35,81 +36,88 @@ class _SetOnce:
 
 @dataclass
 class ScalingConfig(_SetOnce):
-    rule: Rule = Rule.none
-    reference_batch_size: int = 128
-    warmup: Any = 0
+    rule: Rule = Rule.none  # how the learning rate follows the effective batch
+    reference_batch_size: int = 128  # the effective batch size that `optimizer.learning_rate` is for
+    warmup: Any = 0  # (int | share) updates until the scaled rate is reached, or a share of the horizon such as `5%`
 
 
 @dataclass
 class AccumulationConfig(_SetOnce):
-    effective_batch_size: int | None = None
-    factor: int | None = None
-    micro_batch_size: Any = None  # a number, or how it is found
-    same_noise: Any = False  # a boolean or auto
+    effective_batch_size: int | None = None  # examples per optimizer update, over all replicas
+    factor: int | None = None  # micro-batches per update on each replica
+    # (int | auto | auto_fastest | null) examples per forward and backward pass on one replica, or how it is found
+    micro_batch_size: Any = None
+    # (true | false | auto) dropout and noise that do not depend on the cut; auto: for the layers that support it
+    same_noise: Any = False
+    # whether BatchNormalization's moving statistics move once per update or with every micro-batch
     moving_statistics: Statistics = Statistics.micro
 
 
 @dataclass
 class KeepBestConfig(_SetOnce):
-    metric: str | None = None
-    mode: Mode | None = None
+    metric: str | None = None  # a metric of the validation split, such as `val/loss`; null keeps no best checkpoint
+    mode: Mode | None = None  # whether the smallest or the largest value is best
 
 
 @dataclass
 class TrainingConfig(_SetOnce):
-    epochs: int | None = None
-    updates: int | None = None
-    examples: int | None = None
-    evaluate_every: Any = "epoch"
-    checkpoint_every: Any = None
-    loss: Any = MISSING  # a node, null, or a mapping or list of these for the outputs
-    loss_weights: Any = None
-    class_weight: Any = None
-    metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}
-    weighted_metrics: dict[str, Any] = field(default_factory=dict)
+    epochs: int | None = None  # the horizon in epochs; exactly one of `epochs`, `updates` and `examples` is set
+    updates: int | None = None  # the horizon in updates
+    examples: int | None = None  # the horizon in examples
+    evaluate_every: Any = "epoch"  # (int | epoch) updates from one evaluation to the next
+    checkpoint_every: Any = None  # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
+    # (node | mapping | list | null) minimized; a mapping or list has one per output; set by `objective`
+    loss: Any = MISSING
+    loss_weights: Any = None  # (mapping | list | null) a number for each output
+    class_weight: Any = None  # (mapping | null) class: weight of its examples; 1 for a class that is not listed
+    metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}; set by `objective`
+    weighted_metrics: dict[str, Any] = field(default_factory=dict)  # the same, with the sample weights applied
+    # name: node of a Keras callback; one of its batches is one update
     callbacks: dict[str, Any] = field(default_factory=dict)
-    resume: Resume | None = None
+    resume: Resume | None = None  # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
 
 
 @dataclass
 class StartConfig(_SetOnce):
-    run: str | None = None
-    weights_only: bool = False
+    run: str | None = None  # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a run ID
+    weights_only: bool = False  # true: load only the model's weights and count updates from 0
 
 
 @dataclass
 class HardwareConfig(_SetOnce):
-    device: Device = Device.auto
-    replicas: int = 1
-    workers: int | None = 1
-    precision: Precision = Precision.float32
-    parallel_jobs: int | None = None
-    gpus_per_job: int = 1
-    memory: Any = None  # a number of bytes, or a text such as 8GiB
-    xla: bool = False
-    deterministic: bool = False
+    device: Device = Device.auto  # `auto` uses a GPU if there is one
+    replicas: int = 1  # GPUs to use, or logical CPU devices if there is no GPU
+    workers: int | None = 1  # processes that train this run; null reads `TF_CONFIG` or the Slurm step
+    precision: Precision = Precision.float32  # mixed precision keeps the variables in float32
+    parallel_jobs: int | None = None  # jobs of a sweep at once on this machine; null: one per GPU, or one
+    gpus_per_job: int = 1  # GPUs for each job of a sweep
+    memory: Any = None  # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is available
+    xla: bool = False  # compile each micro-step with XLA; measure first, it is slower on a CPU
+    deterministic: bool = False  # two runs on the same machine are bit-identical
 
 
 @dataclass
 class TrackingConfig(_SetOnce):
-    uri: str = MISSING
-    experiment: str = MISSING
-    run_name: str | None = None
-    log_every: int = 1
-    noise_every: int = 10
-    log_model: bool = True
+    uri: str = MISSING  # MLflow tracking URI: SQLite, another SQL database, or an HTTP server
+    experiment: str = MISSING  # name of the MLflow experiment
+    run_name: str | None = None  # null: composed of dataset, model and sizes
+    log_every: int = 1  # log every Nth update
+    noise_every: int = 10  # updates between two measurements of the gradient noise scale
+    log_model: bool = True  # log the trained model with its signature
+    # files and folders logged with the model; null: the local modules that it uses
     code: list[str] | None = field(default_factory=list)
-    system_metrics: bool = True
-    sweep: str | None = None
-    job: str | None = None
-    confined: bool = False
-    patience: float = 60.0
-    when_unreachable: Unreachable = Unreachable.refuse
+    system_metrics: bool = True  # log MLflow's system metrics
+    sweep: str | None = None  # set by a sweep for its jobs: the run ID of the parent run
+    job: str | None = None  # set by a sweep for its jobs: the job's name
+    confined: bool = False  # set by `--again`: artifacts must lie with the store, or where `trust.allow` permits
+    patience: float = 60.0  # seconds to wait for the store, at the start and at the end of a run
+    when_unreachable: Unreachable = Unreachable.refuse  # what to do if the store does not answer at the start
 
 
 @dataclass
 class TrustConfig(_SetOnce):
+    # dotted prefixes of code and places of artifacts that a store's records may name
     allow: list[str] = field(default_factory=list)
 
 
@@ -126,8 +134,8 @@ class Config(_SetOnce):
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)
-    seed: int = 0
-    schema: int = SCHEMA
+    seed: int = 0  # seed of the initial weights, the order of the examples, augmentation and noise
+    schema: int = SCHEMA  # version of this schema; do not set it
 
 
 def register() -> None:

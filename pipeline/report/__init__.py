@@ -1,6 +1,6 @@
-"""What a sweep found: words with figures, a table, plots, one page.
+"""The report of a sweep: findings in words, a table, and plots on one HTML page.
 
-In: a sweep's name or run ID, read from MLflow alone. Out: files, which are logged to the sweep's parent run.
+In: a sweep's name or run ID; all data comes from MLflow. Out: files, which are logged to the sweep's parent run.
 """
 
-__all__ = ["command", "document"]
+__all__ = ["command", "html_page"]

@@ -1,4 +1,4 @@
-"""The verb `pipeline report`: the comparison of a sweep, as plots and a table, from MLflow alone."""
+"""`pipeline report`: compare the jobs of a sweep, as plots and a table, from MLflow alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipeline.tracking.foreign_store import ForeignStore
 def report(arguments: Sequence[str]) -> int:
     """Compare the jobs of a sweep, as plots and a table, from MLflow alone."""
     parser = Parser(prog="pipeline report", description=report.__doc__, allow_abbrev=False)
-    parser.add_argument("sweep", metavar="SWEEP", help="run ID of the sweep, the start of it, or its run name")
-    parser.add_argument("--allow", action="append", default=[], metavar="PLACE", help="where artifacts may lie as well")
+    parser.add_argument("sweep", metavar="SWEEP", help="run ID of the sweep, its start, or the name of its run")
+    parser.add_argument("--allow", action="append", default=[], metavar="PLACE", help="a place where artifacts may be")
     if not arguments:
         raise ConfigError("SWEEP", "must name a sweep of the store", "")
     options, overrides = parser.parse_known_args(list(arguments))
@@ -27,12 +27,12 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
-    """Write the report of what `comparison.read` reads, log it to the parent run, and print what was found."""
-    from pipeline.report import page
+    """Write the report of a sweep, log it to the parent run, and print its findings; for arguments see `writer`."""
+    from pipeline.report import writer
 
     store = ForeignStore.open(uri, allow)
     with store.confined(), tempfile.TemporaryDirectory() as folder:
-        written = page.write(uri, sweep, Path(folder), allow)
+        written = writer.write(uri, sweep, Path(folder), allow)
         store.client().log_artifacts(written.run_id, folder, "report")
         place = store.client().get_run(written.run_id).info.artifact_uri
     shown = unquote(urlsplit(place).path) if place.startswith("file:") else place

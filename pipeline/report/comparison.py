@@ -1,4 +1,4 @@
-"""A sweep as MLflow holds it, made comparable: jobs with their curves, in groups that differ by the seed alone."""
+"""Reads a sweep from MLflow: jobs with their curves, in groups that differ only by the seed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pipeline.tracking.foreign_store import ForeignStore, listed
 from pipeline.tracking.sweep_record import SweepRecord
 
 AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
-NO_RUN = "NO RUN"  # the status of a job that was planned and left nothing
+NO_RUN = "NO RUN"  # status of a planned job without a run
 _SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
 _COST = re.compile(r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The history of a metric: `values` after `steps` completed updates; `steps` rise."""
+    """The history of a metric: `values` after `steps` completed updates, in ascending order."""
 
     steps: NDArray[np.int64]
     values: Array
@@ -41,11 +41,11 @@ def _last(curve: Curve | None) -> float:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job's latest run left; without a run only the name."""
+    """The latest run of a job; a job without a run has only a name."""
 
     name: str  # unique in its sweep, such as `factor=8 batch=256 seed=1`
     run_id: str | None = None
-    status: str = NO_RUN  # else MLflow's status of the run
+    status: str = NO_RUN  # or MLflow's status of the run
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -61,16 +61,16 @@ class JobResult:
 
     @property
     def group(self) -> str:
-        """Return the name without the seed: jobs of one group are repetitions."""
+        """Return the name without the seed; jobs of one group are repetitions."""
         return self._without({"seed"}) or "all jobs"
 
     @property
     def family(self) -> str:
-        """Return the name without seed and batch sizes: jobs of one family show what factor and batch do."""
+        """Return the name without seed and batch sizes; jobs of one family show the effect of factor and batch."""
         return self._without({"seed", *_SIZES})
 
     def _without(self, keys: set[str]) -> str:
-        # Jobs with equal values are numbered at the end of their name: they are repetitions too.
+        # Jobs with equal values end in a number: they are repetitions too.
         words = re.split(r" (?=[^\s=]+=)", re.sub(r" #\d+$", "", self.name))
         return " ".join(word for word in words if word.partition("=")[0] not in keys)
 
@@ -78,8 +78,8 @@ class JobResult:
     def seconds(self) -> Curve | None:
         """Return the cumulative time spent in updates, without evaluation, checkpoints and start-up.
 
-        The first update is traced while it runs, which takes seconds, so it counts as a typical one. Where only some
-        updates were logged, each row stands for all updates since the row before.
+        The first update includes seconds of tracing, so it counts as a typical one. If only some updates were logged,
+        each row stands for all updates since the previous row.
         """
         curve = self.curves.get("perf/update_seconds")
         if curve is None:
@@ -88,7 +88,7 @@ class JobResult:
         return Curve(curve.steps, np.cumsum(each * np.diff(curve.steps, prepend=0)))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
-        """Return `steps` on another axis of `AXES`; NaN where the run does not tell."""
+        """Convert `steps` to an axis of `AXES`; NaN beyond what the run logged."""
         if axis == "updates":
             return steps.astype(float)
         curve = self.seconds if axis == "seconds" else self.curves.get("train/examples_seen")
@@ -101,7 +101,7 @@ class JobResult:
         return _last(self.curves.get(metric))
 
     def typical(self, metric: str) -> float:
-        """Return the median over all rows but that of the first update, which is traced while it runs."""
+        """Return the median over all rows but the first update's, which includes tracing."""
         curve = self.curves.get(metric)
         if curve is None:
             return math.nan
@@ -110,7 +110,7 @@ class JobResult:
 
 
 def grouped(jobs: Sequence[JobResult], key: str) -> dict[Any, list[JobResult]]:
-    """Return the jobs by their attribute `key`, in their order; a job without it is left out."""
+    """Group the jobs by their attribute `key`, in order; jobs with None are left out."""
     found = defaultdict(list)
     for job in jobs:
         if (value := getattr(job, key)) is not None:
@@ -118,11 +118,11 @@ def grouped(jobs: Sequence[JobResult], key: str) -> dict[Any, list[JobResult]]:
     return dict(found)
 
 
-Measure = Callable[[JobResult], float]  # a value of each job; NaN where it has none
+Measure = Callable[[JobResult], float]  # NaN for a job without the value
 
 
 def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
-    """Return the finished jobs, else the running ones, else all: one that ended early would bend a mean over seeds."""
+    """Return the finished jobs, else the running ones, else all: a job that ended early would distort the mean."""
     for status in ("FINISHED", "RUNNING"):
         if found := [job for job in jobs if job.status == status]:
             return found
@@ -130,9 +130,9 @@ def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
 
 
 def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
-    """Return the spread of `value` over the seeds of one group; for several groups the mean of their means.
+    """Return the spread of `value` over the seeds of one group; for several groups, the mean of their means.
 
-    The latter has no deviation, as what differs between groups is not chance; its count is the fewest seeds of a group.
+    The latter has no deviation, since groups do not differ by chance; its count is the fewest seeds of a group.
     """
     groups = grouped(jobs, "group").values()
     spreads = [found for group in groups if (found := statistics.spread([value(job) for job in group])) is not None]
@@ -143,7 +143,7 @@ def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep with all of its jobs, in the order in which they were planned."""
+    """A sweep with all of its jobs, in the order of the plan."""
 
     uri: str  # of its store
     run_id: str
@@ -151,7 +151,7 @@ class Comparison:
     status: str
     varied: list[str]
     jobs: list[JobResult]
-    best: str = ""  # the overrides with the lowest loss, where the sweep was a search
+    best: str = ""  # overrides with the lowest loss, if the sweep was a search
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
@@ -163,7 +163,7 @@ class Comparison:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Return the metrics of quality: the losses, then the metrics of validation, else those of training."""
+        """Return the losses, then the user's validation metrics, or training metrics if there are none."""
         names = sorted({name for job in self.jobs for name in job.curves if not name.startswith("perf/")})
         users = [name for name in names if name.partition("/")[2] not in UPDATE_METRICS]
         validation = [name for name in users if name.startswith("val/")]
@@ -171,22 +171,22 @@ class Comparison:
 
     @property
     def quality(self) -> str | None:
-        """Return the metric by which jobs are judged at their end: the first that is no loss, else a loss."""
+        """Return the metric that ranks the jobs: the first that is not a loss, else a loss."""
         return next(iter([m for m in self.metrics if not m.endswith("/loss")] + self.metrics[::-1]), None)
 
     def lower_is_better(self, metric: str) -> bool:
-        """Return whether it is a cost, by its name and the name of its class, as Keras names them."""
+        """Return whether the metric is a cost, judged by its name and its class's name."""
         name = metric.split("/", 1)[1]
         targets = [job.params.get(f"training.metrics.{name}._target_", "") for job in self.jobs]
         return any(_COST.search(text) for text in (name, *(target.rsplit(".", 1)[-1] for target in targets)))
 
     @property
     def window(self) -> int:
-        """Return over how many examples training losses are averaged before they are compared: the largest batch."""
+        """Return the number of examples over which training metrics are averaged: the largest batch."""
         return max((job.batch or 1 for job in self.jobs), default=1)
 
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
-        """Return the job's curve; a training metric is averaged over the same number of examples in every job."""
+        """Return the job's curve; a training metric is averaged over the last `window` examples."""
         curve = job.curves.get(metric)
         if curve is None or not metric.startswith("train/"):
             return curve
@@ -196,22 +196,22 @@ class Comparison:
         return Curve(curve.steps, statistics.trailing_mean(examples, curve.values, self.window))
 
     def final(self, job: JobResult, metric: str) -> float:
-        """Return the last value; of a training metric the mean over the last `window` examples."""
+        """Return the last value of `smooth`."""
         return _last(self.smooth(job, metric))
 
     @property
     def at_once(self) -> int:
-        """Return how many jobs ran at the same time at most, by the times at which their runs started and ended."""
+        """Return the largest number of jobs that ran at the same time."""
         edges = [(job.started, 1) for job in self.jobs if job.started]
         edges += [(job.ended, -1) for job in self.jobs if job.started and job.ended]
         return int(max(np.cumsum([change for _, change in sorted(edges)]), default=0))
 
 
 def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
-    """Read a sweep, whatever its state, by its run ID, the start of that, or its run name.
+    """Read a sweep in any state, given its run ID, the start of it, or its run name.
 
     Raises:
-        ConfigError: the store does not answer, or holds no such sweep, or several.
+        ConfigError: the store does not answer, or has no such sweep, or several.
     """
     store = ForeignStore.open(uri, allow)
     client, parent = store.client(), store.sweep(sweep)
@@ -220,7 +220,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     names = dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
     jobs = [_job(client, name, runs.get(name)) for name in names]
     best = ""
-    with suppress(KeyError, TypeError, ValueError, RecursionError):  # there was no search, or its tag was changed
+    with suppress(KeyError, TypeError, ValueError, RecursionError):  # no search, or the tag was changed
         best = " ".join(json.loads(tags["sweep.best"])["overrides"])
     return Comparison(uri, info.run_id, tags["sweep.name"], info.status, listed(tags, "sweep.varied"), jobs, best)
 
@@ -236,7 +236,7 @@ def _job(client: Any, name: str, run: Any) -> JobResult:
 
 
 def _size(params: Mapping[str, str], name: str) -> int | None:
-    """Return a size as derived, else, where a run came not so far, as configured."""
+    """Return a size as derived, or as configured if the run ended before it was derived."""
     values = (params.get(f"{place}.{name}", "") for place in ("derived", "accumulation"))
     return next((int(value) for value in values if value.isdigit()), None)
 
@@ -244,6 +244,6 @@ def _size(params: Mapping[str, str], name: str) -> int | None:
 def _curve(points: Sequence[Any]) -> Curve:
     by_step = {point.step: point.value for point in sorted(points, key=lambda point: (point.step, point.timestamp))}
     values = np.array(list(by_step.values()), float)
-    # SQL stores keep an infinity as the largest double.
+    # SQL stores hold the largest double in place of infinity.
     values = np.where(np.abs(values) > 1.7e308, np.copysign(np.inf, values), values)
     return Curve(np.array(list(by_step), np.int64), values)

@@ -1,4 +1,4 @@
-"""The critical batch size: the largest effective batch that still pays, and the noise scale's prediction of it."""
+"""Critical batch size: the largest effective batch that still pays, and its prediction by the noise scale."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pipeline.report.statistics import Spread
 from pipeline.report.target_loss import TargetLoss
 
 NOISE = "train/gradient_noise_scale"
-PAYS = 2.0  # times the fewest examples: what the critical batch size of McCandlish et al. 2018 costs
+PAYS = 2.0  # ratio to the fewest examples: the cost of the critical batch size in McCandlish et al. 2018
 
 
 def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> Iterable[Finding]:
-    """Return the largest batch that still pays, and the noise scale's prediction beside it.
+    """Yield the largest batch that still pays, and the prediction by the noise scale.
 
-    A finding without figures names no family, so that it can be said once for all of them.
+    A finding without figures does not name the family, so that all families can share it.
     """
     at = dict(sorted(grouped(jobs, "batch").items()))
     costs = {b: cost for b, of in at.items() if target and (cost := target.spread(of, "examples"))}
@@ -93,15 +93,15 @@ def _about(family: str) -> str:
 
 
 def noise_scale(job: JobResult, target: TargetLoss | None) -> float:
-    """Return the median of the run's noise scale up to the target, in examples; NaN for none or a run that ended badly.
+    """Return the median of the run's noise scale up to the target, in examples; NaN without one or for a failed run.
 
-    It grows while the loss falls (McCandlish et al. 2018), so values after the target say nothing about reaching it.
-    An estimate that is not positive is no scale and is left out.
+    The scale grows while the loss falls (McCandlish et al. 2018), so values after the target are irrelevant. Estimates
+    that are not positive are left out.
     """
     curve = job.curves.get(NOISE)
     if curve is None or job.status in ("FAILED", "KILLED"):
         return math.nan
     until = target.cost(job, "updates") if target else math.nan
-    values = curve.values if math.isnan(until) else curve.values[curve.steps <= until + 1]  # it lies between two
+    values = curve.values if math.isnan(until) else curve.values[curve.steps <= until + 1]  # the target is interpolated
     values = values[np.isfinite(values) & (values > 0)]
     return float(np.median(values)) if values.size else math.nan

@@ -1,4 +1,4 @@
-"""What a sweep showed, in words, each with its figures; never more than its data holds."""
+"""Findings about a sweep: sentences with the figures behind them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pipeline.report.statistics import Spread
 from pipeline.report.target_loss import TargetLoss
 from pipeline.report.trajectories import Parting
 
-EQUAL = 1e-6  # relative; results this close are the same in float32
+EQUAL = 1e-6  # relative difference below which float32 results count as equal
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found."""
+    """One finding."""
 
-    topic: str  # what it is about; a topic may come once for each family of jobs
+    topic: str  # may occur once for each family of jobs
     text: str
-    figures: dict[str, Any] = field(default_factory=dict)  # the numbers in it; empty where nothing could be said
+    figures: dict[str, Any] = field(default_factory=dict)  # numbers in the text; empty if there is no result
     plot: str | None = None  # key of the plot that shows it
 
 
@@ -45,7 +45,7 @@ def job_states(sweep: Comparison) -> Finding:
 
 
 def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
-    """Return for each precision whether jobs that differ in the cut alone train the same trajectory."""
+    """Return, for each precision, whether jobs that differ only in how a batch is cut train the same trajectory."""
     if not pairs:
         runs = sum("train/loss" in job.curves for job in sweep.jobs)
         why = "no two jobs share effective batch, seed and the rest of the config" if runs > 1 else "it takes two runs"
@@ -112,7 +112,7 @@ def final_result(sweep: Comparison) -> Finding:
 def _ranked(
     spreads: dict[str, Spread], sign: int, scale: numbers.Scale, leads: str, trails: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return the best group, the worst, and whether chance explains the lead; `sign` 1 ranks the least first."""
+    """Describe the best group, the worst, and whether chance explains the lead; with `sign` 1 the lowest is best."""
     order = sorted(spreads, key=lambda group: sign * spreads[group].mean)
     best, last = spreads[order[0]], spreads[order[-1]]
     figures: dict[str, Any] = {"best": order[0], "deviation": best.deviation, "seeds": best.count}
@@ -166,7 +166,7 @@ def _shared(sweep: Comparison) -> str:
 
 
 def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
-    """Return for each family what the largest factor costs beside the smallest."""
+    """Yield, for each family, the cost of the largest factor compared with the smallest."""
     measured = (
         ("update_seconds", "an update takes", numbers.seconds, JobResult.typical),
         ("examples_per_second", "examples per second", numbers.plain, JobResult.typical),

@@ -1,4 +1,4 @@
-"""Numbers and counts as a person reads them."""
+"""Formats numbers and counts for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pipeline.report.statistics import Spread
 
-Scale = Callable[[float], tuple[float, str]]  # value -> what it is divided by, and the unit that is then written
+Scale = Callable[[float], tuple[float, str]]  # value -> divisor and unit
 
 
 def plain(value: float) -> tuple[float, str]:
@@ -25,7 +25,7 @@ def size(value: float) -> tuple[float, str]:
 
 
 def number(value: float, scale: Scale = plain) -> str:
-    """Return four digits that count, and the unit; whole numbers whole."""
+    """Return `value` with four significant digits and its unit; integers are not rounded."""
     if not math.isfinite(value):
         return str(value)
     by, unit = scale(value)
@@ -38,7 +38,7 @@ def number(value: float, scale: Scale = plain) -> str:
 
 
 def spread(value: Spread, scale: Scale = plain) -> str:
-    """Return `mean ± deviation`, to two digits of the deviation; the mean alone where there is one value."""
+    """Return `mean ± deviation` with two digits of the deviation, or just the mean of one value."""
     if value.deviation is None or not math.isfinite(value.deviation):
         return number(value.mean, scale)
     by, unit = scale(value.mean)

@@ -1,4 +1,4 @@
-"""The plots of a sweep: which there are, their curves and their captions."""
+"""The plots of a sweep: their curves and captions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from pipeline.report import statistics, target_loss
 from pipeline.report.comparison import AXES, Comparison, Curve, JobResult, Measure, comparable_jobs, grouped, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.document import Plot, axis, trace
+from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.target_loss import TargetLoss
 from pipeline.report.trajectories import partings
 
-POINTS = 600  # the most points of a drawn curve; a longer one is drawn as means
+POINTS = 600  # the most points of a curve; a longer one is drawn as means
 RESULT = "Trajectory and result"  # a section
 BARS = "Bars: ± one sample standard deviation over seeds"
-FALLS = 20.0  # a cost whose largest value is more than this many times its smallest gets a logarithmic axis
+FALLS = 20.0  # ratio of the largest to the smallest value above which a cost has a logarithmic axis
 NOTES = {
     "updates": "Equal effective batches lie on one line where accumulation is exact.",
     "examples": "What it costs in data: a line further left learns more from each example.",
@@ -51,7 +51,7 @@ def draw(sweep: Comparison) -> list[Plot]:
 def _curve(
     sweep: Comparison, metric: str, along: str, section: str, note: str, target: TargetLoss | None = None
 ) -> Plot:
-    """Return the curves of all jobs, and the mean of each group that has several."""
+    """Return the curves of all jobs, and the mean of each group with several."""
     traces = []
     for colour, (group, jobs) in enumerate(sweep.groups.items()):
         curves = [(job, curve) for job in jobs if (curve := job.curves.get(metric)) is not None]
@@ -88,7 +88,7 @@ def _points(x: statistics.Array, y: statistics.Array, **options: Any) -> dict[st
 
 
 def _mean(curves: list[tuple[JobResult, Curve]], along: str) -> tuple[statistics.Array, statistics.Array]:
-    """Return the mean over the updates that all curves have: a mean over fewer seeds would jump where one ends."""
+    """Return the mean over the updates that all curves have, since it would jump where one of them ends."""
     steps = reduce(np.intersect1d, [curve.steps for _, curve in curves])
     x = np.mean([job.along(along, steps) for job, _ in curves], axis=0)
     return x, np.mean([curve.values[np.isin(curve.steps, steps)] for _, curve in curves], axis=0)
@@ -118,7 +118,7 @@ def _sizes(sweep: Comparison) -> list[str]:
 
 
 def _by(sweep: Comparison, size: str, value: Measure, section: str, key: str, title: str, note: str, unit: str) -> Plot:
-    """Return `value` over `factor`, `batch` or `group`: one trace a family, a mean with its bar at each x."""
+    """Plot `value` by `factor`, `batch` or `group`: one trace per family, with means and error bars."""
     of_groups = size == "group"
     families = {"": sweep.jobs} if of_groups else sweep.families
     traces = []
@@ -139,7 +139,7 @@ def _to_target(sweep: Comparison, target: TargetLoss | None) -> list[Plot]:
     if target is None:
         return []
     sizes = {"time": _sizes(sweep)[0]}
-    if "batch" in _sizes(sweep):  # else all cost the same examples, as far as the trajectories agree
+    if "batch" in _sizes(sweep):  # otherwise all need the same examples, as far as the trajectories agree
         sizes |= {"examples": "batch", "updates": "batch"}
     note = f"Until {target.metric} ≤ {target.value:.4g}; finished jobs that got there. {BARS}."
     plots = []

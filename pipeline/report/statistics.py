@@ -1,4 +1,4 @@
-"""The arithmetic behind a report: differences, spreads, crossings and fits. NumPy arrays in, numbers out."""
+"""Statistics of a report: differences, spreads, crossings and fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over `count` seeds, and their sample standard deviation (n − 1): None with one value."""
+    """A mean over `count` seeds, and the sample standard deviation (n − 1): None for one value."""
 
     mean: float
     deviation: float | None
@@ -22,7 +22,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return mean and deviation of the finite values; None where there are none."""
+    """Return mean and deviation of the finite values; None without any."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
@@ -33,8 +33,8 @@ def spread(values: Sequence[float]) -> Spread | None:
 def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
     """Return `other.mean − one.mean` and the half-width of its 95% interval, in the unit of the values.
 
-    Welch's interval (Welch 1947, Biometrika 34): the variances need not be equal. None where either has one value, or
-    neither varies: then the data do not say how much chance there is.
+    Welch's interval (Welch 1947, Biometrika 34): the variances need not be equal. None if either has a single value or
+    neither varies, as the variance is then unknown.
     """
     if one.deviation is None or other.deviation is None:
         return None
@@ -48,7 +48,7 @@ def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
 
 
 def relative_difference(one: Array, other: Array) -> Array:
-    """Return |a − b| / max(|a|, |b|), elementwise: 0 where equal or both NaN, infinite where one is not finite."""
+    """Return |a − b| / max(|a|, |b|), elementwise: 0 if equal or both NaN, infinite if only one is finite."""
     with np.errstate(all="ignore"):
         result = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
     result = np.where(np.isfinite(one) & np.isfinite(other), result, np.inf)
@@ -68,12 +68,12 @@ def reached(x: Array, y: Array, target: float) -> float | None:
 
 
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
-    """Return the mean of `values` over the last `window` examples, or over all where there are fewer yet.
+    """Return the mean of `values` over the last `window` examples, or over all if there are fewer.
 
     Args:
-        examples: seen after each value; rising.
-        values: means over the examples since the value before, of which a part counts as the whole does.
-        window: examples.
+        examples: seen after each value; ascending.
+        values: each is a mean over the examples since the previous one; a part of them has the same mean.
+        window: number of examples.
     """
     seen, sums = np.append(0.0, examples), np.append(0.0, np.cumsum(np.diff(examples, prepend=0.0) * values))
     start = np.maximum(examples - window, 0.0)
@@ -83,12 +83,12 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
 def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> tuple[float, float] | None:
     """Fit (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
 
-    With E = B·S it is the line E = E_min + S_min·B, fitted to least squares of the relative residuals. E are the
+    With E = B·S it is the line E = E_min + S_min·B, fitted by least squares of the relative residuals. E are the
     `examples` until the target, B the effective `batches`.
 
     Returns:
-        E_min and S_min, the fewest examples and the fewest updates that reach the target. At a batch of E_min / S_min,
-        the critical one, both cost twice that. None with fewer than three batches, or without a trade-off.
+        E_min and S_min, the fewest examples and the fewest updates that reach the target. At the critical batch of
+        E_min / S_min both are twice that. None with fewer than three batches, or without a trade-off.
     """
     if len(set(batches)) < 3:
         return None

@@ -1,4 +1,4 @@
-"""Everything worth saying about a sweep, in the order in which it should be read, and what to run next."""
+"""Collects all findings about a sweep in reading order, and suggests what to run next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.tracking.sweep_record import again_command
 
 
 def summarize(sweep: Comparison) -> list[Finding]:
-    """Return all findings, in the order in which they should be read."""
+    """Return all findings in reading order."""
     target = target_loss.choose(sweep)
     pairs = partings(sweep)
     found = [
@@ -29,7 +29,7 @@ def summarize(sweep: Comparison) -> list[Finding]:
 
 
 def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
-    """Return what the findings suggest to run next."""
+    """Suggest what to run next."""
     timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
     missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
     if missing:

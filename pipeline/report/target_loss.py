@@ -1,4 +1,4 @@
-"""A target taken from the data of a sweep, and what each job paid to reach it."""
+"""A target loss chosen from the data of a sweep, and the cost of reaching it for each job."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipeline.report.comparison import AXES, Comparison, JobResult, comparable_j
 from pipeline.report.statistics import Spread
 
 EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
-PROGRESS = 0.5  # the least share of the way from the start to the best loss that a target must be at
-FELL = 1e-6  # relative; what falls by less is rounding, and reaching it means nothing
+PROGRESS = 0.5  # the least share of the way from the first to the best loss at which a target may be
+FELL = 1e-6  # the least relative fall of a loss; a smaller one is rounding
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class TargetLoss:
     metric: str  # `val/loss`, or `train/loss` averaged over `Comparison.window` examples
     value: float
     judged: list[str]  # names of the jobs from which it was chosen
-    all_reach: bool  # else half of them reach it
-    costs: dict[str, dict[str, float]]  # of each job that reached it, by axis; interpolated between two points
+    all_reach: bool  # otherwise half of them reach it
+    costs: dict[str, dict[str, float]]  # by job that reached it and axis, interpolated between two points
 
     def cost(self, job: JobResult, axis: str) -> float:
-        """Return what the job paid on this axis of `AXES`; NaN where it did not reach the target."""
+        """Return what the job needed, in units of an axis of `AXES`; NaN if it did not reach the target."""
         return self.costs.get(job.name, {}).get(axis, math.nan)
 
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
-        """Return the costs of those jobs that were judged; None unless all of them reached the target."""
+        """Return the costs of the judged jobs among `jobs`; None unless all of these reached the target."""
         judged = [job for job in jobs if job.name in self.judged]
         if not judged or any(job.name not in self.costs for job in judged):
             return None
@@ -39,10 +39,10 @@ class TargetLoss:
 
 
 def choose(sweep: Comparison) -> TargetLoss | None:
-    """Return the lowest loss that all finished jobs reach; where that is no progress, the one that half of them reach.
+    """Return the lowest loss that all finished jobs reach, or that half of them reach if the former is no progress.
 
-    A job that diverged would otherwise set a target that every job meets at its start. While no job has finished,
-    running jobs are judged.
+    A diverged job would otherwise set a target that every job meets at its start. Until a job has finished, running
+    jobs are judged.
     """
     jobs = comparable_jobs([job for job in sweep.jobs if job.status in ("FINISHED", "RUNNING")])
     for metric in ("val/loss", "train/loss"):

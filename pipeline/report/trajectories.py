@@ -1,4 +1,4 @@
-"""Whether jobs that differ only in how a batch is cut train the same trajectory, and from where they part."""
+"""Compares jobs that differ only in how a batch is cut: they should train the same trajectory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pipeline.report import statistics
 from pipeline.report.comparison import Comparison, Curve, JobResult
 
 METRIC = "train/loss"
-# The largest relative difference of losses that rounding alone explains, as a multiple of what a precision
-# resolves: the machine epsilon of float64 is 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
+# The largest relative difference of losses that rounding explains. For comparison, the machine epsilon of float64 is
+# 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
 AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}
-# The same bound at the first update: both ran on the same weights, so nothing has amplified rounding yet.
+# The same bound at the first update: both jobs have the same weights, so training has not amplified rounding yet.
 FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 1e-1}
-# What may differ between two jobs of one trajectory: how a batch is cut, where it runs, what is logged when.
+# Params that may differ within a trajectory: how a batch is cut, where it runs, what is logged when.
 _FREE = ("accumulation.", "derived.factor", "derived.micro_batch_size", "derived.replicas", "tracking.", "hardware.")
 _ALSO_FREE = {"training.evaluate_every", "training.checkpoint_every"}
 
@@ -29,7 +29,7 @@ class Parting:
     other: str
     precision: str
     curve: Curve  # the difference at each update that both logged
-    dependent: set[str]  # names of the layers whose output depends on the micro-batch they see
+    dependent: set[str]  # names of layers whose output depends on the micro-batch
 
     @property
     def first(self) -> float:
@@ -44,17 +44,17 @@ class Parting:
         return self.largest <= AGREEMENT.get(self.precision, AGREEMENT["float32"])
 
     def above(self, bound: float) -> int | None:
-        """Return the first update at which the difference exceeds `bound`; None where it never does."""
+        """Return the first update at which the difference exceeds `bound`; None if it never does."""
         return next(map(int, self.curve.steps[self.curve.values > bound]), None)
 
     @property
     def from_the_start(self) -> bool:
-        """Return whether they differ before anything could have amplified rounding, so for another reason."""
+        """Return whether they differ at the first update by more than rounding."""
         return self.curve.steps[0] == 1 and self.first > FIRST.get(self.precision, FIRST["float32"])
 
 
 def partings(sweep: Comparison) -> list[Parting]:
-    """Pair each job with the one of smallest factor that has its effective batch, seed and other config."""
+    """Pair each job with the one of smallest factor among those of equal effective batch, seed and config."""
     same = defaultdict(list)
     for job in sweep.jobs:
         if job.batch is not None and METRIC in job.curves:

@@ -1,4 +1,4 @@
-"""Whether two runs are the same: every `train/*` and `val/*` point of both, compared."""
+"""Compares every `train/*` and `val/*` point of two runs, and decides whether they agree."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pipeline.config import metric_names
 from pipeline.config.sizes import HALVED
 
 # Precision → relative difference that counts as rounding: at the first update, where both runs have the same weights,
-# and at most. In between it doubles with every update, since training amplifies rounding: SGD(0.1, momentum 0.9) in
-# float32 carried 1e-7 to 0.2 in 20 updates. These are choices and no theorem: in float64 120 updates stay below 1e-13,
-# in float32 AdamW stays below 1e-5 while a large momentum parts for good, which is then a difference.
+# and the maximum. In between it doubles with every update, since training amplifies rounding: SGD(0.1, momentum 0.9) in
+# float32 carried 1e-7 to 0.2 in 20 updates. The bounds are choices, not a theorem: in float64, 120 updates stay below
+# 1e-13; in float32 AdamW stays below 1e-5, while with a large momentum the runs diverge and count as different.
 ROUNDING = {
     "float64": (1e-12, 1e-9),
     "float32": (1e-5, 1e-3),
     "mixed_float16": (1e-2, 1e-2),
     "mixed_bfloat16": (1e-1, 1e-1),
 }
-EXAMPLES = 2  # that a metric which counts examples may see otherwise, where there are more than these
+EXAMPLES = 2  # by which a count of examples may differ, if there are more than these
 CUT = ("derived.factor", "derived.micro_batch_size", "derived.replicas")
 
 History = Mapping[str, Mapping[int, float]]  # value by step, by metric
@@ -28,7 +28,7 @@ History = Mapping[str, Mapping[int, float]]  # value by step, by metric
 
 @dataclass(frozen=True)
 class Point:
-    """One point of two runs; a value is None where that run lacks it."""
+    """One point of two runs; a value is None if that run lacks it."""
 
     metric: str
     step: int
@@ -37,7 +37,7 @@ class Point:
 
     @property
     def relative(self) -> float:
-        """Return |new − old| / max(|old|, |new|); infinite where only one is a finite number."""
+        """Return |new − old| / max(|old|, |new|); infinite if only one is a finite number."""
         if self.old is None or self.new is None:
             return math.inf
         if self.old == self.new or (math.isnan(self.old) and math.isnan(self.new)):
@@ -57,8 +57,8 @@ class Agreement:
     """The outcome of a comparison.
 
     Attributes:
-        verdict: `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` where there was no point.
-        text: the verdict, what was compared, and where the runs part.
+        verdict: `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` without any point.
+        text: the verdict, what was compared, and where the runs differ.
     """
 
     verdict: str
@@ -77,13 +77,15 @@ def compare(
     same_cut: bool = True,
     until: int | None = None,
 ) -> Agreement:
-    """Compare all points of two runs; a metric that only the new one has is left out.
+    """Compare all points of two runs, except for metrics that only the new one has.
 
     Args:
-        precision: of the runs; decides what is rounding.
+        old: histories of the recorded run.
+        new: histories of its rerun.
+        precision: of the runs; determines the bounds of rounding.
         validation: examples in the validation split.
-        same_cut: both cut a batch into as many micro-batches on as many replicas.
-        until: the last update that the old run came to, where it was interrupted.
+        same_cut: both runs cut a batch into as many micro-batches on as many replicas.
+        until: the last update of the old run, if it was interrupted.
     """
     kept = [metric for metric in old if same_cut or not metric_names.of(metric).of_the_cut]
     points = [
@@ -119,7 +121,7 @@ def compare(
 
 
 def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Agreement, str]:
-    """Compare two runs of MLflow, with `validation` examples in that split; return the outcome and a page of HTML."""
+    """Compare two MLflow runs with `validation` examples in that split; return the outcome and an HTML page."""
     before, after = (
         {
             key: {point.step: point.value for point in client.get_metric_history(run.info.run_id, key)}
@@ -139,12 +141,12 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Ag
         same_cut=halved[0] == halved[1] and all(then.get(key) == now.get(key) for key in CUT),
         until=None if old.info.status == "FINISHED" else max((max(h, default=0) for h in before.values()), default=0),
     )
-    return found, drawn(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))
+    return found, page(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))
 
 
-def drawn(old: History, new: History, title: str, about: str) -> str:
-    """Return an HTML page that needs no other file: both runs' losses by update, and how far they are apart."""
-    from pipeline.report.document import Plot, axis, document, trace
+def page(old: History, new: History, title: str, about: str) -> str:
+    """Return a self-contained HTML page: the losses of both runs by update, and their difference."""
+    from pipeline.report.html_page import Plot, axis, render, trace
 
     losses: list[dict[str, Any]] = []
     apart: list[dict[str, Any]] = []
@@ -164,7 +166,7 @@ def drawn(old: History, new: History, title: str, about: str) -> str:
         Plot("apart", "Differences", "How far the runs part", caption, apart, by_update | {"yaxis": parted}),
     ]
     plots = [plot for plot in plots if any(one["x"] for one in plot.data)]
-    return document(title, about, plots, "Computed from the metrics of both runs in MLflow.")
+    return render(title, about, plots, "Computed from the metrics of both runs in MLflow.")
 
 
 def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
@@ -172,13 +174,13 @@ def _is_rounding(point: Point, precision: str, examples: float | None) -> bool:
     if metric.counted or point.old is None or point.new is None:
         return False
     first, most = ROUNDING[precision]
-    # 60 doublings pass every bound, and a power of a million would be no float.
+    # 60 doublings exceed every bound; 2 to the power of a million would overflow.
     if point.relative <= min(most, first * 2.0 ** min(point.step - 1, 60)) * metric.rounding:
         return True
-    # A share of the examples, such as the accuracy, cannot move by less than one of them.
+    # A share of the examples, such as the accuracy, changes by at least one of them.
     if not metric.share or examples is None or not EXAMPLES < examples < math.inf:
         return False
     totals = [share * examples for share in (point.old, point.new)]
     # In float32 a count is exact up to 2^24, and its division by the examples rounds by at most 2^-24 of the share.
-    whole = all(0 <= total <= examples and math.isclose(total, round(total), rel_tol=2**-23) for total in totals)
-    return whole and abs(round(totals[0]) - round(totals[1])) <= EXAMPLES
+    counts = all(0 <= total <= examples and math.isclose(total, round(total), rel_tol=2**-23) for total in totals)
+    return counts and abs(round(totals[0]) - round(totals[1])) <= EXAMPLES

@@ -1,4 +1,4 @@
-"""`pipeline rerun RUN_ID`: the same run again from what MLflow recorded, then a comparison of the two."""
+"""`pipeline rerun RUN_ID`: repeat a run from its record in MLflow, then compare the two."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict
 
 DIFFERENT = 3  # exit status
-# What says where the data are or how they are read, and not which they are.
+# Keys that change where the data are or how they are read, but not which data they are.
 _SAME_DATA = re.compile(
     r"dataset\.(data_dir|download|in_memory|shuffle_buffer|shuffle_files|checksum|augment|pad)(\.|$)"
 )
-_OWN = ("tracking.", "tracking=", "trust.")  # overrides of these belong to the user's own config as well
+_OWN = ("tracking.", "tracking=", "trust.")  # such overrides also apply to the user's own config
 
 
 def rerun(arguments: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def rerun(arguments: Sequence[str]) -> int:
     from pipeline.config import compose
 
     request = parsed(arguments, rerun.__doc__)
-    # The user's own config says where the store is, and what is trusted; never the fetched one.
+    # Only the user's own config says where the store is and what is trusted, never the record.
     overrides = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
     own = compose.composed([*request.own, *overrides])
     own.trust.allow = [*own.trust.allow, *map(former_names.current, request.allow)]
@@ -55,7 +55,7 @@ def rerun(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Rerun:
-    """One recorded run that runs again, in the store that holds it; `own` is the user's own config."""
+    """The rerun of one recorded run, in the store that holds it; `own` is the user's own config."""
 
     request: Request
     own: DictConfig
@@ -68,11 +68,11 @@ class Rerun:
         return str(self.recorded.run.info.run_id)
 
     def run(self) -> int:
-        """Run it and compare the two runs; return the exit status."""
+        """Train, compare the two runs, and return the exit status."""
         self._say_plan()
         try:
             config = self._config(self._experiment())
-        finally:  # of CUDA and cuDNN only TensorFlow knows, which the gate has loaded by now
+        finally:  # the gate has loaded TensorFlow, which knows the versions of CUDA and cuDNN
             now = provenance.environment(Path())
             say(*(f"  differs: {line}" for line in provenance.differences(self.recorded.environment, now)))
         new = self._train(config)
@@ -89,7 +89,7 @@ class Rerun:
             say(f"  differs: dataset.data_dir: {then} then, its default now: an override dataset.data_dir=… changes it")
 
     def _experiment(self) -> str:
-        """Return the recorded experiment, or the user's own where they name one or its artifacts lie elsewhere."""
+        """Return the recorded experiment, or the user's own if they name one or its artifacts lie elsewhere."""
         mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking") or {}
         theirs = tracking.get("experiment")
         if "tracking.experiment" not in self.request.values and isinstance(theirs, str) and theirs != mine:
@@ -102,12 +102,12 @@ class Rerun:
         return mine
 
     def _config(self, experiment: str) -> dict[str, Any]:
-        """Return the recorded config with what belongs to this place put in, once the gate has let it through."""
+        """Return the recorded config, adapted to this machine, once it has passed the gate."""
         values, links = self.request.values, self.recorded.links
         config = self._placed(experiment)
         self.recorded.check_schema()
         deleted = {override.key_or_group for override in self.request.parsed if override.is_delete()}
-        # What an override replaces is neither read nor checked. What it deletes Hydra must find.
+        # A value that an override replaces is not checked. One that it deletes stays, as Hydra has to find it.
         for key in values.keys() - deleted:
             if key in self.request.groups or (key != "dataset.data_dir" and not isinstance(values[key], dict)):
                 *parents, last = key.split(".")
@@ -119,7 +119,7 @@ class Rerun:
         config, writers = drop_writers(config, self.gate.allowed)
         for key, target in writers.items():
             say(f"  left out: {key}, a {target}: it writes files, which --allow {target} allows")
-        # The store's address is the user's own, and an experiment's name is masked in the store as well.
+        # The store is the user's own, and the experiment's name is masked in the store too.
         passed = ("tracking.", *(f"{key}." for key in deleted))
         for key, value in leaves(config).items():
             if isinstance(value, str) and HIDDEN in value and not f"{key}.".startswith(passed):
@@ -132,14 +132,14 @@ class Rerun:
         return relinked(config, links, values)
 
     def _placed(self, experiment: str) -> dict[str, Any]:
-        """Return the recorded config with this place's store, data and run directory."""
+        """Return the recorded config with this call's store, data and run directory."""
         config = self.recorded.moved(self.gate.run_dir)
         config.pop("trust", None)
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
-        here["code"] = self.own.tracking.code  # files of this machine
+        here["code"] = self.own.tracking.code  # paths on this machine
         config |= {"schema": SCHEMA, "tracking": (config.get("tracking") or {}) | here}
-        if (config.get("start") or {}).get("run") is not None:  # the record has it as it was given
+        if (config.get("start") or {}).get("run") is not None:  # recorded as given: maybe ambiguous
             tags = self.recorded.run.data.tags
             config["start"]["run"] = f"{tags.get(fork.RUN)}@{tags.get(fork.UPDATE)}"
         if "data_dir" in (config.get("dataset") or {}):
@@ -147,7 +147,7 @@ class Rerun:
         return config
 
     def _train(self, config: dict[str, Any]) -> str | None:
-        """Train by the config; return the new run's ID, or None with --dry."""
+        """Train with the config; return the new run's ID, or None with --dry."""
         from pipeline.config import compose
         from pipeline.run import run
 
@@ -157,7 +157,7 @@ class Rerun:
 
         def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
             with strict(self.gate):
-                with hydra_errors.as_config_error():  # once more: a link of the record led somewhere
+                with hydra_errors.as_config_error():  # again, since links of the record are resolved now
                     check_config(plain(composed), self.gate, imports=False)
                 if (size := composed.accumulation.micro_batch_size) in sizes.SEARCHED:
                     raise ConfigError(sizes.MICRO, "must be a number: a rerun does what the record says", size)
@@ -172,7 +172,7 @@ class Rerun:
         return next(iter(run_ids), None)
 
     def _check_dataset(self, now: dict[str, Any]) -> None:
-        """Refuse other data than the record's, unless the overrides ask for others."""
+        """Check that the data are the recorded ones, unless the overrides choose others."""
         if not any(key.startswith("train/") for key in self.recorded.run.data.metrics):
             raise ConfigError("RUN_ID", "must have logged an update, to compare its rerun with", self.run_id)
         try:
@@ -185,7 +185,7 @@ class Rerun:
             say(f"  differs: {error}")
 
     def _check_without_running(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        """Say all that can be said without running: the config's errors, and whether the data are the record's."""
+        """Check all that can be checked without training: the config, and whether the data are the recorded ones."""
         spec = resolve(config, overrides)
         fork.of(spec, self.gate.run_dir)
         with imports.without_chatter():
@@ -197,7 +197,7 @@ class Rerun:
                 say(f"  differs: {error}")
 
     def _compare(self, run_id: str) -> int:
-        """Compare the runs, log and say what came of it; return the exit status."""
+        """Compare the runs, log and print the outcome, and return the exit status."""
         from pipeline.rerun import agreement
 
         client = self.store.client()
@@ -213,13 +213,13 @@ class Rerun:
         try:
             earlier = client.get_run(self.run_id).data.tags.get("rerun.by")
             client.set_tag(self.run_id, "rerun.by", f"{earlier}, {run_id}" if earlier else run_id)
-        except Exception as error:  # a recorded run that cannot be written any more does not undo the verdict
+        except Exception as error:  # the verdict holds, even if the recorded run is read-only
             say(f"run {self.run_id} has no link to its rerun: {first_line(error)}")
         return 0 if found.verdict in ("bit-equal", "equal within rounding") else DIFFERENT
 
 
 def _gate(request: Request, own: DictConfig) -> Gate:
-    """Return what the record may reach."""
+    """Return the gate, which knows what the record may reach."""
     data_dir = request.values.get("dataset.data_dir", OmegaConf.select(own, "dataset.data_dir"))
     return Gate(
         _run_dir(request),
@@ -239,7 +239,7 @@ def _run_dir(request: Request) -> Path:
 
 
 def _rerun_sweep(store: ForeignStore, request: Request) -> int:
-    """Run all jobs of a sweep again, one after the other, each in a process of its own."""
+    """Rerun all jobs of a sweep, one after the other, each in a process of its own."""
     from pipeline.tracking.sweep_record import SweepRecord
 
     parent = store.sweep(request.run_id).info
@@ -249,7 +249,10 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     options = [*request.own, *(f"--allow={entry}" for entry in request.allow), *(["--dry"] if request.dry else [])]
     given = [override for override in request.overrides if not override.startswith("hydra.run.dir=")]
     folder, statuses = _run_dir(request), []
-    environment = {**os.environ, "PYTHONPATH": imports.path_of_processes()}  # with -P: no file of the user's folder
+    environment = {
+        **os.environ,
+        "PYTHONPATH": imports.path_of_processes(),
+    }  # with -P: import nothing from the working directory
     for number, (name, run) in enumerate(children.items()):
         say(f"{name}:")
         command = [run.info.run_id, *options, *given, in_folder(folder / str(number))]

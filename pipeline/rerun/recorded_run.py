@@ -1,4 +1,4 @@
-"""What a run recorded, fetched from a store. It is foreign input: nothing of it is believed before it is checked."""
+"""The record of a run, fetched from a store: untrusted input, of which nothing is used before it is checked."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
 
 _FILES = ("config.yaml", "environment.json", "dataset.json", "links.json")
-_PLACE = {"tracking", "trust", "hydra"}  # a store's address, with its password, is of no other key
+_PLACE = {"tracking", "trust", "hydra"}  # no link may refer to these: the store's URI may hold a password
 LARGEST = 16 * 2**20  # bytes of one file of a record
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run left of itself.
+    """The record of a run.
 
     Attributes:
         run: of MLflow.
-        config: resolved, as it was written; of whatever schema.
-        environment, dataset: as `provenance` describes them; empty where an older run recorded none.
-        links: what a value of the config followed before it was resolved, by dotted name.
+        config: resolved, as it was written, of any schema.
+        environment, dataset: as `provenance` describes them; empty if an older run recorded none.
+        links: interpolations of the config before it was resolved, by dotted name.
     """
 
     run: Any
@@ -48,17 +48,17 @@ class RecordedRun:
         return str(self.environment.get("run_dir") or "")
 
     def is_unchanged(self) -> bool:
-        """Return whether the config is still the one that its hash was taken of. Schema 0 took it otherwise."""
+        """Return whether the config matches its recorded hash; True for schema 0, which hashed differently."""
         if not self.config.get("schema"):
             return True
         try:
             taken = provenance.config_hash(self.config, self.run_dir)
-        except TypeError:  # of keys that JSON has not: the gate refuses them
+        except TypeError:  # keys that JSON does not allow; the gate refuses them
             return False
         return taken == str(self.run.data.tags.get("config.hash"))
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
-        """Return the config with current names; what lay in the recorded run's directory is in `run_dir`."""
+        """Return the config with current names, and with `run_dir` in place of the recorded run directory."""
         before = self.run_dir.rstrip("/")
 
         def move(_: tuple[str, ...], node: Any) -> Any:
@@ -69,19 +69,19 @@ class RecordedRun:
         return dict(former_names.renamed(_copy(self.config, move)))
 
     def check_schema(self) -> None:
-        """Refuse a record of a newer schema, and say that it is of an older one.
+        """Check that the record's schema is known, and say if it is an older one.
 
-        Who raises `SCHEMA`, as a key is renamed, removed or given another meaning, brings older records up to date
-        here. From 0 to 2 there was nothing to do: the default of a key that is new is what older code did. Until 2
-        only the last validation of a run with `use_ema` was of the averaged weights.
+        `SCHEMA` is raised when a key is renamed, removed or changes its meaning, and older records are migrated here.
+        From 0 to 2 nothing has to change, since the defaults of new keys do what older code did. Before 2, only the
+        last validation of a run with `use_ema` used the averaged weights.
         """
         version, run_id = self.config.get("schema", 0), self.run.info.run_id
         if type(version) is not int or not 0 <= version <= SCHEMA:
-            # Of hexadecimal digits, since it is to be typed into a shell.
+            # Only hexadecimal digits, since the user will paste it into a shell.
             commit = str((self.environment.get("git") or {}).get("commit"))
             on = f"git checkout {commit} && " if re.fullmatch("[0-9a-f]{7,64}", commit) else "on its own commit: "
             rule = f"must have a record of schema 0 to {SCHEMA}; the code that made it runs it: {on}"
-            # Anything but a short number may be long.
+            # Anything but a small number may be long.
             received = version if type(version) is int and abs(version) < 10**9 else type(version).__name__
             raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
         if version < SCHEMA:
@@ -94,7 +94,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
     """Return the record of the run whose ID begins with `start`.
 
     Raises:
-        ConfigError: there is no such run, or none that can be read.
+        ConfigError: there is no such run, or its record cannot be read.
     """
     from mlflow.exceptions import MlflowException
 
@@ -128,10 +128,10 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
 
 
 def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collection[str]) -> dict[str, Any]:
-    """Return a checked config with its links to the `changed` keys put back, so that they follow those keys.
+    """Return a checked config in which values that were linked to `changed` keys are links again.
 
-    The record holds values: without this a learning rate of an override would not reach the schedule. A link that
-    refers to anything but keys of the config is passed over.
+    The record holds resolved values: without this, an override of the learning rate would not reach the schedule. Links
+    to anything but keys of the config are ignored.
     """
     eligible = {
         key: link
@@ -150,7 +150,7 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collecti
 
 
 def _copy(node: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """Return a copy of a plain config with what `change` makes of each node, given its path."""
+    """Return a copy of a plain config in which `change` has replaced each node, given its path."""
     node = change(path, node)
     if isinstance(node, dict):
         return {name: _copy(entry, change, (*path, str(name))) for name, entry in node.items()}
@@ -163,7 +163,7 @@ def _texts(client: Any, run_id: str) -> dict[str, str]:
     texts = {}
     with tempfile.TemporaryDirectory() as folder:
         for artifact in client.list_artifacts(run_id):
-            # A folder has no size to go by, and would be fetched whole.
+            # A folder has no size that could be checked before it is downloaded.
             if artifact.path in _FILES and not artifact.is_dir:
                 if (artifact.file_size or 0) > LARGEST:
                     raise ValueError(f"{artifact.path} is of {artifact.file_size} bytes")

@@ -1,4 +1,4 @@
-"""What the command line of `pipeline rerun` asks for."""
+"""The command line of `pipeline rerun`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeline.common.errors import Parser
 from pipeline.config import compose, hydra_errors
 from pipeline.config.packaged import directory
 
-_PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # what does not change a run
+_PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # overrides that do not change the run
 
 
 @dataclass
 class Request:
-    """What the command line asks for, as `parsed` declares it."""
+    """The parsed command line; `parsed` declares the fields."""
 
     run_id: str
     dry: bool
@@ -32,13 +32,13 @@ class Request:
 
     @property
     def own(self) -> list[str]:
-        """Return Hydra's options that find the user's own config."""
+        """Return the Hydra options that select the user's own config."""
         named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
         return [text for option, value in named.items() if value for text in (option, value)]
 
     @property
     def changing(self) -> list[str]:
-        """Return the overrides of the run itself, and not of where it runs."""
+        """Return the overrides that change the run, not where it runs."""
         return [override for override in self.overrides if not override.lstrip("+~").startswith(_PLACE)]
 
     @property
@@ -57,16 +57,16 @@ class Request:
 
     @cached_property
     def groups(self) -> set[str]:
-        """Return the config groups of which the overrides choose an option, as `optimizer=lion` does."""
+        """Return the config groups of which an option is chosen, as by `optimizer=lion`."""
         known = hydra_errors.groups(self.folders)
         return {key for key, value in self.values.items() if key in known and isinstance(value, str)}
 
     def for_hydra(self, run_dir: Path) -> list[str]:
-        """Return the overrides as they apply to a record, which has no groups and lacks what is overridden."""
+        """Return the overrides in a form for the record, which has no groups and lacks the overridden keys."""
         found = []
         for text, override in zip(self.overrides, self.parsed, strict=True):
             key = override.key_or_group
-            if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # each is in its place already
+            if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # already applied
                 continue
             if key in self.groups:
                 text = f"+{text.lstrip('+')}"
@@ -77,7 +77,7 @@ class Request:
 
 
 def in_folder(run_dir: Path) -> str:
-    """Return the override that lets a run work in `run_dir`."""
+    """Return the override that sets the run directory."""
     quoted = str(run_dir).replace("'", "\\'")
     return f"hydra.run.dir='{quoted}'"
 
@@ -85,11 +85,15 @@ def in_folder(run_dir: Path) -> str:
 def parsed(arguments: Sequence[str], description: str | None) -> Request:
     """Parse the command line's `arguments`."""
     parser = Parser(prog="pipeline rerun", description=description, allow_abbrev=False)
-    parser.add_argument("run_id", metavar="RUN_ID", help="of the run in the store that tracking.uri names")
-    parser.add_argument("--dry", action="store_true", help="show the plan and the differences, and run nothing")
-    parser.add_argument("--sweep", action="store_true", help="RUN_ID is a sweep: run all of its jobs again")
-    parser.add_argument("--allow", action="append", default=[], metavar="PREFIX", help="dotted name to trust")
-    parser.add_argument("--config-dir", "-cd", help="of your own config, which may have trust.allow")
-    parser.add_argument("--config-name", "-cn", help="of your own config")
-    parser.add_argument("overrides", nargs="*", help="in Hydra's grammar")
+    parser.add_argument("run_id", metavar="RUN_ID", help="ID of a run in the store of tracking.uri, or its start")
+    parser.add_argument("--dry", action="store_true", help="only show the plan and the differences")
+    parser.add_argument("--sweep", action="store_true", help="RUN_ID is a sweep: repeat all of its jobs")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="PREFIX", help="a dotted name or place to trust"
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", help="a folder with config groups of your own, which may set trust.allow"
+    )
+    parser.add_argument("--config-name", "-cn", help="name of your own config")
+    parser.add_argument("overrides", nargs="*", help="overrides in Hydra's grammar")
     return Request(**vars(parser.parse_intermixed_args(compose.as_text(arguments))))

@@ -35,7 +35,7 @@ with imports.without_chatter():
     from pipeline.dataset import longest_batch
     from pipeline.tracking import tracker  # noqa: F401
     from pipeline.training import loop, recorder  # noqa: F401  what a run has loaded
-    from pipeline.training.evaluator import evaluator
+    from pipeline.training.evaluator import Evaluator
 
 POLL = 0.01  # seconds between two measurements of the memory of a trial
 STILL = 300.0  # seconds without CPU time after which a trial counts as stuck
@@ -138,11 +138,9 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
             continue
         for name in parts.data.splits.keys() - {"train"}:
             evaluated = longest_batch.of_evaluation(parts.spec, parts.data.splits[name], count)
-            evaluator(parts.evaluation(), evaluated, name, _does_not_fit)()
+            Evaluator(parts.evaluation(), evaluated, name, _does_not_fit)()
         variables = (*parts.model.variables, *update.optimizer.variables)
-        copies += [
-            np.array(variable) for variable in variables * 2
-        ]  # a checkpoint, which is read back once it is written
+        copies += [np.array(variable) for variable in variables * 2]  # a checkpoint, which is read back once written
     peak = devices.peak_memory(parts.devices)
     if parts.devices.on_gpu:  # its budget only TensorFlow knows: try again with the margin allocated
         margins = []

@@ -1,6 +1,6 @@
-"""A sweep: one parent run in MLflow and a child run for each job.
+"""Sweeps: one parent run in MLflow with a child run for each job, launched here or on Slurm.
 
-In: the planned jobs of a multirun. Out: the parent run, its page in MLflow's UI, and what is left to run again.
+In: the jobs of a Hydra multirun. Out: the parent run with its page in MLflow's UI; the jobs that have not finished.
 """
 
 __all__ = ["again", "description", "files", "gpus", "launcher", "local", "parent_run", "search", "slurm"]

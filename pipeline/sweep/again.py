@@ -1,7 +1,7 @@
-"""What is missing of a sweep, run again: with which of the overrides that its record holds.
+"""`pipeline sweep NAME --again SWEEP`: which recorded overrides of a sweep are used to run its missing jobs.
 
-A record comes out of a tracking store, so of its overrides only those are taken that can name no code, no folder and
-no host; what else it holds has to be given again by hand.
+Recorded overrides come from a tracking store, so one that could name code, a folder or a host is not trusted: the user
+has to pass it again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipeline.config.plain import leaves
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
-# Where one call of the command works, and nothing of the sweep.
-_PLACES = (
+# Where one call of the command reads and writes; not part of the sweep.
+_LOCATIONS = (
     *("tracking", "tracking.uri", "tracking.sweep", "tracking.confined"),
     *("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.mode", "hydra.searchpath"),
 )
@@ -33,31 +33,31 @@ _CHOICES = {
     "hydra/launcher": ("local", "submitit_local", "submitit_slurm", "basic"),
     "hydra/sweeper": ("basic", "search"),
 }
-_OF_HYDRA = re.compile(
+_HYDRA_KEYS = re.compile(
     r"hydra\.(sweeper\.(trials|at_once|seed)|launcher\.(account|array_parallelism|constraint|cpus_per_gpu|cpus_per_task"
     r"|exclude|gpus_per_node|gpus_per_task|gres|mem_gb|mem_per_cpu|mem_per_gpu|nodes|partition|qos|timeout_min))"
 )
-# Parameters that a launcher does not have, though one that the same sweep ran on before may have had them.
-_NOT_OF_LAUNCHER = {
+# Parameters of other launchers: the sweep may have run on another one before.
+_FOREIGN_PARAMETERS = {
     **dict.fromkeys(("local", "submitit_local"), re.compile(r"hydra\.launcher\.(?!timeout_min=)")),
     "basic": re.compile(r"hydra\.launcher\."),
 }
-_PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # a line of a batch script is made of it
+_PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # safe in a line of a batch script
 _SWEPT = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
-_DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")  # what a dataset is fetched by
-_MOST = 10_000  # values that one override is swept over
+_DOWNLOADING = ("dataset.name", "dataset.builder", "dataset.download")  # these may start a download
+_MAX_VALUES = 10_000  # that one override may be swept over
 
 
 def recordable(overrides: Iterable[str]) -> list[str]:
-    """Return those of a command line's `overrides` that make the sweep what it is, without secrets."""
-    return [mask(text) for text in overrides if _key(text) not in _PLACES]
+    """Return the command line's `overrides` that define the sweep, with secrets masked."""
+    return [mask(text) for text in overrides if _key(text) not in _LOCATIONS]
 
 
 def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> list[str]:
-    """Return the recorded overrides of a sweep that are not given again; each of them is harmless.
+    """Return the recorded overrides of a sweep that are not among `given`, once all of them have passed the gate.
 
-    The user's files and command line are trusted: only what the record says passes the gate.
+    The user's files and command line are trusted, and are not checked.
 
     Args:
         tags: of the sweep's parent run.
@@ -65,13 +65,11 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
         own: the user's own config.
 
     Raises:
-        ConfigError: one of them could name code, a file or a host, or was a secret, and is not among `given`.
+        ConfigError: a recorded override could name code, a file or a host, or was a secret.
     """
-    given_again = {mask(text) for text in given}
-    # Older records hold `tracking=server`; where the store is, this call says.
-    recorded = [
-        text for text in listed(tags, "sweep.overrides") if text not in given_again and _key(text) != "tracking"
-    ]
+    known = {mask(text) for text in given}
+    # Older records hold `tracking=server`; this call says where the store is.
+    recorded = [text for text in listed(tags, "sweep.overrides") if text not in known and _key(text) != "tracking"]
     values: dict[str, Any] = {}
     try:
         for text in recorded:
@@ -85,12 +83,15 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
         rule = "come from the store, and this one must be given again on the command line"
         raise ConfigError("the sweep's overrides", f"{rule} ({str(error).rstrip('.')})") from error
     launchers = [text.partition("=")[2] for text in (*recorded, *given) if _key(text) == "hydra/launcher"]
-    unknown = _NOT_OF_LAUNCHER.get(launchers[-1]) if launchers else None
+    unknown = _FOREIGN_PARAMETERS.get(launchers[-1]) if launchers else None
     return [text for text in recorded if unknown is None or not unknown.match(text.lstrip("+"))]
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield each key that `text` sets, with a list of the values it is swept over; nothing where it is harmless."""
+    """Yield each key that `text` sets with its value, or with a list of all values of a swept one.
+
+    Keys of Hydra are checked here and yield nothing; the gate checks the others.
+    """
     try:
         override = OverridesParser.create().parse_override(text)
         alternatives = _alternatives(override)
@@ -102,11 +103,11 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             raise ConfigError(key, "must be a choice of this package", value, _CHOICES[key])
-    elif _OF_HYDRA.fullmatch(key):
+    elif _HYDRA_KEYS.fullmatch(key):
         if not _PLAIN.fullmatch(value):
             raise ConfigError(key, "must be a plain word or number", value)
     elif key.startswith(_SWEPT) and not key.startswith(2 * _SWEPT):
-        # Hydra takes a quoted value as the text in it.
+        # Hydra unquotes a quoted value.
         inner = value if override.is_sweep_override() else override.value()
         yield from _values(f"{key.removeprefix(_SWEPT)}={inner}")
     elif override.package is not None or re.split(r"[./]", key)[0] in (*_NEVER, ""):
@@ -119,30 +120,30 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
-    """Refuse what is harmless by itself and reaches out with what the user's files hold beside it."""
+    """Refuse values that pass the gate, but may reach a file or a host together with the user's own config."""
     for key, value in leaves.items():
-        if key in _PLACES:
+        if key in _LOCATIONS:
             raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
         if key in _DOWNLOADING or "from_tfds" in str(value):
             raise ConfigError(key, "may start a download", text)
-        known = f"{key.rpartition('.')[0]}._target_" in leaves  # then the gate knows what its arguments do
+        known = f"{key.rpartition('.')[0]}._target_" in leaves  # the gate checks its arguments
         entries = value if isinstance(value, list) else [value]
         if key.startswith("training.callbacks") and not known and any(isinstance(entry, str) for entry in entries):
             raise ConfigError(key, "may name a file that is written", text)
 
 
 def _alternatives(override: Override) -> list[Any]:
-    """Return the values that `override` sets one after the other; one where it is not swept over."""
+    """Return the values that `override` is swept over; the only one if it is not swept."""
     if not override.is_sweep_override():
         return [override.value()]
     if override.is_interval_sweep():
-        return [None]  # between two numbers
+        return [None]  # a number between two others
     value = override.value()
-    # Not Hydra's iterator of a range: before it shuffles one, it makes a list of it.
+    # Hydra's own iterator lists a whole range before it shuffles it.
     swept = value.range() if isinstance(value, RangeSweep) else override.sweep_iterator(transformer=Transformer.encode)
-    texts = list(islice(swept, _MOST + 1))
-    if len(texts) > _MOST:
-        raise ConfigError(override.key_or_group, f"must be swept over at most {_MOST} values")
+    texts = list(islice(swept, _MAX_VALUES + 1))
+    if len(texts) > _MAX_VALUES:
+        raise ConfigError(override.key_or_group, f"must be swept over at most {_MAX_VALUES} values")
     parse = OverridesParser.create().parse_override
     return [parse(f"x={text}").value() for text in texts]
 
@@ -150,7 +151,7 @@ def _alternatives(override: Override) -> list[Any]:
 def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
     *parents, last = path
     for part in parents:
-        if not isinstance(values.setdefault(part, {}), dict):  # a group's choice, of which a key follows
+        if not isinstance(values.setdefault(part, {}), dict):  # the choice of a config group that also has a key set
             values[part] = {"choice": values[part]}
         values = values[part]
     if isinstance(values.get(last), dict):

@@ -1,4 +1,4 @@
-"""The page of a sweep's parent run in MLflow's UI: the link that compares its jobs, its question, its results."""
+"""Description of a sweep's parent run in MLflow's UI: a link that compares its jobs, its question, its results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def announce(sweep: ParentRun) -> None:
-    """Save the view of a sweep that begins, describe the parent run, and print the link that compares its jobs."""
+    """Save the view of a new sweep and the parent's description; print the link that compares its jobs."""
     link = mlflow_view.link(sweep.uri, _describe(sweep, []))
     served = " (once `pipeline ui` runs)" if link.startswith(mlflow_view.LOCAL) else ""
     say(f"compare its runs: {link}{served}")
 
 
 def complete(sweep: ParentRun) -> dict[str, Any]:
-    """Colour the jobs and write their results into the parent's description; return the jobs' runs by name."""
+    """Color the jobs and add their results to the parent's description; return the jobs' runs by name."""
     children = sweep.children()
     mlflow_view.color(sweep.client(), {name: run.info.run_id for name, run in children.items()})
     _describe(sweep, _results(sweep.names, children))
@@ -31,13 +31,13 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
 def description(
     name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence[object]] = ()
 ) -> str:
-    """Return the text of the parent's page, in Markdown: the value of the tag `mlflow.note.content`.
+    """Return the parent's description in Markdown, for the tag `mlflow.note.content`.
 
-    `fragment` is what `saved_view` returned; it works on whatever server shows the page. `results` are a table, its
-    header first; rows that do not fit are counted instead.
+    `fragment` is what `saved_view` returned. `results` is a table, its header first; rows that do not fit the tag are
+    counted instead.
     """
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
-    # The link comes first: the UI shows three lines and folds the rest.
+    # The link comes first, since the UI folds all but three lines.
     lines = [f"[Compare the runs of this sweep]({fragment}). They differ in {differ}.", ""]
     lines += [f"**{name}**" + (f": {question}" if question else ""), ""]
     if not results:
@@ -53,7 +53,7 @@ def description(
 
 
 def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
-    """Save the view and the parent's description; return the part of a URL that opens the view."""
+    """Save the view and the parent's description; return the URL fragment that opens the view."""
     fragment = mlflow_view.saved_view(
         sweep.client(), sweep.experiment_id, sweep.run_id, sweep.varied, sweep.metrics, sweep.name
     )
@@ -63,7 +63,7 @@ def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
 
 
 def _results(names: Sequence[str], children: Mapping[str, Any]) -> list[list[object]]:
-    """Return a header and a row for each job: its status and the last values of what was measured."""
+    """Return a header and a row for each job: its status and the last values of its metrics."""
     measured = {key for run in children.values() for key in run.data.metrics if key.startswith("val/")}
     keys = [*(sorted(measured - {"val/examples_seen"}) or ["train/loss"]), "perf/examples_per_second"]
     rows: list[list[object]] = [["job", "status", *keys]]

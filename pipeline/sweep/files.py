@@ -1,4 +1,4 @@
-"""The sweep files: one question each, in `sweeps/` of the working directory and of the package."""
+"""Sweep files: one question each, in `sweeps/` of the working directory and of the package."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pipeline.config.packaged import directory
 
 
 def sweep_files() -> dict[str, Path]:
-    """Return the sweep files by name; those of the working directory come before those of the package."""
+    """Return the sweep files by name; one of the working directory replaces the package's of that name."""
     folders = [Path(directory("sweeps")), Path("sweeps").absolute()]
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
 def question(name: str) -> str:
-    """Return the question in the sweep file's header; empty where it asks none, or there is no such file."""
+    """Return the question in the sweep file's header; empty without a question or without the file."""
     file = sweep_files().get(name)
     if file is None:
         return ""

@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which job may use which, and no two jobs one."""
+"""Assigns this machine's GPUs to jobs, and locks them so that no two jobs share one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipeline.common.errors import ConfigError, say
 from pipeline.config import cluster
 from pipeline.config.schema import HardwareConfig
 
-LOCKED = "PIPELINE_GPUS"  # environment variable of a job: the GPUs that it has locked
+LOCKED = "PIPELINE_GPUS"  # environment variable of a job: the GPUs that it locked
 DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 
 
 def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[str]]:
     """Return one entry for each job that may run at once: the GPUs of that job.
 
-    There are `at_once` of them at most; by default one a GPU, or one where there is no GPU.
+    `at_once` limits the number of entries; by default there is one per GPU, or a single one without a GPU.
     """
     gpus, size = visible(), per_job(hardware)
     if not gpus and any(h.device.name == "gpu" for h in hardware):
@@ -37,14 +37,14 @@ def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[
 
 
 def per_job(hardware: Sequence[HardwareConfig]) -> int:
-    """Return how many GPUs a job may use: the most that one of them asks for."""
-    here = not cluster.is_named(os.environ)  # else each worker has GPUs of its own
+    """Return the largest number of GPUs that a job asks for."""
+    here = not cluster.is_named(os.environ)  # otherwise each worker has GPUs of its own
     asking = [h for h in hardware if h.device.name != "cpu"]
     return max((max(h.gpus_per_job, h.replicas * (h.workers or 1) if here else h.replicas) for h in asking), default=0)
 
 
 def visible() -> list[str]:
-    """Return the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by number or UUID."""
+    """Return the NVIDIA GPUs that this process may use, by number or UUID as in CUDA_VISIBLE_DEVICES."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         names = (gpu.strip() for gpu in listed.split(","))
@@ -58,13 +58,13 @@ def visible() -> list[str]:
 
 
 def lock(gpus: Sequence[str]) -> None:
-    """Wait until no job of another sweep of this user has any of `gpus`, then keep them until this process ends."""
+    """Lock `gpus` until this process ends; wait while a job of another sweep of this user holds one."""
     import fcntl
 
-    ours = os.environ.get(LOCKED, "").split(",")  # where this sweep was itself started by a job
-    for gpu in sorted(set(gpus) - set(ours)):  # in the same order everywhere, so that no two wait for each other
+    ours = os.environ.get(LOCKED, "").split(",")  # if this sweep was started by a job
+    for gpu in sorted(set(gpus) - set(ours)):  # sorted, so that no two processes deadlock
         path = Path(tempfile.gettempdir()) / f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"
-        with contextlib.suppress(OSError):  # where no file can be written
+        with contextlib.suppress(OSError):  # if no file can be written
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Whether a sweep that the store calls RUNNING still has a process that works on it."""
+"""Heartbeats of a sweep: they tell whether a process still works on a sweep that the store calls RUNNING."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from pipeline.common.errors import ConfigError
 
-ALIVE = "sweep.alive"  # tag of the parent: when its process last said that it works on it, in ms since the epoch
-# Of a job: the second comes every few seconds, also where an update takes minutes.
+ALIVE = "sweep.alive"  # tag of the parent: time of the last heartbeat, in ms since the epoch
+# Metrics that show that a job is alive. System metrics come every few seconds, also where an update takes minutes.
 SIGNS = ("train/loss", "system/cpu_utilization_percentage")
-HEARTBEAT, GONE = 20.0, 120.0  # seconds between two signs of life, and of silence after which a process is gone
+HEARTBEAT, GONE = 20.0, 120.0  # seconds between two heartbeats; seconds of silence after which a process is gone
 
 
 def beat(client: Any, run_id: str, closed: threading.Event) -> None:
-    """Tell the store again and again, from a thread, that this process works on the sweep; until `closed` is set."""
+    """Start a thread that writes heartbeats to the store until `closed` is set."""
 
     def tell() -> None:
         while not closed.is_set():
@@ -29,11 +29,11 @@ def beat(client: Any, run_id: str, closed: threading.Event) -> None:
     threading.Thread(target=tell, daemon=True).start()
 
 
-def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
-    """Close the `children` of a sweep that were left RUNNING by processes that are gone.
+def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
+    """Close those `children` of a sweep whose processes ended without closing their runs.
 
     Raises:
-        ConfigError: a process of the sweep has lately given a sign of life.
+        ConfigError: a process of the sweep gave a sign of life less than `GONE` seconds ago.
     """
     running = [run for run in children if run.info.status == "RUNNING"]
     alive = parent.data.tags.get(ALIVE, "")
@@ -50,6 +50,6 @@ def take_over(client: Any, parent: Any, children: Iterable[Any]) -> None:
 
 
 def close_lost(client: Any, run: Any) -> None:
-    """End the run of a job that can no longer do so itself."""
+    """Close the run of a job whose process and shipper have ended."""
     client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
     client.set_terminated(run.info.run_id, "KILLED")

@@ -1,4 +1,4 @@
-"""One job of a sweep as a call, which another process can make as well as this one."""
+"""A job of a sweep as a picklable call: this process or another one runs it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from pipeline.common import imports
 from pipeline.common.errors import first_line
 from pipeline.common.secrets import mask
 
-WORST = float("inf")  # loss of a job that gave none: a sweeper that searches takes it as the worst
+WORST = float("inf")  # loss of a job that returned none: the worst, for a sweeper that searches
 FINISHED, FAILED = "finished", "failed"
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job ended, with the loss that it returned, or with the reason why it did not finish, in one line."""
+    """How a job ended."""
 
     how: str  # `finished`, `failed`, or what ended it, such as `killed by SIGKILL`
     loss: float = WORST
-    reason: str = ""
+    reason: str = ""  # one line; empty if it finished
 
 
 @dataclass(frozen=True)
 class JobCall:
-    """Composes one job's config and trains it; all but `overrides` and `number` is of the sweep, as Hydra has it."""
+    """Composes the config of job `number` from its `overrides` and trains it; the other fields are Hydra's."""
 
     overrides: list[str]
     number: int
@@ -44,7 +44,7 @@ class JobCall:
     singletons: Any  # Hydra's global state
 
     def __call__(self) -> Ending:
-        sys.argv = ["pipeline", *self.overrides]  # for the run, which says how it was started
+        sys.argv = ["pipeline", *self.overrides]  # the run records how it was started
         Singleton.set_state(self.singletons)
         setup_globals()
         config = self.hydra_context.config_loader.load_sweep_config(self.config, self.overrides)
@@ -58,23 +58,23 @@ class JobCall:
             job_subdir_key="hydra.sweep.subdir",
         )
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # Hydra prints that it failed, which the ending says
+            with contextlib.redirect_stderr(io.StringIO()):  # the ending says what Hydra prints here
                 return Ending(FINISHED, float(returned.return_value))
         except Exception as error:
             return Ending(FAILED, reason=first_line(error))
 
 
 def killed(how: str, printed: str) -> Ending:
-    """Return the ending of a job that could say nothing more than the last line of what it printed."""
+    """Return the ending of a job that was killed; the last line that it printed is the reason."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     return Ending(how, reason=": ".join([how, *map(mask, lines[-1:])]))
 
 
 @contextlib.contextmanager
 def importing_only_this_package() -> Iterator[None]:
-    """Let the Python processes that are started meanwhile import this package, and no file of the working directory.
+    """Environment in which new Python processes import this package and nothing from the working directory.
 
-    What they import before they are a job would else be the user's `pipeline.py` or `random.py`, where there is one.
+    Before such a process becomes a job, it must not import a `pipeline.py` or `random.py` of the user's.
     """
     ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": imports.path_of_processes()}
     before = {name: os.environ[name] for name in ours if name in os.environ}

@@ -1,4 +1,4 @@
-"""A batch of jobs: planned, run as many at once as there are slots, and each one's end told to the sweep."""
+"""Hydra launchers that plan a batch of jobs, run as many at once as there are slots, and note how each one ended."""
 
 from __future__ import annotations
 
@@ -25,47 +25,51 @@ from pipeline.common.secrets import mask
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
-from pipeline.sweep import parent_run
+from pipeline.sweep import description, parent_run
 from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
-# Seconds for a job that is asked to end to close its run; then it is killed. `tracking.shipper.PATIENCE` is as long,
-# and `sweep.parent_run.PATIENCE` longer.
+# Seconds that an interrupted job has to close its run before it is killed: as long as `tracking.shipper.PATIENCE`, and
+# shorter than `sweep.parent_run.PATIENCE`.
 GRACE = 60.0
 
 
 @dataclass
 class Slot:
-    """Room for one job at a time, which has these GPUs."""
+    """Runs one job at a time, on `gpus`."""
 
     gpus: list[str]
     name: str = ""
-    job: Any = None  # with `start()`, and `ending()`, which is None while it runs
+    job: Any = None  # has `start()` and `ending()`, which returns None while the job runs
     since: float = 0.0
 
 
 class SweepLauncher(Launcher):
     """Plans the jobs of a batch, then runs those that have not finished."""
 
-    config: Any  # set by Hydra, as the two below
+    config: Any  # Hydra sets this and the next two
     hydra_context: HydraContext
     task_function: TaskFunction
-    sweep: parent_run.ParentRun  # from the first job on
-    _begun: Mapping[str, str] = MappingProxyType({})
-    interval = 0.1  # seconds between two looks at the jobs
+    sweep: parent_run.ParentRun  # from the first batch on
+    _begun: Mapping[str, str] = MappingProxyType({})  # run directories of interrupted jobs, by name
+    interval = 0.1  # seconds between two polls of the jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
-                signal.signal(number, signal.default_int_handler)  # they interrupt as Ctrl-C does
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt, as for Ctrl-C
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         jobs, varied, hardware = self.plan(job_overrides, initial_job_idx)
         slots = [Slot(gpus) for gpus in self._slots(hardware)]
-        with open_dict(self.config):
-            self.sweep = parent_run.begin(self.config, jobs, varied)
+        if hasattr(self, "sweep"):
+            self.sweep.plan(jobs, varied)
+        else:
+            with open_dict(self.config):
+                self.sweep = parent_run.begin(self.config, jobs, varied)
+            description.announce(self.sweep)
         losses = self.sweep.finished()
-        if self.config.tracking.sweep is not None:  # it was taken up again
+        if self.config.tracking.sweep is not None:  # --again
             self._begun = self._interrupted()
         numbered = enumerate(jobs, initial_job_idx)
         calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
@@ -75,9 +79,10 @@ class SweepLauncher(Launcher):
     def plan(
         self, job_overrides: Sequence[Sequence[str]], first: int
     ) -> tuple[list[parent_run.PlannedJob], list[str], list[HardwareConfig]]:
-        """Compose and check every job, numbered from `first` on: a wrong one is refused before any job starts.
+        """Compose and check every job before any job starts; jobs are numbered from `first` on.
 
-        Return the jobs, the config keys in which they differ, and each job's `hardware`.
+        Returns:
+            The jobs, the config keys in which they differ, and the `hardware` config of each.
         """
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
@@ -87,7 +92,7 @@ class SweepLauncher(Launcher):
         ]
         asked: Any = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)
         asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
-        # What is swept is in the name also where this batch, of a sweeper that goes in batches, has one value of it.
+        # A swept key is in the name even if this batch has one value of it.
         swept = {o.get_key_element().lstrip("+~") for o in map(parse, asked) if o.is_sweep_override()}
         keys = dict.fromkeys(key for job in values for key in job)
         varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
@@ -102,38 +107,37 @@ class SweepLauncher(Launcher):
         before = HydraConfig.instance().cfg
         try:
             with open_dict(config):
-                # What a job's config may refer to as `hydra:`, as far as it is known before the job has its number.
+                # Configs may refer to these as `${hydra:…}`; the job has no number yet.
                 config.hydra.job.num, config.hydra.job.id = 0, "0"
                 config.hydra.runtime.output_dir = str(Path(config.hydra.sweep.dir).absolute() / "0")
                 HydraConfig.instance().set_config(config)
                 config.pop("hydra")
-                _refuse_secrets(config)
+                _check_no_secrets(config)
                 return resolve(config, overrides)
         finally:
             HydraConfig.instance().cfg = before
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        """Return one entry for each job that may run at once, the GPUs of that job; begin what a job will need."""
+        """Return one entry for each job that may run at once: the GPUs of that job."""
         return [[]]
 
     def _call(self, job: parent_run.PlannedJob, number: int) -> JobCall:
         quoted = "'" + job.name.replace("'", "\\'") + "'"
         place = [f"tracking.sweep={self.sweep.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
         overrides = [*job.overrides, *place]
-        if (folder := self._begun.get(job.name)) is not None:  # it goes on from its checkpoint
+        if (folder := self._begun.get(job.name)) is not None:  # resume from its checkpoint
             overrides += ["training.resume=auto", f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
         return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
 
     def _interrupted(self) -> dict[str, str]:
-        """Return the run directories of the jobs that were interrupted, where these lie here; one that failed is run
-        anew."""
+        """Return the run directories of interrupted jobs, as far as they are below the working directory."""
         here = by_id("SWEEP")
         runs = {name: run.info for name, run in self.sweep.children().items() if run.info.status == "KILLED"}
         found = {name: here[info.run_id] for name, info in runs.items() if info.run_id in here}
         return {name: str(folder.absolute()).replace("'", "\\'") for name, folder in found.items()}
 
     def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
-        """Run all jobs; return their losses, by the job's name as `calls`."""
+        """Run all jobs; `calls` and the returned losses are by the job's name."""
         losses: dict[str, float] = {}
         waiting = deque(calls.items())
         try:
@@ -152,13 +156,13 @@ class SweepLauncher(Launcher):
         say(f"  {name}: started")
         slot.name, slot.since = name, time.monotonic()
         try:
-            slot.job = self._job(call, slot.gpus)  # before it starts: an interruption may come at any time
+            slot.job = self._job(call, slot.gpus)  # set before the job starts: an interruption may come at any time
             slot.job.start()
         except Exception as error:
             self._note(slot, Ending(FAILED, reason=first_line(error)))
 
     def _collect(self, slots: Sequence[Slot]) -> dict[str, float]:
-        """Return the losses of the jobs that have ended; their slots are free again."""
+        """Return the losses of the jobs that have ended, and free their slots."""
         losses = {}
         for slot in slots:
             ending = slot.job.ending() if slot.job else None
@@ -175,7 +179,7 @@ class SweepLauncher(Launcher):
         slot.job = None
 
     def _stop(self, slots: Sequence[Slot]) -> None:
-        """End the jobs that run, so that each closes its run as KILLED; kill those that are late."""
+        """Interrupt all running jobs, so that each closes its run as KILLED; kill them after `GRACE` seconds."""
         until = time.monotonic() + GRACE
         while running := [slot.job for slot in slots if slot.job]:
             try:
@@ -183,35 +187,35 @@ class SweepLauncher(Launcher):
                 self._wait()
                 self._collect(slots)
             except KeyboardInterrupt:
-                until = 0.0  # asked a second time: at once
+                until = 0.0  # a second Ctrl-C kills at once
 
     def _job(self, call: JobCall, gpus: list[str]) -> Any:
-        """Return a job that has not been started, as `Slot.job` has it."""
+        """Return a job that has not been started, see `Slot.job`."""
         raise NotImplementedError
 
     def _wait(self) -> None:
         time.sleep(self.interval)
 
     def _ask_to_end(self, running: Sequence[Any], late: bool) -> None:
-        """Ask the jobs to end; kill them when it is late. Called repeatedly."""
+        """Ask the jobs to end, or kill them if it is `late`; called at every poll."""
 
 
 class BasicLauncher(SweepLauncher):
-    """All jobs in this process, one after the other: for a debugger. TensorFlow's global state is shared."""
+    """Runs all jobs in this process, one after the other, for a debugger; they share TensorFlow's global state."""
 
     interval = 0.0
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        if any(each.workers != 1 for each in hardware):  # TensorFlow joins others once in a process
+        if any(each.workers != 1 for each in hardware):  # TensorFlow joins a cluster once in a process
             raise ConfigError("hydra/launcher", "must not be basic with several workers", "basic")
         return super()._slots(hardware)
 
-    def _job(self, call: JobCall, gpus: list[str]) -> _Here:
-        return _Here(call)
+    def _job(self, call: JobCall, gpus: list[str]) -> _InProcessJob:
+        return _InProcessJob(call)
 
 
 @dataclass
-class _Here:
+class _InProcessJob:
     call: JobCall
     _ending: Ending | None = None
 
@@ -223,14 +227,14 @@ class _Here:
 
 
 def completed_with(loss: float) -> JobReturn:
-    """Return what Hydra expects of a job: one that failed too gives a loss, the worst one."""
+    """Return `loss` as Hydra's result of a job; a job that failed has the loss `WORST`."""
     returned = JobReturn(status=JobStatus.COMPLETED)
     returned.return_value = loss
     return returned
 
 
-def _refuse_secrets(config: DictConfig) -> None:
-    """Refuse a config with a secret: Hydra and submitit write it into files."""
+def _check_no_secrets(config: DictConfig) -> None:
+    """Check that the config holds no secret: Hydra and submitit write it into files."""
     for key, value in leaves(OmegaConf.to_container(config, resolve=False)).items():
         if isinstance(value, str) and mask(value) != value:
             rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}: it holds a secret"

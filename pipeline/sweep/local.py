@@ -1,9 +1,9 @@
-"""Each job a process on this machine, forked from one that has imported TensorFlow.
+"""Runs each job in a process on this machine, forked from one that has imported TensorFlow.
 
-    sweep ─► the forkserver of Python's `multiprocessing`, which imports `pipeline.sweep.warm` ─► each job
+    sweep ─► forkserver of Python's `multiprocessing`, which imports `pipeline.sweep.warm` ─► each job
 
-Importing TensorFlow is the larger part of what a small job costs. A job is a process of its own nevertheless: one that
-is killed, or runs out of memory, fails alone. Where the forkserver cannot be used, a job is a new process.
+Importing TensorFlow takes most of the time of a small job. A job that is killed or runs out of memory fails alone,
+since it has a process of its own. Without a forkserver, a job is a new process.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.sweep.launcher import GRACE, SweepLauncher
 
-LOST = 255  # exit status that `multiprocessing` gives a job whose forkserver has died, though the job may live
+LOST = 255  # exit status in `multiprocessing` of a job whose forkserver has died; the job may still run
 
 
 class LocalLauncher(SweepLauncher):
-    """Each job a process on this machine: as many at once as `hardware.parallel_jobs` says."""
+    """Runs each job in a process on this machine, `hardware.parallel_jobs` at once."""
 
     def __init__(self, timeout_min: int, **unknown: Any):
-        self.timeout_min, self._unknown = timeout_min, unknown  # minutes after which a job is ended
-        # Elsewhere than on Linux a forked process may not use what its libraries rely on.
+        self.timeout_min, self._unknown = timeout_min, unknown  # time limit of a job in minutes
+        # On other systems than Linux, libraries may not work in a forked process.
         self._methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]
 
     def setup(self, *, config: DictConfig, **given: Any) -> None:
         for key, value in self._unknown.items():
             raise ConfigError(f"hydra.launcher.{key}", "must be a parameter of this launcher", value, ["timeout_min"])
-        if type(self.timeout_min) is not int or self.timeout_min < 1:  # a bool is an int as well
+        if type(self.timeout_min) is not int or self.timeout_min < 1:  # a bool is an int too
             raise ConfigError("hydra.launcher.timeout_min", "must be at least 1", self.timeout_min)
         super().setup(config=config, **given)
 
@@ -55,7 +55,7 @@ class LocalLauncher(SweepLauncher):
         try:
             return super().launch(job_overrides, initial_job_idx)
         except BaseException:
-            for process in psutil.Process().children():  # it may still import, for jobs that will not come
+            for process in psutil.Process().children():  # it may still be importing TensorFlow
                 with contextlib.suppress(psutil.Error):
                     if "multiprocessing.forkserver" in " ".join(process.cmdline()):
                         process.kill()
@@ -70,7 +70,7 @@ class LocalLauncher(SweepLauncher):
         return slots
 
     def _job(self, call: JobCall, gpus: list[str]) -> LocalJob:
-        # TensorFlow reads some variables when it is imported, which a fork does not do again.
+        # TensorFlow reads some variables at import, so a job that sets variables is not forked.
         sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in call.overrides)
         methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
         log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
@@ -82,27 +82,27 @@ class LocalLauncher(SweepLauncher):
 
 
 class LocalJob:
-    """A job in a process of its own, ended after `limit` minutes.
+    """A job in a process of its own, with a time limit of `limit` minutes.
 
-    Of the start `methods` of `multiprocessing` one that fails is removed, and the next one is tried.
+    Uses the first of the start `methods` of `multiprocessing`; one that fails is removed from the list.
     """
 
     def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str]):
-        self.deadline = float("inf")  # on the monotonic clock in seconds
+        self.deadline = float("inf")  # in seconds of the monotonic clock
         self._call, self._gpus, self._log, self._limit, self._methods = call, gpus, log, limit, methods
         self._ours, self._theirs = multiprocessing.Pipe()
-        self._process: Any = None  # with a `pid` once it has started; an interruption may come before either
+        self._process: Any = None  # has a `pid` once it has started
         self._ending: Ending | None = None
         self._overdue = self._asked = False
 
     def start(self) -> None:
-        """Start the process, then give it the job: what is interrupted in between finds nobody there, and ends."""
+        """Start the process, then send it the job; if interrupted in between, the process ends by itself."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._start_process()
             self.deadline = time.monotonic() + 60 * self._limit
             self._theirs.close()
-            with contextlib.suppress(OSError):  # it is dead by now, which `ending` says
+            with contextlib.suppress(OSError):  # it has died; see `ending`
                 self._ours.send_bytes(cloudpickle.dumps(self._call))
         except BaseException:
             self._ours.close()
@@ -116,14 +116,14 @@ class LocalJob:
         try:
             with importing_only_this_package():
                 self._process.start()
-        except (EOFError, OSError):  # the forkserver could not import, or must not be forked
+        except (EOFError, OSError):  # the forkserver failed to import, or may not be forked
             if len(self._methods) == 1:
                 raise
             del self._methods[0]
             self._start_process()
 
     def ending(self) -> Ending | None:
-        """Return how the job ended; None until its process has ended, and with it has let go of its GPUs."""
+        """Return how the job ended; None until its process has ended and so released its GPUs."""
         try:
             while not self._ours.closed and self._ours.poll():
                 self._ending = self._ours.recv()
@@ -144,15 +144,15 @@ class LocalJob:
         return killed(how, self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else "")
 
     def end(self, late: bool) -> None:
-        """Ask the job to end; kill it when it is late."""
-        if (pid := getattr(self._process, "pid", None)) and (late or not self._asked):  # a second one is no asking
+        """Ask the job to end, once; kill it if it is `late`."""
+        if (pid := getattr(self._process, "pid", None)) and (late or not self._asked):  # a second SIGTERM would kill
             self._asked = True
-            with contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # it has already ended
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
 
 
 def _ended_by(status: int) -> str:
-    number = -status if status < 0 else status - 128  # as a shell has it
+    number = -status if status < 0 else status - 128  # a shell adds 128
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(number).name}"
     return f"ended with status {status}"
@@ -161,7 +161,7 @@ def _ended_by(status: int) -> str:
 def _main(
     parent: connection.Connection, log: str, environment: dict[str, str], gpus: list[str], method: str | None
 ) -> None:
-    """Be the job that comes from `parent`; send it how the job ended."""
+    """Receive a job from `parent`, run it, and send back how it ended."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -170,13 +170,12 @@ def _main(
         os.dup2(descriptor, number)
     os.close(descriptor)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    multiprocessing.set_start_method(method, force=True)  # the job's own processes are as they are without a sweep
+    multiprocessing.set_start_method(method, force=True)  # for the job's own processes, as without a sweep
     try:
         call = parent.recv_bytes()
     except EOFError:
         return
-    # Before TensorFlow looks for GPUs.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before TensorFlow looks for GPUs
     gpus_of_machine.lock(gpus)
     try:
         ending = pickle.loads(call)()
@@ -188,6 +187,6 @@ def _main(
     except Terminated:
         sys.exit(128 + signal.SIGTERM)
     finally:
-        atexit._run_exitfuncs()  # a process that is forked leaves them out
+        atexit._run_exitfuncs()  # a forked process does not call them
     with contextlib.suppress(OSError):  # the sweep was killed
         parent.send(ending)

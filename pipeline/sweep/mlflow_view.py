@@ -1,8 +1,7 @@
-"""The page of MLflow's UI that compares a sweep: a saved view, the link that opens it, and the colours of the runs.
+"""Saved view of a sweep in MLflow's UI: the charts that compare its runs, the link to them, and the runs' colors.
 
-A saved view is a tag of the experiment that MLflow's UI reads and writes; it is no public interface. The keys below
-are those of MLflow 3.17.2; the UI fills in its defaults for what is not said. Where the installed version is not one
-of `TRIED`, the link opens the experiment's plain page.
+A saved view is a tag of the experiment in a private format of MLflow's UI. The keys below are those of MLflow 3.17.2;
+it uses defaults for missing ones. With a version that is not in `TRIED`, the link opens the experiment's plain page.
 """
 
 from __future__ import annotations
@@ -16,32 +15,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-TRIED = ("3.17.", "3.18.")  # versions of MLflow in whose UI the saved view was seen to work
-EXAMPLES = "train/examples_seen"  # the x axis of what is measured in training
-LOCAL = "http://127.0.0.1:5000"  # where `pipeline ui` serves a store that has no server of its own
-LONGEST_TAG = 5000  # characters; what every MLflow store takes
+TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was tested
+EXAMPLES = "train/examples_seen"  # the x axis of training metrics
+LOCAL = "http://127.0.0.1:5000"  # address of `pipeline ui`
+LONGEST_TAG = 5000  # characters that every MLflow store accepts
 TAG = "mlflow.sharedViewState."
-# Okabe and Ito 2008, told apart by colour-blind readers too; without black and yellow, on the UI's two backgrounds.
+# Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# The config may hold null for one of these three, which is then derived. Another reason: the UI takes a group's colour
-# from a hash of its name, and under `accumulation.` the hash is the same for factor 8 and 16.
+# The derived sizes, as one of the configured ones may be null. Also, the UI hashes a group's name to a color, and with
+# `accumulation.factor` 8 and 16 have the same hash.
 DERIVED = {f"accumulation.{size}": f"derived.{size}" for size in ("factor", "effective_batch_size", "micro_batch_size")}
 
 
 def saved_view(
     client: Any, experiment_id: str, sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str], name: str
 ) -> str:
-    """Save the view of a sweep, or save it again; its runs need not be there yet.
-
-    The jobs differ in the config keys `varied`. They measure `metrics` beside the loss, each as in `val/NAME`.
+    """Save the view of a sweep, whose runs need not exist yet; they measure `metrics` beside the loss.
 
     Returns:
-        The part of a URL behind the server's address, from `#/` on: of the plain page where MLflow's version was not
-        tried, or where the view is too long for a tag.
+        A URL fragment, from `#/` on: of the view, or of the experiment's plain page if MLflow's version is not in
+        `TRIED` or the view is too long for a tag.
     """
     import mlflow
 
-    # A browser that never chose a mode opens every experiment for GenAI, whatever the experiment's tags say.
+    # Without a workflow type, a new browser opens every experiment as one for GenAI.
     page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
     if not mlflow.__version__.startswith(TRIED):
         return page
@@ -55,7 +52,7 @@ def saved_view(
 
 
 def link(uri: str, fragment: str) -> str:
-    """Return the address that opens `fragment` on the store's server, else on the one that `pipeline ui` starts."""
+    """Return the URL of `fragment` on the store's server, or on that of `pipeline ui` if the store has none."""
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
         return f"{LOCAL}/{fragment}"
@@ -64,9 +61,9 @@ def link(uri: str, fragment: str) -> str:
 
 
 def color(client: Any, runs: Mapping[str, str]) -> None:
-    """Give each setting a colour of its own, for runs by the name of the job; the seed alone makes no setting.
+    """Color the runs, given their IDs by job: jobs that differ only by the seed share a color.
 
-    Without one the UI draws a colour at random for each run.
+    The UI would color each run at random.
     """
     settings = {name: re.sub(r"(^| )seed=\S+", "", name) or name for name in runs}
     order = list(dict.fromkeys(settings.values()))
@@ -75,7 +72,7 @@ def color(client: Any, runs: Mapping[str, str]) -> None:
 
 
 def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str]) -> dict[str, Any]:
-    """Return what the UI is to show, as far as it is not what the UI shows by default."""
+    """Return the UI's state that differs from its default."""
     params = [_param(key) for key in varied if key != "seed"]
     ends = ["val/loss", *(f"val/{metric}" for metric in metrics)]
     losses = ["train/loss", *ends]
@@ -89,12 +86,12 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
         chosen = {"selectedParams": params, "selectedMetrics": ends, "showAllRuns": True}
         charts.append(_chart("PARALLEL", "ends", "") | chosen)
     sections = {"curves": "By examples seen", "ends": "At the end", "axes": "By updates and by time"}
-    # The UI adds a chart of every other metric: folded, as there are many.
+    # Sections that the UI makes itself for the many other metrics: folded.
     folded = {name: name for name in ("perf", "train", "val", "Model metrics", "System metrics")}
     return {
         "searchFilter": f"tags.sweep = '{sweep_run_id}'",
-        # Ordered by `attributes.start_time` the UI adds the parent to what the filter found and folds the jobs below,
-        # where no chart sees them. Ordered by the same time under its other name, it lists the jobs alone.
+        # Ordered by `attributes.start_time`, the UI lists the parent too and nests the jobs in it, hidden from charts.
+        # Ordered by the same time under its other name, it lists only the jobs.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
         "groupBy": _grouping(varied),
@@ -111,10 +108,10 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
 
 
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """Return the grouping into one averaged curve for each setting, or None for one curve for each run.
+    """Return the grouping that averages the runs of each setting, or None to show each run by its name.
 
-    A run's name says more than its group's, so there are groups only where they average seeds, or where one value is
-    all that differs. Where a config group differs there are none: no one param tells `optimizer=sgd` from `=momentum`.
+    There are groups only if they average seeds, or if one key is varied. If a config group is varied there are none:
+    no single param distinguishes `optimizer=sgd` from `optimizer=momentum`.
     """
     keys = [key for key in varied if key != "seed"]
     if not keys or any("." not in key for key in keys) or (len(keys) > 1 and "seed" not in varied):
@@ -124,7 +121,7 @@ def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _param(key: str) -> str:
-    """Return the param that shows a varied config key; a config group shows in what it builds."""
+    """Return the param that shows a varied config key: for a config group, its `_target_`."""
     return DERIVED.get(key, key) if "." in key else f"{key}._target_"
 
 
@@ -134,8 +131,8 @@ def _chart(kind: str, section: str, metric: str, axis: str = "") -> dict[str, An
 
 
 def _line(section: str, metric: str, axis: str = "metric") -> dict[str, Any]:
-    # The UI joins a metric and its x axis by step, after thinning out both: most of the few evaluations would find no
-    # `train/` row of their step, so `val/` has an axis of its own.
+    # The UI samples a metric and its x axis separately, then joins them by step. Most evaluations would have no row of
+    # `train/` at their step, so `val/` has its own axis.
     examples = metric.split("/")[0] + "/examples_seen" if axis == "metric" else ""
     chosen = {"xAxisKey": axis, "selectedXAxisMetricKey": examples, "useGlobalXaxisKey": examples == EXAMPLES}
     chosen |= {"selectedMetricKeys": [metric], "useGlobalLineSmoothing": True}

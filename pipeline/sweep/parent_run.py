@@ -1,7 +1,6 @@
-"""A sweep: one parent run in MLflow, a child for each job, and a table of what became of them.
+"""The parent run of a sweep in MLflow: it holds the plan, and in the end a table of how each job ended.
 
-The launchers call `begin` before the first job starts; the command line calls
-`close` when the last one has ended, however it ended.
+The launcher calls `begin` before the first job starts; the command line calls `close` after the last one.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from pipeline.common.errors import ConfigError, say
 from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config.allow_list import allowed_places
 from pipeline.config.compose import session
-from pipeline.sweep import again, description, heartbeat
+from pipeline.sweep import again, heartbeat
 from pipeline.sweep.mlflow_view import LONGEST_TAG
 from pipeline.tracking.foreign_store import ForeignStore, listed
 from pipeline.tracking.journal_file import WRITER, absolute, lock
 from pipeline.tracking.sweep_record import MULTIRUN, SweepRecord
 
-LETTERS = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}
-# Seconds for a job's shipper to close its run after the job ended: longer than `tracking.shipper.PATIENCE`, and than
+SHORT = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}  # keys in job names
+NOTE = "sweep.json"  # in the sweep's folder; locked while a process works on the sweep
+# Seconds that a job's shipper has to close the run after the job ended: more than `tracking.shipper.PATIENCE` and
 # `sweep.launcher.GRACE`.
 PATIENCE = 75.0
 
@@ -44,44 +44,45 @@ class PlannedJob:
 
 @dataclass
 class ParentRun(SweepRecord):
-    """The parent run, and what is known of its jobs."""
+    """The parent run, and the state of its jobs."""
 
-    name: str = ""  # of the sweep file; `multirun` where there is none
-    places: tuple[str, ...] = ()  # where artifacts may lie, other than with the store
-    names: list[str] = field(default_factory=list)  # of all jobs, in the order in which they were planned
+    name: str = ""  # of the sweep file, or `multirun`
+    places: tuple[str, ...] = ()  # where artifacts may be, besides the store
+    names: list[str] = field(default_factory=list)  # of all planned jobs, in order
     varied: list[str] = field(default_factory=list)  # config keys in which the jobs differ
-    metrics: list[str] = field(default_factory=list)  # what they measure beside the loss
-    lost: dict[str, str] = field(default_factory=dict)  # why a job gave no result, by its name
-    ended: dict[str, float] = field(default_factory=dict)  # when a job's process ended, by its name
+    metrics: list[str] = field(default_factory=list)  # that the jobs measure beside the loss
+    lost: dict[str, str] = field(default_factory=dict)  # why a job returned no loss, by its name
+    ended: dict[str, float] = field(default_factory=dict)  # when a job's process ended, in seconds of a monotonic clock
     folder: str = ""  # of the sweep
-    closed: threading.Event = field(default_factory=threading.Event)  # set when the parent run is about to end
+    closed: threading.Event = field(default_factory=threading.Event)  # stops the heartbeats
+    note: TextIO | None = None  # open and locked file in `folder`, see `left_open`
 
     def finished(self) -> dict[str, float]:
-        """Return the jobs that need not run again, each with its last loss: infinite where it logged none."""
+        """Return the last loss of each finished job, which does not run again: infinite if it logged none."""
         done = {name: run.data.metrics for name, run in self.children().items() if run.info.status == "FINISHED"}
         return {name: last.get("val/loss", last.get("train/loss", math.inf)) for name, last in done.items()}
 
     def plan(self, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> None:
-        """Note jobs before they start; a sweeper that searches plans some more after each batch."""
+        """Record jobs before they start; a sweeper that searches plans more after each batch."""
         self.names += [job.name for job in jobs if job.name not in self.names]
-        self.note("sweep.varied", json.dumps(list(varied)))
-        self.note("sweep.jobs", json.dumps(self.names))
+        self.tag("sweep.varied", json.dumps(list(varied)))
+        self.tag("sweep.jobs", json.dumps(self.names))
 
-    def note(self, key: str, text: str) -> None:
-        """Set a tag of the parent run; what is too long for one goes on in KEY.1, KEY.2 and so on: see `listed`."""
+    def tag(self, key: str, text: str) -> None:
+        """Set a tag of the parent run; a long text continues in KEY.1, KEY.2 and so on, see `listed`."""
         for part, first in enumerate(range(0, len(text), LONGEST_TAG)):
             self.client().set_tag(self.run_id, f"{key}.{part}" if part else key, text[first : first + LONGEST_TAG])
 
     def close(self, status: str | None = None) -> int:
-        """End the parent run, print what became of the jobs, and return 0 when every job finished, else 1.
+        """End the parent run and print how each job ended; return 0 if all of them finished, else 1.
 
-        `status` is `KILLED` where the sweep was interrupted, and `FAILED` where something other than a job failed.
+        `status` is `KILLED` if the sweep was interrupted, `FAILED` if something other than a job failed.
         """
         client = self.client()
         self.closed.set()
         try:
-            rows = self._rows(self._settled(), interrupted=status == "KILLED")
-            self.note("sweep.lost", json.dumps(self.lost))
+            rows = self._rows(self._closed_children(), interrupted=status == "KILLED")
+            self.tag("sweep.lost", json.dumps(self.lost))
         except BaseException:
             with suppress(Exception):  # the store may be away
                 client.set_terminated(self.run_id, "KILLED")
@@ -108,10 +109,10 @@ class ParentRun(SweepRecord):
             rows.append((name, run.info.status, f"{failure} {lost}".strip()))
         return rows
 
-    def _settled(self) -> dict[str, Any]:
-        """Return the children, none of them RUNNING: a job's shipper outlives the job by some seconds.
+    def _closed_children(self) -> dict[str, Any]:
+        """Return the children once the shippers of all ended jobs have closed their runs.
 
-        Where it did not, because the machine or Slurm ended it with the job, the run is closed from here.
+        A shipper outlives its job by some seconds. If it was killed with the job, its run is closed here.
         """
         while True:
             children = self.children()
@@ -124,38 +125,26 @@ class ParentRun(SweepRecord):
             time.sleep(0.5)
 
 
-NOTE = "sweep.json"  # in the sweep's folder
-_notes: list[TextIO] = []  # those of this process, which are locked while they are open
-
-
 def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
-    """Note `jobs`, which differ in the config keys `varied`, and return the sweep of this session.
+    """Create the parent run, or reopen it with `--again`, and start its heartbeats.
 
-    On the first call its parent run is created, or taken up again; `config` is what all jobs share, and Hydra's.
+    `config` is that of the multirun, `jobs` are the first batch; they differ in the config keys `varied`.
     """
-    here = session()
-    if here.sweep is not None:
-        here.sweep.plan(jobs, varied)
-        return here.sweep
     file = config.hydra.job.config_name
     name = MULTIRUN if file == "config" else file
-    here.sweep = current = _take_up(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
-    current.varied, current.metrics = list(varied), [str(metric) for metric in config.training.metrics]
-    current.plan(jobs, varied)
-    heartbeat.beat(current.client(), current.run_id, current.closed)
-    description.announce(current)
-    current.folder = str(config.hydra.sweep.dir)
-    _note_here(current)
-    return current
+    sweep = _reopen(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
+    session().sweep = sweep
+    sweep.varied, sweep.metrics = list(varied), [str(metric) for metric in config.training.metrics]
+    sweep.plan(jobs, varied)
+    heartbeat.beat(sweep.client(), sweep.run_id, sweep.closed)
+    sweep.folder = str(config.hydra.sweep.dir)
+    _write_note(sweep)
+    return sweep
 
 
 def left_open(folder: Path, uri: str | None) -> ParentRun | None:
-    """Return the parent run of the sweep in `folder` that nobody closed; None where there is none, or it goes on.
-
-    Args:
-        folder: a sweep's, or any other.
-        uri: of the store, where its note has it without its secret.
-    """
+    """Return the sweep in `folder` if its process ended without closing it, else None; without `uri`, the folder's
+    note names the store."""
     try:
         with (folder / NOTE).open("r+", encoding="utf-8") as file:
             if not lock(file.fileno(), WRITER):
@@ -171,28 +160,27 @@ def left_open(folder: Path, uri: str | None) -> ParentRun | None:
     return found if parent.info.status == "RUNNING" else None
 
 
-def _note_here(parent: ParentRun) -> None:
-    """Note in the sweep's folder which run it is, for `left_open`; the note is locked as long as this process lives."""
-    note = {"store": mask(absolute(parent.uri)), "run_id": parent.run_id, "experiment_id": parent.experiment_id}
-    Path(parent.folder).mkdir(parents=True, exist_ok=True)
-    file = (Path(parent.folder) / NOTE).open("w", encoding="utf-8")
-    _notes.append(file)
-    lock(file.fileno(), WRITER)
-    file.write(json.dumps(note) + "\n")
-    file.flush()
+def _write_note(sweep: ParentRun) -> None:
+    """Write which run it is to the sweep's folder, for `left_open`; the open file is locked."""
+    note = {"store": mask(absolute(sweep.uri)), "run_id": sweep.run_id, "experiment_id": sweep.experiment_id}
+    Path(sweep.folder).mkdir(parents=True, exist_ok=True)
+    sweep.note = (Path(sweep.folder) / NOTE).open("w", encoding="utf-8")
+    lock(sweep.note.fileno(), WRITER)
+    sweep.note.write(json.dumps(note) + "\n")
+    sweep.note.flush()
 
 
 def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
-    """Return a unique name for each job by what differs, such as `factor=8 batch=256`.
+    """Return a unique name for each job, such as `factor=8 batch=256`; jobs are numbered from `first` on.
 
-    `values` are those of the varied config keys; `batches` are effective batch sizes; the jobs count from `first`.
+    `values` are those of the varied config keys; `batches` are effective batch sizes.
     """
     names = []
     for job, batch in zip(values, batches, strict=True):
-        parts = [f"{LETTERS.get(last, last)}={value}" for key, value in job.items() if (last := key.split(".")[-1])]
+        parts = [f"{SHORT.get(last, last)}={value}" for key, value in job.items() if (last := key.split(".")[-1])]
         if len(set(batches)) > 1 and not any(part.startswith("batch=") for part in parts):
             parts.append(f"batch={batch}")
-        names.append(" ".join(parts).replace("${", "{") or "job")  # a name is no interpolation
+        names.append(" ".join(parts).replace("${", "{") or "job")  # not an interpolation
     if len(set(names)) < len(names):
         names = [f"{name} #{number}" for number, name in enumerate(names, first)]
     return names
@@ -205,8 +193,8 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
 
     store = Store(config.tracking.uri)
     experiment_id = store.experiment(config.tracking.experiment)
-    # Not the store: `--again` finds the sweep in the one that it is given, and a URI may hold a password.
-    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # what they refer to may be secret
+    # Without the store: `--again` is told where it is, and its URI may hold a password.
+    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # resolved they may hold secrets
     overrides = again.recordable([*given["hydra"], *given["task"]])
     tags = {"sweep.name": name, "sweep.overrides": json.dumps(overrides), "mlflow.source.name": "pipeline"}
     client = store.client()
@@ -220,18 +208,18 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
     }
     client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()])
     say(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs")
-    places = tuple(allowed_places([run.info.artifact_uri]))  # the user's own store has just chosen it
+    places = tuple(allowed_places([run.info.artifact_uri]))  # the user's own store chose it
     return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, places)
 
 
-def _take_up(config: DictConfig, name: str) -> ParentRun:
-    if not config.tracking.confined:  # which `train` adds where it sees the sweep that is meant
+def _reopen(config: DictConfig, name: str) -> ParentRun:
+    if not config.tracking.confined:  # `pipeline train` sets it if the command line names the sweep
         raise ConfigError("tracking.sweep", "must be given on the command line", config.tracking.sweep)
     store = ForeignStore.open(config.tracking.uri, config.trust.allow)
     parent = store.sweep(config.tracking.sweep)
     store.check_experiment(config.tracking.experiment)
     names = listed(parent.data.tags, "sweep.jobs")
-    taken = ParentRun(store.uri, parent.info.run_id, parent.info.experiment_id, name, store.places, names)
-    heartbeat.take_over(taken.client(), parent, taken.children().values())
-    taken.client().update_run(parent.info.run_id, "RUNNING")
-    return taken
+    sweep = ParentRun(store.uri, parent.info.run_id, parent.info.experiment_id, name, store.places, names)
+    heartbeat.close_abandoned(sweep.client(), parent, sweep.children().values())
+    sweep.client().update_run(parent.info.run_id, "RUNNING")
+    return sweep

@@ -1,9 +1,9 @@
-"""`hydra/sweeper=search`: Optuna chooses the jobs of a sweep, to make their last loss small.
+"""`hydra/sweeper=search`: Optuna chooses the jobs of a sweep to minimize their last loss.
 
-`hydra-optuna-sweeper` 1.3.0, the published one, is pinned to Optuna 2. This is what of it a sweep needs, over the
-ask and tell of today's Optuna; the space is written in the same grammar, under `hydra.sweeper.params`:
+The published `hydra-optuna-sweeper` 1.3.0 is pinned to Optuna 2; this one uses ask and tell of today's Optuna. The
+search space has the same grammar, under `hydra.sweeper.params`:
 
-    KEY: interval(1e-4, 1e-1)               a number between the two; in tag(log, interval(…)) on a log scale
+    KEY: interval(1e-4, 1e-1)               a number between the two; tag(log, interval(…)) for a log scale
     KEY: 1,2,4,8    or choice(…), range(…)  one of these
     KEY: value                              the same for every job
 """
@@ -22,19 +22,18 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext
 
 from pipeline.common.errors import ConfigError, say
-from pipeline.config.compose import session
 
-DIGITS = 4  # of a number that is tried: enough for a learning rate, and short enough for a name
+DIGITS = 4  # of a sampled number: enough for a learning rate, and short enough for a job's name
 
 
 class SearchSweeper(Sweeper):
-    """Jobs in batches, each batch chosen by what those before it gave.
+    """Runs batches of jobs; Optuna chooses each batch from the losses of those before it.
 
     Args:
-        trials: jobs in all.
-        at_once: jobs in a batch; give the launcher as many places (`hardware.parallel_jobs`).
-        seed: of the sampler. With the same seed `--again` chooses the same jobs, and runs those that are missing.
-        params: the space, by config key.
+        trials: number of jobs.
+        at_once: jobs in a batch; set `hardware.parallel_jobs` to the same number.
+        seed: of the sampler. With the same seed `--again` chooses the same jobs, and runs the missing ones.
+        params: the search space, by config key.
     """
 
     def __init__(self, trials: int, at_once: int, seed: int, params: Mapping[str, Any] | None):
@@ -54,26 +53,26 @@ class SearchSweeper(Sweeper):
             if getattr(self, key) < 1:
                 raise ConfigError(f"hydra.sweeper.{key}", "must be at least 1", getattr(self, key))
         given = self._parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
-        space = {override.get_key_element(): override for override in given}  # the command line's are the last
+        space = {override.get_key_element(): override for override in given}  # the command line's come last
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
-        tried: list[tuple[float, list[str]]] = []
-        while len(tried) < self.trials:
-            trials = [study.ask() for _ in range(min(self.at_once, self.trials - len(tried)))]
+        results: list[tuple[float, list[str]]] = []
+        while len(results) < self.trials:
+            trials = [study.ask() for _ in range(min(self.at_once, self.trials - len(results)))]
             jobs = [[_choose(trial, override) for override in space.values()] for trial in trials]
-            for trial, job, returned in zip(trials, jobs, self._launcher.launch(jobs, len(tried)), strict=True):
+            for trial, job, returned in zip(trials, jobs, self._launcher.launch(jobs, len(results)), strict=True):
                 loss = float(returned.return_value)
-                tried.append((loss if math.isfinite(loss) else math.inf, job))  # of a job that gave none: the worst
-                study.tell(trial, tried[-1][0])
-        loss, overrides = min(tried)
+                results.append((loss if math.isfinite(loss) else math.inf, job))  # infinite if the job failed
+                study.tell(trial, results[-1][0])
+        loss, overrides = min(results)
         best = [text for text, of in zip(overrides, space.values(), strict=True) if of.is_sweep_override()]
         say(f"best of {self.trials}: loss {loss:.4g} with {' '.join(best)}")
-        if (parent := session().sweep) is not None:
-            parent.note("sweep.best", json.dumps({"loss": loss, "overrides": best}))
+        if (parent := getattr(self._launcher, "sweep", None)) is not None:  # a launcher of this package
+            parent.tag("sweep.best", json.dumps({"loss": loss, "overrides": best}))
 
 
 def _choose(trial: Any, override: Override) -> str:
-    """Return `override` with Optuna's choice in the place of what is swept."""
+    """Return `override` with a value that Optuna chooses, if it is swept."""
     key, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
         bounds: Any = value.start, value.end

@@ -1,4 +1,4 @@
-"""Each job a Slurm job, through submitit."""
+"""Runs each job of a sweep as a Slurm job, through submitit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ENDED = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
     "gone",  # Slurm forgets a job some minutes after its end
 )
-LATE = 3  # looks at a job that Slurm has ended, in which a network's file system may show its result
+LATE = 3  # polls after Slurm ended a job until its result must be visible on a network file system
 
 
 class SlurmLauncher(SweepLauncher):
-    """Each job a Slurm job; Slurm decides how many run at once, and where. The parameters are submitit's."""
+    """Runs each job as a Slurm job; Slurm decides how many run at once, and where. The parameters are submitit's."""
 
-    interval = 5.0  # of Slurm's controller one question in that time, whatever the number of jobs
+    interval = 5.0  # one `squeue` for all jobs in that time
 
     def __init__(self, **params: Any):
         self.params: dict[str, Any] = {
@@ -43,7 +43,7 @@ class SlurmLauncher(SweepLauncher):
 
     @property
     def name(self) -> str:
-        """Return the name that all Slurm jobs of the sweep have."""
+        """Return the common name of the sweep's Slurm jobs."""
         return f"pipeline-{self.sweep.run_id}"
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
@@ -62,15 +62,15 @@ class SlurmLauncher(SweepLauncher):
 
     def _wait(self) -> None:
         super()._wait()
-        # `squeue` answers on every cluster; submitit asks `sacct`, which needs a database, and where there is none it
-        # waits for a job that died for ever.
+        # `squeue` works on every cluster. submitit calls `sacct`, and without its database waits forever for a job that
+        # died.
         command = ["squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T"]
         answer = subprocess.run(command, capture_output=True, text=True)
         lines = [line.split() for line in answer.stdout.splitlines() if line.strip()]
         self.states = {job_id: state for job_id, state, *_ in lines} if answer.returncode == 0 else None
 
     def _ask_to_end(self, running: Sequence[SlurmJob], late: bool) -> None:
-        # Those that wait are gone, those that run get SIGTERM, and SIGKILL after Slurm's KillWait.
+        # Removes pending jobs; running ones get SIGTERM, and SIGKILL after Slurm's KillWait.
         if self._asked and not late:
             return
         self._asked = True
@@ -78,53 +78,53 @@ class SlurmLauncher(SweepLauncher):
 
 
 class SlurmJob:
-    """A job of submitit."""
+    """A job submitted by submitit."""
 
     def __init__(self, call: JobCall, launcher: SlurmLauncher):
         self._call, self._launcher = call, launcher
         self._job: Any = None
-        self._looks = 0  # since Slurm ended it
+        self._polls = 0  # since Slurm ended it
 
     def start(self) -> None:
         """Submit the job."""
         import submitit
 
         params = {**self._launcher.params, "name": self._launcher.name}
-        folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")  # Slurm's numbers recur
+        folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")  # Slurm reuses its job numbers
         retries = params.pop("max_num_timeout")
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=retries)
         shared = set(OmegaConf.structured(BaseQueueConf).keys())
         executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
         variable = os.environ.get("PYTHONPATH", "")
         with importing_only_this_package():  # sbatch passes the environment on
-            self._job = executor.submit(_There(self._call, list(sys.path), variable))
+            self._job = executor.submit(_RemoteCall(self._call, list(sys.path), variable))
 
     def ending(self) -> Ending | None:
-        """Return how the job ended; None while it waits or runs."""
+        """Return how the job ended; None while it is pending or running."""
         if self._job is None:
             return Ending("interrupted")
         if not self._job.paths.result_pickle.exists():
             states = self._launcher.states
             state = None if states is None else states.get(self._job.job_id, "gone")
-            self._looks = self._looks + 1 if state in ENDED else 0
-            if self._looks < LATE:
+            self._polls = self._polls + 1 if state in ENDED else 0
+            if self._polls < LATE:
                 return None
             return killed(f"killed (Slurm job {self._job.job_id}: {state})", self._job.stderr() or "")
         try:
-            returned: Ending = self._job.task(0).result()  # of the chief, where the tasks of the job are workers
-        except Exception as error:  # with a whole traceback
+            returned: Ending = self._job.task(0).result()  # task 0 is the chief of several workers
+        except Exception as error:  # its text is a traceback
             lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)]
             return Ending(FAILED, reason=lines[-1] if lines else "the process failed")
         return returned
 
 
 @dataclass(frozen=True)
-class _There:
-    """A job on another machine, which searches for code where the sweep does: its path, and its PYTHONPATH."""
+class _RemoteCall:
+    """A job on another machine, with the `sys.path` and PYTHONPATH of the sweep's process."""
 
     call: JobCall
     path: list[str]
-    variable: str
+    variable: str  # PYTHONPATH
 
     def __call__(self) -> Ending:
         sys.path[:] = self.path
@@ -133,14 +133,14 @@ class _There:
         requeue: Any = signal.getsignal(signal.SIGUSR2)
         try:
             return self.call()
-        except Terminated as error:  # by now the run has its checkpoint, and is closed
+        except Terminated as error:  # the run has written its checkpoint and is closed
             if str(error) == "SIGUSR2" and callable(requeue):
                 requeue(signal.SIGUSR2, None)
             raise
 
     def checkpoint(self) -> Any:
-        """Return what Slurm starts in place of a job that it has warned with SIGUSR2 and requeues; for submitit."""
+        """Return what submitit runs when Slurm requeues a job that it warned with SIGUSR2: the same job, resumed."""
         from submitit.helpers import DelayedSubmission
 
-        going_on = replace(self.call, overrides=[*self.call.overrides, "training.resume=auto"])
-        return DelayedSubmission(replace(self, call=going_on))
+        resumed = replace(self.call, overrides=[*self.call.overrides, "training.resume=auto"])
+        return DelayedSubmission(replace(self, call=resumed))

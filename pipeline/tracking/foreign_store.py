@@ -1,6 +1,6 @@
-"""A store that is read need not be the user's own: every verb that reads one does so through here.
+"""A store that need not be the user's own: every verb that reads a store does so through here.
 
-In: its address and what the user allows. Out: runs with IDs of MLflow's own, whose artifacts lie where they may.
+In: its address and what the user allows. Out: runs with IDs in MLflow's format, whose artifacts lie where they may.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.config.allow_list import allowed_places, check_allowed
 from pipeline.trust import artifact_locations
 
-_MOST = 50_000  # runs that are looked through
+_MOST = 50_000  # runs that one search returns, at most
 RUN_ID = re.compile("[0-9a-f]{32}")
 _START = re.compile("[0-9a-f]{4,32}")
 
 
 @dataclass(frozen=True)
 class ForeignStore:
-    """A store that exists and answers: made by `open`. Artifacts may lie with it, and in `places`."""
+    """A store that exists and answers, see `open`. Artifacts may lie with it and in `places`."""
 
     uri: str
     places: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, uri: str, allow: Sequence[str] = ()) -> ForeignStore:
-        """Return the store at `uri`, of the user's own config; `allow` is `trust.allow` with what `--allow` adds to it.
+        """Return the store at `uri`.
+
+        Args:
+            uri: from the user's own config.
+            allow: `trust.allow` and the values of `--allow`.
 
         Raises:
-            ConfigError: there is none, or it does not answer.
+            ConfigError: the store does not exist, or does not answer.
         """
         from pipeline.tracking.store import Store
 
@@ -49,14 +53,14 @@ class ForeignStore:
         return MlflowClient(self.uri)
 
     def confined(self) -> AbstractContextManager[None]:
-        """Let this process touch artifacts of this store only where the user allows it."""
+        """Let this process read and write artifacts of this store only where the user allows it."""
         return artifact_locations.confined(self.uri, self.places)
 
     def run(self, start: str) -> Any:
         """Return the run whose ID begins with `start`.
 
         Raises:
-            ConfigError: there is none, or there are several.
+            ConfigError: there is no such run, or more than one.
         """
         from mlflow.exceptions import MlflowException
 
@@ -72,17 +76,17 @@ class ForeignStore:
         return self._only("RUN_ID", "run", start, found)
 
     def sweep(self, start: str) -> Any:
-        """Return the parent run of the sweep whose run ID begins with `start`, or whose run name it is.
+        """Return the parent run of a sweep, by the beginning of its ID or by its name.
 
         Raises:
-            ConfigError: there is none, or there are several.
+            ConfigError: there is no such sweep, or more than one.
         """
         runs = self._search("tags.`sweep.name` != ''")
         found = [run for run in runs if run.info.run_id.startswith(start) or run.info.run_name == start]
         return self._only("SWEEP", "sweep", start, found, runs)
 
     def check_experiment(self, name: str) -> None:
-        """Refuse an experiment whose artifacts lie elsewhere; one that does not exist yet will lie with the store."""
+        """Refuse an experiment whose artifacts lie elsewhere; those of a new one will lie with the store."""
         found = self.client().get_experiment_by_name(name)
         if found is not None:
             artifact_locations.check(found.artifact_location, self.uri, self.places)
@@ -92,7 +96,7 @@ class ForeignStore:
         return list(self.client().search_runs(experiments, condition, max_results=_MOST))
 
     def _only(self, key: str, kind: str, start: str, found: Sequence[Any], known: Sequence[Any] = ()) -> Any:
-        """Return the one run of `found`, checked; `known` are the choices where there is none."""
+        """Return the only run of `found`, checked; `known` are the choices if there is none."""
         if len(found) != 1:
             rule = f"must name one {kind}, not {len(found)}" if found else f"must name one {kind} of the store"
             choices = [f"{run.info.run_id} ({run.info.run_name})" for run in (found or known)[:10]]
@@ -105,10 +109,10 @@ class ForeignStore:
 
 
 def listed(tags: Mapping[str, str], key: str) -> list[str]:
-    """Return the list of texts in a run's tag `key`, which goes on in KEY.1, KEY.2 and so on; empty where it is absent.
+    """Return the list of strings in a run's tag `key`, which continues in KEY.1, KEY.2, …; empty without the tag.
 
     Raises:
-        ConfigError: the tag holds no list of texts.
+        ConfigError: the tag does not hold a list of strings.
     """
     parts = [tags.get(key, "[]")]
     while (part := tags.get(f"{key}.{len(parts)}")) is not None:

@@ -1,27 +1,26 @@
-"""The durable outbox: the trainer appends lines to a file, a process of its own ships them to MLflow.
+"""The durable outbox: the trainer appends lines to a file, and a separate process ships them to MLflow.
 
     training thread ─► journal.jsonl ─► `python -m pipeline.tracking.shipper` ─► MLflow
 
-The trainer never waits for the tracker, shares no interpreter lock with it, and imports nothing of MLflow
-before the run is over. What is on disk keeps its time stamp, so shipping a line again changes nothing. When the
-trainer dies without a word, the shipper still ships what was written and closes the run; when the shipper dies,
-another one is started; when both do, `pipeline sync` ships the rest.
+The trainer never waits for the tracker, shares no interpreter lock with it, and imports nothing of MLflow before the
+run has ended. Every line keeps its time stamp, so shipping a line twice changes nothing. If the trainer dies without a
+word, the shipper ships what was written and closes the run; if the shipper dies, it is replaced; if both die,
+`pipeline sync` ships the rest.
 
-One line is one JSON object, with its time in milliseconds and its checksum (`pipeline.tracking.journal_file`) as well:
+One line is one JSON object, with its time in milliseconds and its checksum (`pipeline.tracking.journal_file`):
     {"start": {…}}                                    the run: format, store, params, tags; the first line
-    {"run": {"run_id": …, "experiment_id": …}}        what the store called it
+    {"run": {"run_id": …, "experiment_id": …}}        its IDs in the store
     {"dataset": {…}, "context": "training"}           one of its inputs
     {"step": updates, "metrics": {…}}
     {"tags": {…}}    {"artifact": name in the run directory}
-    {"fork_of": run_id}                               the run that it begins with, which is told of it
+    {"fork_of": run_id}                               the run whose checkpoint it begins with, which gets a tag
     {"end": "FINISHED" | "FAILED" | "KILLED"}
-    {"resume": {…}}                                   it goes on: what its next segment begins with
+    {"resume": {…}}                                   the run is resumed: what its next segment begins with
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import shlex
 import threading
 import time
@@ -36,21 +35,21 @@ from pipeline.tracking.journal_file import FORMAT, Past, Writer
 from pipeline.tracking.shipper_process import ShipperProcess
 from pipeline.trust import artifact_locations
 
-REVIVE = 5.0  # seconds between two looks at whether the shipper lives
-SILENCE = 10.0  # seconds for which the store may stay silent before it is said that the run waits for it
-RETRY = 5.0  # seconds between two tries to reach a store that is waited for
+REVIVE = 5.0  # seconds between two checks that the shipper is alive
+SILENCE = 10.0  # seconds without an answer after which the user is told that the run waits for the store
+RETRY = 5.0  # seconds between two attempts to reach a store that is waited for
 AWAY = "must be a store that answers ({})"
-LIVES = 3  # shippers that may die, or stores that may go away, before the run has begun
+LIVES = 3  # failures that are survived before the run exists: shippers that die, stores that go away
 
 
 class Journal:
-    """The trainer's end. Opens the store at once, in the background, while TensorFlow is still being imported.
+    """The trainer's end. Opens the store in the background at once, while TensorFlow is still being imported.
 
     Args:
         uri: an MLflow tracking URI.
-        experiment: that the run will belong to; created with the run where there is none.
+        experiment: name of the run's experiment; created with the run if it does not exist.
         patience: seconds to wait for the store, at the start and at the end of the run.
-        when_unreachable: what to do when the store does not answer at the start: `refuse` the run, `wait`, or train
+        when_unreachable: what to do if the store does not answer at the start: `refuse` the run, `wait`, or train
             `offline`.
     """
 
@@ -61,29 +60,23 @@ class Journal:
         self._when_unreachable = when_unreachable
         self._offline, self._lives = False, LIVES
         self._path = Path()
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         self.shipper = self._open()
 
     def ready(self) -> None:
         """Wait until the store answers.
 
         Raises:
-            ConfigError: it cannot be reached, read or written; `abandon` what is left.
+            ConfigError: it cannot be reached, read or written; call `abandon`.
         """
-        while not self._offline:
-            answer = self._answer()
-            if "error" not in answer:
-                return
-            if self._replaced(answer):
-                continue
+        while not self._offline and "error" in (answer := self._answer()):
             key = answer.get("key", "tracking.uri")
-            rule = answer.get("rule", AWAY.format(answer["error"]))
-            if key != "tracking.uri" or self._when_unreachable == "refuse":
+            if not self._recovers(answer, final=key != "tracking.uri"):
+                rule = answer.get("rule", AWAY.format(answer["error"]))
                 raise ConfigError(key, rule, self.uri if key == "tracking.uri" else self.experiment)
-            self._wait_or_go_offline(rule)
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
-        """Create the run and return its `run_id` and `experiment_id`; nothing where it is kept offline.
+        """Create the run and return its `run_id` and `experiment_id`, or an empty dict if the run is kept offline.
 
         Args:
             path: of the journal file.
@@ -91,7 +84,7 @@ class Journal:
 
         Raises:
             ConfigError: another run has its journal there.
-            OSError: the disk has no room for its first line.
+            OSError: the disk has no room for the first line.
         """
         tags = {**run["tags"], "journal": uuid.uuid4().hex}
         start = {"format": FORMAT, "store": mask(journal_file.absolute(self.uri)), **run, "tags": tags}
@@ -102,26 +95,32 @@ class Journal:
         except BaseException:
             self.abandon()
             raise
-        return self._attached(path, again=False)
+        ids = self._attach(path, may_exist=False)
+        if ids:
+            self.write({"run": ids})
+        return ids
 
     def go_on(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
-        """Go on with the run of `past`; return its IDs, as `start` does."""
-        answer = self._attached(past.path, again=True, writer=past)
+        """Resume the run of `past`; return its IDs, as `start` does."""
+        ids = self._attach(past.path, may_exist=True)
+        self._writer = past.writer()
+        if ids and ids != past.run:
+            self.write({"run": ids})
         self.write({"resume": segment})
-        return answer or past.run
+        return ids or past.run
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, which is of now unless it has a time. Each (metric, step) may be written once.
+        """Write one line, with the current time unless it has one. Each (metric, step) may be written once.
 
         Raises:
             OSError: the disk is full, and too much waits in memory already.
         """
         self._writer.write(line)
-        if time.monotonic() - self._looked > REVIVE:
+        if time.monotonic() - self._checked > REVIVE:
             self._revive()
 
     def close(self, status: str) -> str | None:
-        """End the run and wait for the shipper; return why something could not be shipped, None when all of it was."""
+        """End the run and wait for the shipper; return why something was not shipped, or None if everything was."""
         with contextlib.suppress(OSError):  # what the disk does not take is handed to the shipper
             self._writer.write({"end": status})
         until = time.monotonic() + self.patience
@@ -131,38 +130,34 @@ class Journal:
                 self._revive()
                 why = self._finish(until)
                 time.sleep(0 if why is None else 1)
-        finally:  # an interruption included
+        finally:  # also after an interruption
             self.abandon()
             if not self._writer.close():
                 say(f"the disk has no room for the last lines of {self._path}, which are lost")
         return why
 
     def reaches_store(self, run_id: str) -> bool:
-        """Return whether the store answers within the patience, of which less is left for `close`."""
+        """Return whether the store answers within the patience; the time it takes is deducted from that of `close`."""
         from mlflow.tracking import MlflowClient
 
-        asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        reached = threading.Event()
 
         def ask() -> None:
-            try:
+            with contextlib.suppress(Exception):
                 MlflowClient(self.uri).get_run(run_id)
-            except Exception:
-                asked.put(False)
-            else:
-                asked.put(True)
+                reached.set()
 
-        began = time.monotonic()
-        threading.Thread(target=ask, daemon=True).start()
+        began, asking = time.monotonic(), threading.Thread(target=ask, daemon=True)
+        asking.start()
         try:
-            return asked.get(timeout=self.patience)
-        except queue.Empty:
-            return False
+            asking.join(self.patience)
         finally:
             self.patience = max(min(self.patience, 1.0), self.patience - (time.monotonic() - began))
+        return reached.is_set()
 
     def abandon(self) -> None:
-        """Let the shipper go; where no run was started, nothing is left in the store."""
-        self.shipper.terminate()  # it may still be importing MLflow, or making a schema that nobody needs
+        """End the shipper. If no run was started, nothing is left in the store."""
+        self.shipper.terminate()  # it may still be importing MLflow, or creating a schema that is no longer needed
 
     def _open(self) -> ShipperProcess:
         places = artifact_locations.allowed_places()
@@ -170,76 +165,68 @@ class Journal:
             {"open": self.uri, "experiment": self.experiment, "places": places, "patience": self.patience}
         )
 
-    def _attached(self, path: Path, *, again: bool, writer: Past | None = None) -> dict[str, str]:
-        """Let the shipper create or find the run; return what the store calls it."""
+    def _attach(self, path: Path, *, may_exist: bool) -> dict[str, str]:
+        """Let the shipper create or find the run; return its IDs, empty if it is kept offline."""
         self._path = path
-        answer: dict[str, str] = {}
-        if not self._offline:
-            answer = self._created(again)
-            if "error" in answer:
+        while not self._offline:
+            self.shipper.send({"ship": str(path), "may_exist": may_exist})
+            answer = self._answer()
+            if "error" not in answer:
+                return answer
+            if not self._recovers(answer, final="key" in answer or not self._lives):
                 self.abandon()
                 if answer.get("key") == "RUN_DIR":
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                go_on = shlex.join(["pipeline", "sync", str(path.parent)])
-                raise RuntimeError(f"the store did not take the run ({answer['error']}); what it has of it: {go_on}")
-        if writer is not None:
-            self._writer = writer.writer()
-        if answer and (writer is None or writer.run != answer):
-            self.write({"run": answer})
-        return answer
-
-    def _created(self, again: bool) -> dict[str, Any]:
-        """Let the shipper create or find the run; return its answer, empty where it is kept offline."""
-        while not self._offline:
-            self.shipper.send({"ship": str(self._path), "again": again})
-            answer = self._answer()
-            if not self._replaced(answer):
-                if "error" not in answer or "key" in answer or self._when_unreachable == "refuse" or not self._lives:
-                    return answer
-                self._lives -= 1  # it may not be away, but refuse the run
-                self._wait_or_go_offline(AWAY.format(answer["error"]))
+                command = shlex.join(["pipeline", "sync", str(path.parent)])
+                raise RuntimeError(f"the store did not take the run ({answer['error']}); what it has of it: {command}")
+            self._lives -= "died" not in answer  # the store may not be away, but refuse the run
             self.ready()
-            again = True
+            may_exist = True
         return {}
 
-    def _wait_or_go_offline(self, rule: str) -> None:
-        """Do what `tracking.when_unreachable` says of a store that `rule` says is away."""
-        self.abandon()
-        self._offline = self._when_unreachable == "offline"
-        if self._offline:
-            say(f"tracking.uri {rule}: this run is kept in its directory, for pipeline sync")
-            return
-        say(f"tracking.uri {rule}: waiting for it")
-        time.sleep(RETRY)
-        self.shipper = self._open()
+    def _recovers(self, answer: dict[str, Any], *, final: bool) -> bool:
+        """Open the store anew, or go offline, after an error; return False if the run cannot go on.
 
-    def _replaced(self, answer: dict[str, Any]) -> bool:
-        """Start another shipper where `answer` is that it died, but not again and again; return whether it was."""
-        if "died" not in answer or not self._lives:
+        A shipper that died is replaced, at most `LIVES` times. Any other error means that the store is away, which
+        `tracking.when_unreachable` decides about, unless the answer is `final`.
+        """
+        died = "died" in answer and self._lives > 0
+        if not died and (final or self._when_unreachable == "refuse"):
             return False
-        self._lives -= 1
-        self.shipper.terminate()  # its pipes are left
+        self.abandon()
+        if not died:
+            rule = answer.get("rule", AWAY.format(answer["error"]))
+            self._offline = self._when_unreachable == "offline"
+            what = "this run is kept in its directory, for pipeline sync" if self._offline else "waiting for it"
+            say(f"tracking.uri {rule}: {what}")
+            if self._offline:
+                return True
+            time.sleep(RETRY)
+        self._lives -= died
         self.shipper = self._open()
         return True
 
     def _answer(self) -> dict[str, Any]:
-        """Return the shipper's next answer; say that the store is silent where it is for long."""
+        """Return the shipper's next answer; tell the user if the store is silent for long."""
         answer = self.shipper.answer(min(SILENCE, self.patience))
         if answer is None:
             say(f"waiting for the store {mask(self.uri)}")
             answer = self.shipper.answer(max(0.0, self.patience - SILENCE))
-        return {"error": f"no answer within {self.patience:.0f} s"} if answer is None else answer
+        return {"error": self._no_answer()} if answer is None else answer
+
+    def _no_answer(self) -> str:
+        return f"no answer within {self.patience:.0f} s"
 
     def _revive(self) -> None:
-        """Start another shipper where it died: it compares what the store holds with what the journal says."""
-        self._looked = time.monotonic()
+        """Replace a shipper that died: the new one compares the store with the journal."""
+        self._checked = time.monotonic()
         if not self._offline and not self.shipper.alive():
-            self.shipper.terminate()  # its pipes are left
+            self.abandon()  # closes its pipes
             self.shipper = self._open()
-            self.shipper.send({"ship": str(self._path), "again": True})
+            self.shipper.send({"ship": str(self._path), "may_exist": True})
 
     def _finish(self, until: float) -> str | None:
-        """Tell the shipper that the run has ended; return why it did not ship everything."""
+        """Tell the shipper that the run has ended; return why it did not ship everything, or None."""
         shipper, why = self.shipper, ""
         shipper.send({"unwritten": self._writer.unwritten()})
         shipper.close()
@@ -252,5 +239,5 @@ class Journal:
                 return str(answer["error"])
             if not why:
                 say(f"waiting for the store {mask(self.uri)}, {left:.0f} s at most")
-            why = answer.get("failing") or why or f"no answer within {self.patience:.0f} s"
-        return why or f"no answer within {self.patience:.0f} s"
+            why = answer.get("failing") or why or self._no_answer()
+        return why or self._no_answer()

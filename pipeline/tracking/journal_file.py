@@ -1,11 +1,11 @@
-"""The file of a journal: lines that prove each other, one writer and one shipper at a time.
+"""The file of a journal: lines with a running checksum, one writer and one shipper at a time.
 
-Each line begins with a checksum of itself and of all lines before it, so that a byte that was changed and a line that
-was lost are found, wherever they are. What is before them stays valid. A line without its end is one that a process
-was writing when it died: it does not count, and who goes on with the journal writes over it.
+Each line begins with a checksum of itself and of all lines before it: a changed byte or a lost line is detected
+wherever it is, and what precedes it stays valid. A line without a newline is one that a process was writing when it
+died: it is ignored, and overwritten when the run is resumed.
 
-Writer and shipper each lock a byte of the file. The operating system frees these locks when their process ends,
-however it ends, and a process that was forked from it does not have them.
+The writer and the shipper each lock one byte of the file. The operating system releases these locks when their process
+ends, however it ends; a forked process does not inherit them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Any
 from pipeline.common.errors import ConfigError, say
 
 NAME = "journal.jsonl"  # in the run directory
-DESCRIBED = "dataset.json"  # the last of the artifacts that a run logs before it trains
+DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
 FORMAT = 1  # of the lines; `{"start": {"format": …}}` says it
 WRITER, SHIPPER = 0, 1  # the bytes that are locked
-MOST_WAITING = 2**28  # bytes that wait for room on a full disk, in memory
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one a line
+MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one per call
 _HEAD = len('{"crc":"00000000",')
 _AT_ONCE = 2**16  # bytes read at a time
 
 
 class DamagedError(ValueError):
-    """A line of a journal is not as it was written. The message says which one."""
+    """A line of a journal is not as it was written; the message says which one."""
 
 
 def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
-    """Lock a byte of the file; return whether it was free within `seconds`. It stays locked until the file is closed.
+    """Lock one byte of the file until the file is closed; return False if it is not free within `seconds`.
 
-    Closing any descriptor of the file frees the locks that this process has of it.
+    Closing any descriptor of the file releases all locks that this process has on it.
     """
     until = time.monotonic() + seconds
     while True:
@@ -60,8 +60,8 @@ class Reader:
     """Reads the lines of a journal, also while they are being written.
 
     Attributes:
-        offset: bytes that were read, which end with a whole line.
-        crc: of these.
+        offset: number of bytes read; they end with a complete line.
+        crc: their checksum.
     """
 
     def __init__(self, descriptor: int):
@@ -69,28 +69,33 @@ class Reader:
         self._descriptor = descriptor
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole lines that follow.
+        """Yield the complete lines that follow.
 
         Raises:
             DamagedError: the next one is not as it was written.
         """
         size = _AT_ONCE
         while chunk := os.pread(self._descriptor, size, self.offset):
-            whole = chunk[: chunk.rfind(b"\n") + 1]
-            if not whole:
+            complete = chunk[: chunk.rfind(b"\n") + 1]
+            if not complete:
                 if len(chunk) < size:
                     return
-                size *= 2  # a line that is longer than what was read
-                continue
-            for text in whole.splitlines(keepends=True):
-                yield self.checked(text)
+                size *= 2  # the line is longer than what was read
+            for text in complete.splitlines(keepends=True):
+                yield self._parsed(text)
 
-    def checked(self, text: bytes) -> dict[str, Any]:
-        """Return the line whose text is the next one.
+    def continued(self, text: str) -> Iterator[dict[str, Any]]:
+        """Yield the lines that follow, in the file and then in `text`; a line may begin in one and end in the other.
 
         Raises:
-            DamagedError: it is not as it was written.
+            DamagedError: the next one is not as it was written.
         """
+        yield from self.lines()
+        beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self.offset)
+        for line in (beginning + text.encode()).splitlines(keepends=True):
+            yield self._parsed(line)
+
+    def _parsed(self, text: bytes) -> dict[str, Any]:
         crc = zlib.crc32(text[_HEAD:], self.crc)
         if text[:_HEAD] != f'{{"crc":"{crc:08x}",'.encode():
             older = self._number == 0 and text.startswith(b'{"time":')
@@ -102,7 +107,7 @@ class Reader:
 
 
 class Writer:
-    """Appends lines. What a full disk does not take waits in memory, and is written when there is room again."""
+    """Appends lines. What a full disk does not take is kept in memory, and written when there is room again."""
 
     def __init__(self, descriptor: int, offset: int = 0, crc: int = 0):
         self._descriptor, self._crc = descriptor, crc
@@ -111,7 +116,7 @@ class Writer:
         os.lseek(descriptor, offset, os.SEEK_SET)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, which is of now unless it has a time.
+        """Write one line, with the current time unless it has one.
 
         Raises:
             OSError: it could not be written, and too much waits in memory already.
@@ -119,17 +124,17 @@ class Writer:
         text = (_ENCODE({"time": int(time.time() * 1000), **line})[1:] + "\n").encode()
         self._crc = zlib.crc32(text, self._crc)
         self._waiting += f'{{"crc":"{self._crc:08x}",'.encode() + text
-        waited = len(self._waiting) > _HEAD + len(text)
+        was_waiting = len(self._waiting) > _HEAD + len(text)
         try:
             self._drain()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._waiting) > MOST_WAITING:
                 raise
-            if not waited:
+            if not was_waiting:
                 say(f"the journal cannot be written ({error.strerror}): its lines wait in memory")
 
     def sync(self) -> None:
-        """Return when the disk has all lines.
+        """Flush all lines to the disk.
 
         Raises:
             OSError: it has no room.
@@ -138,11 +143,11 @@ class Writer:
         os.fsync(self._descriptor)
 
     def unwritten(self) -> str:
-        """Return what waits in memory; the first line of it may lack its beginning, which was written."""
+        """Return what is kept in memory; the beginning of its first line may be in the file."""
         return self._waiting.decode()
 
     def close(self) -> bool:
-        """Close the file, which frees its lock; return whether all lines are in it."""
+        """Close the file, which releases its lock; return whether all lines are in it."""
         with contextlib.suppress(OSError):
             self._drain()
         os.close(self._descriptor)
@@ -157,7 +162,7 @@ def create(path: Path) -> Writer:
     """Return the writer of a new journal, locked.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is one already.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if not lock(descriptor, WRITER) or _begun(descriptor):
@@ -167,7 +172,7 @@ def create(path: Path) -> Writer:
 
 
 def has_begun(path: Path) -> bool:
-    """Return whether there is a journal with a first line: who was killed before it was written has no run."""
+    """Return whether there is a journal with a first line: a trainer that was killed before it has no run."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -184,18 +189,18 @@ def _begun(descriptor: int) -> bool:
 
 @dataclass
 class Past:
-    """What a journal says of its run so far. It is locked, for the one who goes on with it.
+    """What a journal says of its run so far. The file is locked for the process that resumes the run.
 
     Attributes:
         start: what the run was created with.
-        run: its `run_id` and `experiment_id`; empty where no store has had it.
+        run: its `run_id` and `experiment_id`; empty if it has never been in a store.
         updates, evaluations, tests, best: the steps whose rows are written.
         last: the latest value of each metric.
-        tags: those that were set while it ran.
-        resumed: what each of the segments but the first began with.
-        described: whether all artifacts are logged that a run logs before it trains.
-        status: FINISHED, FAILED or KILLED; None for one that ended without a word.
-        damage: which line is not as it was written; empty where all are.
+        tags: set while the run was running.
+        resumed: what each segment after the first began with.
+        described: whether everything is logged that a run logs before it trains.
+        status: FINISHED, FAILED or KILLED; None if the run ended without a word.
+        damage: which line is not as it was written; empty if there is none.
     """
 
     path: Path
@@ -212,8 +217,6 @@ class Past:
     described: bool = False
     status: str | None = None
     damage: str = ""
-    offset: int = 0
-    crc: int = 0
 
     @classmethod
     def of(cls, run_dir: Path, key: str = "RUN", *, running: bool = False, seconds: float = 0.0) -> Past:
@@ -222,7 +225,7 @@ class Past:
         Args:
             run_dir: a run directory.
             key: of the argument that names it, for an error.
-            running: take that of a run that is still running too; it is not locked.
+            running: accept a run that is still running; the file is not locked.
             seconds: to wait for the lock.
 
         Raises:
@@ -243,18 +246,19 @@ class Past:
             raise
         return past
 
+    def __post_init__(self) -> None:
+        self._reader = Reader(self.descriptor)
+
     def _read(self, key: str) -> None:
-        reader, place = Reader(self.descriptor), str(self.path.parent)
         try:
-            for line in reader.lines():
+            for line in self._reader.lines():
                 self._add(line)
         except DamagedError as error:
             self.damage = str(error)
         version = self.start.get("format")
         if version != FORMAT:
             found = f"format {version}" if self.start else self.damage or "it is empty"
-            raise ConfigError(key, f"must have a journal of format {FORMAT} ({found})", place)
-        self.offset, self.crc = reader.offset, reader.crc
+            raise ConfigError(key, f"must have a journal of format {FORMAT} ({found})", str(self.path.parent))
 
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
@@ -272,15 +276,15 @@ class Past:
         self.status = line.get("end", self.status)
 
     def writer(self) -> Writer:
-        """Return what goes on after the last whole line."""
-        return Writer(self.descriptor, self.offset, self.crc)
+        """Return a writer that continues after the last complete line."""
+        return Writer(self.descriptor, self._reader.offset, self._reader.crc)
 
     def close(self) -> None:
-        """Let the journal be, and free its lock."""
+        """Close the file, which releases its lock."""
         os.close(self.descriptor)
 
 
 def absolute(uri: str) -> str:
-    """Return the URI of a store with the whole path of a SQLite file."""
+    """Return the URI of a store, with the absolute path of a SQLite file."""
     prefix = "sqlite:///"
     return prefix + os.path.abspath(uri.removeprefix(prefix)) if uri.startswith(prefix) else uri

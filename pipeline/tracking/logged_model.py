@@ -1,4 +1,4 @@
-"""The trained model in MLflow: logged with the user's own modules, and loaded back before the run says so."""
+"""The trained model in MLflow: logged with the user's own modules, then loaded back and compared."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mlflow.types import TensorSpec
 
 from pipeline.accumulation import by_name, layers_of
 from pipeline.common import imports
-from pipeline.tracking.store import SQLITE
+from pipeline.tracking.journal_file import absolute
 
-# In another folder and without the user's path, as somebody who loads the model from the store.
+# Run in another folder and without the user's path, as by someone who loads the model from the store.
 _ELSEWHERE = """
 import pickle, sys
 import mlflow, numpy as np
@@ -33,7 +33,7 @@ uri, model, example = pickle.load(sys.stdin.buffer)
 mlflow.set_tracking_uri(uri)
 np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
-TOLERANCE = 1e-3  # relative to the largest output: a model in half precision may be computed in another order
+TOLERANCE = 1e-3  # relative to the largest output; half precision varies with the order of computation
 
 
 def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any, code: Sequence[str]) -> None:
@@ -41,24 +41,24 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
 
     Args:
         uri, experiment_id, run_id: of the run.
-        model: trained; it is no longer compiled afterwards.
+        model: trained; not compiled any more afterwards.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
-        code: files and folders that travel with the model, to be imported where it is loaded.
+        code: files and folders that are stored with the model and imported when it is loaded.
 
     Raises:
-        ValueError: what was logged cannot be loaded, or predicts something else; it is deleted again.
+        ValueError: the logged model cannot be loaded, or predicts something else; it is deleted.
     """
-    logging.getLogger("mlflow.models.model").setLevel(logging.ERROR)  # it warns of what is refused below
-    keras.config.disable_interactive_logging()  # MLflow tries the model, which would draw progress bars
-    # A model for predicting: without the optimizer, which is twice its size and may need this package to be read.
+    logging.getLogger("mlflow.models.model").setLevel(logging.ERROR)  # it warns about what is checked below
+    keras.config.disable_interactive_logging()  # MLflow calls the model, which would draw progress bars
+    # Without the optimizer, which is twice the size of the model and may need this package to be loaded.
     model.compiled, model.optimizer = False, None
     mlflow.set_tracking_uri(uri)
     mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
     outputs = tf.nest.map_structure(np.asarray, model(example, training=False))
     predictions = tf.nest.flatten(outputs)
-    if isinstance(outputs, list | tuple):  # of which MLflow has no signature
+    if isinstance(outputs, list | tuple):  # MLflow has no signature for these
         outputs = by_name(model, outputs)
-    # Named, because MLflow finds requirements out by loading the model in another process.
+    # Given here, because MLflow would infer them by loading the model in another process.
     requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]
     logged = Model.log(
         artifact_path=None,
@@ -74,10 +74,10 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     )
     try:
         if _own_classes(model):
-            again = _predicted_elsewhere(uri, logged.model_uri, example)
+            reloaded = _predicted_elsewhere(uri, logged.model_uri, example)
         else:
-            again = predicted(logged.model_uri, example)
-        for loaded, trained in zip(again, predictions, strict=True):
+            reloaded = predicted(logged.model_uri, example)
+        for loaded, trained in zip(reloaded, predictions, strict=True):
             if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
                 raise ValueError("it predicts something else once it is loaded")
     except Exception:
@@ -86,11 +86,11 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
 
 
 def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature:
-    """Return the signature of the example, in which every axis is open that is open in the model."""
+    """Return the signature of the example, with size -1 for every axis that the model leaves open."""
     found = infer_signature(example, outputs)
     for schema, tensors in ((found.inputs, "inputs"), (found.outputs, "outputs")):
         symbolic = tf.nest.flatten(getattr(model, tensors, None) or [])
-        if len(symbolic) == len(schema.inputs) == 1:  # of several only their names say which is which
+        if len(symbolic) == len(schema.inputs) == 1:  # several can be matched by name only
             (spec,), (tensor,) = schema.inputs, symbolic
             shape = tuple(-1 if size is None else size for size in tensor.shape)
             schema.inputs[0] = TensorSpec(spec.type, shape, spec.name)
@@ -98,7 +98,7 @@ def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature
 
 
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
-    """Return the files and packages under the working directory that define the `targets` or the model's layers."""
+    """Return the files and packages in the working directory that define the `targets` or the model's layers."""
     here = Path.cwd()
     modules = {cls.__module__ for cls in _own_classes(model)}
     modules |= {name for target in targets for name in sys.modules if target.startswith(f"{name}.")}
@@ -112,29 +112,27 @@ def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
 
 
 def _own_classes(model: keras.Model) -> set[type]:
-    """Return the classes of the model and its layers that are not of Keras."""
+    """Return the classes of the model and its layers that are not part of Keras."""
     classes = {type(layer) for layer in (model, *layers_of(model))}
     return {cls for cls in classes if not cls.__module__.startswith("keras.")}
 
 
 def predicted(model_uri: str, example: Any) -> list[Any]:
-    """Return what a logged model predicts of a few inputs, an array for each output."""
+    """Return a logged model's predictions for a few inputs, one array per output."""
     loaded = mlflow.pyfunc.load_model(model_uri)
     arrays = example.values() if isinstance(example, dict) else [example]
-    # Keras' `predict`, which MLflow calls, takes no texts; the model itself does.
+    # Keras' `predict`, which MLflow calls, takes no strings; the model itself does.
     predict = loaded.get_raw_model() if any(a.dtype == object for a in arrays) else loaded.predict
     return tf.nest.flatten(predict(example))
 
 
 def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> list[Any]:
-    """Return what the logged model predicts in a fresh process in another folder."""
-    if uri.startswith(SQLITE):
-        uri = f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
+    """Return what the logged model predicts in a new process in another folder."""
     package = str(Path(imports.__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _ELSEWHERE],
-            input=pickle.dumps((uri, model_uri, example)),
+            input=pickle.dumps((absolute(uri), model_uri, example)),
             cwd=folder,
             env={**os.environ, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "-1"},
             capture_output=True,

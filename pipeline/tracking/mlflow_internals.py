@@ -1,6 +1,8 @@
-"""What this package uses of MLflow's private parts; read in MLflow 3.17.2.
+"""The private interface of MLflow that this package uses, as of MLflow 3.17.2.
 
-SystemMetricsMonitor    samples the machine: its own thread would read the whole run before each of its writes
+SystemMetricsMonitor    samples the machine; its own thread would read the whole run before each of its writes
+
+tests/tracking/test_mlflow_internals.py fails if another version differs.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 
 def system_sampler(uri: str, run_id: str) -> Callable[[], dict[str, float]]:
-    """Return a function that samples the machine: MLflow's system metrics by name."""
+    """Return a function that samples MLflow's system metrics, by name."""
     monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
 
     def sample() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a run records of its surroundings, so that it can be run again and what differs can be named."""
+"""What a run records of its environment and its data, so that it can be rerun and differences can be named."""
 
 from __future__ import annotations
 
@@ -29,29 +29,26 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
-AT_ONCE = 1024  # examples that are read at a time
+AT_ONCE = 1024  # examples per read
 MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock")
 INTERRUPTION = ("resume", "checkpoint_every")  # of `training`
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 
 def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return a SHA-256 of a config without secrets: runs that were asked for the same training share it.
-
-    Where a run lies, its `run_dir`, does not count.
-    """
+    """Return the SHA-256 of a config without secrets; runs with the same training share it, in any `run_dir`."""
     same = {key: value for key, value in resolved.items() if key not in ("tracking", "trust")}
-    if isinstance(same.get("training"), dict):  # how often it may be interrupted is no part of a training
+    if isinstance(same.get("training"), dict):  # how a run may be interrupted does not change its result
         same["training"] = {key: value for key, value in same["training"].items() if key not in INTERRUPTION}
-    if isinstance(same.get("dataset"), dict):  # the record of the data says which they were, wherever they lay
+    if isinstance(same.get("dataset"), dict):  # the data have a record of their own
         same["dataset"] = {key: value for key, value in same["dataset"].items() if key != "data_dir"}
     text = json.dumps(same, sort_keys=True, default=str)
     return hashlib.sha256((text.replace(run_dir, "RUN_DIR") if run_dir else text).encode()).hexdigest()
 
 
 def environment(run_dir: Path) -> dict[str, Any]:
-    """Describe the interpreter, the machine, the code, every installed distribution, and where the run lies."""
-    installed = [dist.metadata for dist in metadata.distributions()]  # which reads a file each time it is asked
+    """Describe the interpreter, the machine, the code, every installed distribution, and the run directory."""
+    installed = [dist.metadata for dist in metadata.distributions()]  # each access of which reads a file
     return {
         "run_dir": str(run_dir.absolute()),
         "python": platform.python_version(),
@@ -72,7 +69,7 @@ def segment(after: int, spec: RunSpec) -> dict[str, Any]:
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each part of the surroundings that is not as it was recorded."""
+    """Return one line for each part of the environment that differs from the recorded one."""
     then, package, packages = (recorded.get(name) or {} for name in ("git", "package", "packages"))
     pairs = {key: (recorded[key], now[key]) for key in MACHINE if key in recorded and key in now}
     pairs["commit"] = then.get("commit", "unknown"), now["git"].get("commit", "unknown")
@@ -90,7 +87,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def git() -> dict[str, Any]:
-    """Return the commit and whether the tree is clean; empty where there is no repository."""
+    """Return the commit and whether the working tree is clean; empty without a repository."""
     tree = _tree()
     if tree is None:
         return {}
@@ -98,19 +95,19 @@ def git() -> dict[str, Any]:
 
 
 def diff() -> str:
-    """Return the tree's changes against its commit, without secrets, cut at `LARGEST_DIFF` characters."""
+    """Return `git diff HEAD` without secrets, cut at `LARGEST_DIFF` characters."""
     text = mask(_git(_tree() or Path(), "diff", "HEAD") or "")
     return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
 
 
 def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, of_files: bool = True) -> dict[str, Any]:
-    """Return name, version, sizes and checksums of a dataset: of its files, or of its examples where it has none.
+    """Return name, version, sizes and checksums of a dataset: of its files, or of its examples if it has no files.
 
     Args:
         data: loaded.
-        checksum: `full`, or `none` to leave checksums out.
-        files: of the data; takes their checksums.
-        of_files: whether those of files are wanted now, for which all of them are read.
+        checksum: `full`, or `none` to omit checksums.
+        files: of the data; keeps their checksums.
+        of_files: whether to compute the checksums of the files now, which reads all of them.
     """
     wanted = checksum == "full"
     files = files or Files(data.files)
@@ -128,7 +125,7 @@ def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, o
 
 
 def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: str) -> None:
-    """Refuse data that are not what the recorded run was trained on; name the file or the split that differs."""
+    """Refuse data that differ from those of the recorded run; the error names the file or the split."""
     now = json.loads(mask(json.dumps(now)))  # as the recorded ones were
     for key in ("name", "version"):
         if recorded[key] != now[key]:
@@ -143,7 +140,7 @@ def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: s
 
 
 def origin() -> dict[str, str]:
-    """Return the tags that say who ran which command on which commit."""
+    """Return the tags for the user, the command and the commit."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a number without a name, as in a container
@@ -157,7 +154,7 @@ def origin() -> dict[str, str]:
 
 
 def _tree() -> Path | None:
-    """Return the working directory where it is in a repository, as it has the user's code; else this checkout."""
+    """Return the working directory if it is in a repository, as it has the user's code; else this checkout, or None."""
     if _git(Path.cwd(), "rev-parse", "HEAD") is not None:
         return Path.cwd()
     package = Path(__file__).resolve()
@@ -165,12 +162,12 @@ def _tree() -> Path | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # It would refresh the index on the way, and a run that is killed meanwhile would leave the repository locked.
+    # Without the option git refreshes the index, and a run that is killed meanwhile would leave the repository locked.
     return _said("git", "--no-optional-locks", "-C", str(folder), *arguments)
 
 
 def _said(*command: str) -> str | None:
-    """Return what a program prints; None where it is absent, fails or takes more than half a minute."""
+    """Return what a program prints; None if it is missing, fails or takes more than 30 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
@@ -189,14 +186,14 @@ def _hardware() -> dict[str, Any]:
         "gpus": [gpu[0] for gpu in gpus],
         "driver": gpus[0][1] if gpus else None,
     }
-    if "tensorflow" in sys.modules:  # to import it takes seconds; the versions of CUDA's packages are recorded anyway
+    if "tensorflow" in sys.modules:  # importing it takes seconds; the versions of CUDA's packages are recorded anyway
         build = sys.modules["tensorflow"].sysconfig.get_build_info()
         found |= {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
     return found
 
 
 def _package_hash() -> str:
-    """Return a SHA-256 of the code and the configs, which no repository may know."""
+    """Return the SHA-256 of the code and the configs, as an installed package has no repository."""
     package = Path(__file__).resolve().parents[1]
     folders = {package: "*.py", Path(directory("conf")): "*.yaml", Path(directory("sweeps")): "*.yaml"}
     found = hashlib.sha256()
@@ -212,10 +209,10 @@ def _lock() -> str | None:
 
 
 def _content_hash(split: Any) -> str:
-    """Return a SHA-256 of all examples in their order: one more pass through the data at the start of a run.
+    """Return the SHA-256 of all examples in order, which costs one pass through the data at the start of a run.
 
-    Hashing itself took 4 s for 50,000 images of 32×32×3 in float32 (0.6 GB), measured on two busy cores; ragged and
-    sparse examples are read one by one, at 0.1 ms each.
+    Hashing took 4 s for 50,000 images of 32×32×3 in float32 (0.6 GB) on two busy cores; ragged and sparse examples are
+    read one by one, at 0.1 ms each.
     """
     import tensorflow as tf
 
@@ -229,7 +226,7 @@ def _content_hash(split: Any) -> str:
     found = hashlib.sha256()
     for leaf in itertools.chain.from_iterable(examples):
         found.update(str(getattr(leaf, "shape", "")).encode())
-        # Texts are objects, whose own bytes are addresses; as Python writes them, it shows where each ends.
+        # The bytes of an array of strings are addresses; their `repr` shows where each string ends.
         if isinstance(leaf, bytes):
             found.update(repr(leaf).encode())
         else:

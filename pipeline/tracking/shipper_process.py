@@ -1,4 +1,4 @@
-"""The trainer's handle of its shipper: commands to it, and its answers as they come."""
+"""The trainer's handle on its shipper: sends commands, and queues the answers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from pipeline.common import imports
 
 
 class ShipperProcess:
-    """The process, and its answers as they come."""
+    """A running shipper.
+
+    Args:
+        opening: its first command.
+    """
 
     def __init__(self, opening: dict[str, Any]):
-        # -P: a file of the user's folder with a module's name is not for the shipper, which runs none of their code.
-        # A session of its own: Ctrl-C in the terminal is the trainer's, which then says how the run ended.
+        # -P: the shipper runs none of the user's code, so no file in their folder may shadow a module.
+        # A session of its own: Ctrl-C in the terminal reaches the trainer alone, which then says how the run ended.
         self._process: Any = subprocess.Popen(
             [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
             stdin=subprocess.PIPE,
@@ -37,12 +41,12 @@ class ShipperProcess:
         return int(self._process.pid)
 
     def send(self, command: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the answer, which is then an error, says so
+        with contextlib.suppress(OSError, ValueError):  # then the answer is an error
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next answer; None where there is none within `seconds`."""
+        """Return the next answer; None if there is none within `seconds`."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=max(0.0, seconds))
         return None
@@ -51,16 +55,16 @@ class ShipperProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Tell the shipper that nothing follows."""
+        """Tell the shipper that no command follows."""
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.close()
 
     def wait(self) -> None:
-        """Wait for the process, which has answered for the last time."""
+        """Wait for the process to end after its last answer."""
         self._process.wait()
 
     def terminate(self) -> None:
-        """End the process; kill it where it does not end, stopped or hanging."""
+        """End the process; kill it if it is stopped or does not end within 2 s."""
         self.close()
         self._process.terminate()
         try:
@@ -70,7 +74,7 @@ class ShipperProcess:
             self._process.wait()
 
     def _listen(self) -> None:
-        with contextlib.suppress(ValueError), self._process.stdout as answers:  # half a line of one that was killed
+        with contextlib.suppress(ValueError), self._process.stdout as answers:  # half a line, if it was killed
             for line in answers:
                 self._answers.put(json.loads(line))
         self._answers.put({"error": "the shipper ended without an answer", "died": True})

@@ -1,4 +1,4 @@
-"""Opening an MLflow store: what cannot work is refused, a SQLite store is created whole or not at all."""
+"""Opening an MLflow store: one that cannot be used is refused, and a SQLite store is created atomically."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from filelock import FileLock
+from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -18,18 +19,18 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import mask, remember
 
 SQLITE = "sqlite:///"
-PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}  # where a URI names none
-TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment, whose UI else opens for GenAI
+PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}  # if a URI names none
+TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment, whose page would else open for GenAI
 
 
 class Store:
-    """A tracking store that answers, and is created only when a run starts.
+    """A tracking store that answers. A SQLite store is created when its first run starts, not before.
 
     Args:
         uri: an MLflow tracking URI.
 
     Attributes:
-        database: the file of a SQLite store.
+        database: the file of a SQLite store, else None.
 
     Raises:
         ConfigError: it cannot be reached, read or written.
@@ -48,11 +49,18 @@ class Store:
             raise ConfigError("tracking.uri", f"must be a store that answers ({first_line(error)})", uri) from error
 
     def is_new(self) -> bool:
-        """Return whether the store is a SQLite file that is yet to be created."""
+        """Return whether the store is a SQLite file that does not exist yet."""
         return self.database is not None and not self.database.exists()
 
+    def file_id(self) -> tuple[int, int] | None:
+        """Return the device and inode of a SQLite store's file; None if there is no such file."""
+        if self.database is None or self.is_new():
+            return None
+        found = self.database.stat()
+        return found.st_dev, found.st_ino
+
     def prepare(self) -> None:
-        """Make the tables of a new SQLite store, which takes seconds, where nobody sees them: `client` places them."""
+        """Make the tables of a new SQLite store, which takes seconds, in a file that `client` puts in place."""
         if self.is_new():
             with tempfile.TemporaryDirectory() as folder:
                 new = Path(folder) / "new.db"
@@ -60,10 +68,10 @@ class Store:
                 self._tables = new.read_bytes()
 
     def client(self) -> MlflowClient:
-        """Return MLflow's client of the store, which is created first where there is none."""
+        """Return MLflow's client of the store, which is created first if it is new."""
         if self.database is not None and self.is_new():
             self.database.parent.mkdir(parents=True, exist_ok=True)
-            # Put in place whole: MLflow makes its tables in sixty steps, and may be killed meanwhile.
+            # By a rename: MLflow makes its tables in sixty steps, and may be killed meanwhile.
             with FileLock(f"{self.database}.lock"):
                 if self.is_new():  # another run may have been faster
                     if not self._tables:
@@ -74,7 +82,7 @@ class Store:
         return MlflowClient(self.uri)
 
     def check(self, experiment: str) -> str | None:
-        """Return the ID of an experiment that can be logged to; None where there is none, and none is created.
+        """Return the ID of an experiment that can be logged to; None if it does not exist.
 
         Raises:
             ConfigError: the experiment is deleted.
@@ -89,8 +97,10 @@ class Store:
         return found.experiment_id
 
     def experiment(self, name: str) -> str:
-        """Return the ID of the experiment `name`, which is masked; create it where there is none, with its artifacts
-        beside a SQLite store."""
+        """Return the ID of the experiment `name`, whose secrets are masked; create it if it does not exist.
+
+        Its artifacts are kept beside a SQLite store, or where a server keeps them.
+        """
         client, known = self.client(), self.check(name)
         if known is None:
             location = None if self.database is None else (self.database.parent / "artifacts").as_uri()
@@ -102,8 +112,14 @@ class Store:
                     raise
         return known
 
+    def find_run(self, experiment_id: str, journal: str) -> Run | None:
+        """Return the run that was created for a journal, by the journal's name; None if there is none."""
+        where = f"tags.journal = '{journal}'"
+        runs = self.client().search_runs([experiment_id], where, ViewType.ALL, order_by=["start_time ASC"])
+        return next(iter(runs), None)
+
     def _check(self) -> None:
-        """Raise where the store cannot be used; the message says why."""
+        """Raise if the store cannot be used; the message says why."""
         scheme = self.uri.partition(":")[0].lower().split("+")[0]
         if self.database is not None:
             _check_folder(next(folder for folder in self.database.parents if folder.exists()))
@@ -125,19 +141,19 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_database(database: Path) -> None:
-    """Refuse a file that cannot be written, or that is the database of something else."""
+    """Refuse a file that cannot be written, or that is the database of another program."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=rw", uri=True)) as connection:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
     except sqlite3.DatabaseError as error:
-        if "locked" in str(error):  # a store in use by another run is a store that works
+        if "locked" in str(error):  # in use by another run: the store works
             return
         raise OSError(f"{database}: {error}") from error
     if tables and "alembic_version" not in tables:  # MLflow would add its tables to it
         raise ValueError(f"{database} is a database of something other than MLflow")
-    if not os.access(database, os.W_OK):  # SQLite reads such a file without a word
+    if not os.access(database, os.W_OK):  # SQLite would open it read-only, without an error
         raise OSError(f"{database} cannot be written")
 
 
@@ -147,7 +163,7 @@ def _check_server(uri: str, port: int) -> None:
         port = parts.port or port
     except ValueError:
         raise ValueError("where its host starts cannot be told: percent-encode what its password holds") from None
-    if parts.hostname is None and not parts.scheme.startswith("http"):  # a database behind a socket file
+    if parts.hostname is None and not parts.scheme.startswith("http"):  # a database reached by a Unix socket
         return
     try:
         socket.create_connection((parts.hostname or "", port), timeout=5).close()

@@ -1,4 +1,4 @@
-"""A sweep as a store holds it: its parent run, and the latest run of each job."""
+"""A sweep as recorded in a store: its parent run, and the latest run of each job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.common.secrets import mask
 from pipeline.tracking.foreign_store import RUN_ID, ForeignStore
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
-MULTIRUN = "multirun"  # the name of a sweep that has no file
+MULTIRUN = "multirun"  # the name of a sweep without a file
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SweepRecord:
         """Return the latest run of each job, by the job's name.
 
         Raises:
-            ConfigError: one of them does not say which job it is.
+            ConfigError: a run does not name its job.
         """
         runs = self.client().search_runs(
             [self.experiment_id], f"tags.sweep = '{self.run_id}'", max_results=50000, order_by=["start_time ASC"]
@@ -42,7 +42,7 @@ class SweepRecord:
 
 
 def again_command(name: str, run_id: str, uri: str) -> str:
-    """Return what runs the rest of the sweep `run_id` in the store `uri`, as far as a store can tell."""
+    """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
     store = [] if uri == DEFAULT_STORE else [f"tracking.uri={mask(uri)}"]
     if name == MULTIRUN:
         return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store])}"

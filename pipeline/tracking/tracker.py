@@ -1,4 +1,4 @@
-"""What a run leaves in MLflow, and under which name. How it gets there is `pipeline.tracking.journal`'s."""
+"""What a run logs to MLflow, and under which name. `pipeline.tracking.journal` gets it there."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Tracker:
     """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters.
 
     Args:
-        journal: takes what the run leaves.
+        journal: gets the lines.
         run_dir: of the run.
-        plan: of its updates.
-        files: that its data are read from.
+        plan: of the run's updates.
+        files: that the data are read from.
     """
 
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None):
         self.journal, self.run_dir, self.plan, self._files = journal, run_dir, plan, files or Files()
-        self.run_id = self.experiment_id = ""  # where a store has the run
+        self.run_id = self.experiment_id = ""  # empty while the run is kept offline
         self.begun = False
-        self._updates: Container[int] = ()  # whose rows were written before the run was resumed
+        self._updates: Container[int] = ()  # with rows that were written before the run was resumed
         self._evaluations: Container[int] = ()
         self._tests: Container[int] = ()
         self._best: Container[int] = ()
@@ -59,7 +59,7 @@ class Tracker:
         model: keras.Model,
         tags: Mapping[str, str],
     ) -> None:
-        """Create the run with its params, tags, inputs and the artifacts that are known before it starts."""
+        """Create the run with its params, tags, inputs and the artifacts that exist before it trains."""
         resolved, tracking = spec.recorded, spec.config.tracking
         values = leaves(resolved).items()
         params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
@@ -94,12 +94,12 @@ class Tracker:
         data: Data,
         dataset: dict[str, Any],
     ) -> None:
-        """Go on with the run of `past`: its rows are not written again.
+        """Resume the run of `past`; rows that it has are not written again.
 
         Args:
-            past: of the journal.
-            segment: what `provenance.segment` says of what follows.
-            spec, data, dataset: as `start` takes them.
+            past: what the journal holds.
+            segment: the description of what follows, see `provenance.segment`.
+            spec, data, dataset: as for `start`.
         """
         self._updates, self._evaluations = past.updates, past.evaluations
         self._tests, self._best = past.tests, past.best
@@ -119,8 +119,8 @@ class Tracker:
 
         Args:
             update: completed updates, from 1 on.
-            results: each under its name without `train/`.
-            performance: each under its name without `perf/`.
+            results: by name, without `train/`.
+            performance: by name, without `perf/`.
             at: seconds since the epoch.
         """
         if update in self._updates:
@@ -134,12 +134,12 @@ class Tracker:
         self.journal.write({"time": int(at * 1000), "step": update, "metrics": row})
 
     def cut(self, plan: Plan) -> None:
-        """Go on with a plan that is cut otherwise than before, and write when it was cut how."""
+        """Use a plan with other micro-batches from now on, and tag the run with when it was cut how."""
         self.plan = plan
         self.journal.write({"tags": plan.tags})
 
     def evaluation_halved(self, name: str, micro_batch_size: int) -> None:
-        """Write that a split is evaluated in micro-batches of this size from now on, as larger ones did not fit."""
+        """Tag the run with the micro-batch size that a split is evaluated with, after a larger one did not fit."""
         self.journal.write({"tags": {f"micro_batch_size.{name}": str(micro_batch_size)}})
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -148,7 +148,7 @@ class Tracker:
         self.journal.write({"tags": {"mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"}])}})
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
-        """Write the row of one evaluation after `update` updates."""
+        """Write the row of the evaluation after `update` updates."""
         if update in self._evaluations:
             return
         row = {f"val/{name}": value for name, value in results.items()}
@@ -156,16 +156,16 @@ class Tracker:
         self.journal.write({"step": update, "metrics": row})
 
     def test(self, update: int, results: Mapping[str, float]) -> None:
-        """Write the row of the test split, which is of the weights after `update` updates."""
+        """Write the row of the test split, for the weights after `update` updates."""
         if update not in self._tests:
             self.journal.write({"step": update, "metrics": {f"test/{name}": value for name, value in results.items()}})
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write what is known of a run once it has trained, to its end or until it is interrupted.
+        """Write the summary of a run that has trained to its end or was interrupted.
 
         Args:
-            updates: completed, which may be fewer than were planned.
-            stopped_by: the callback that has ended it before that.
+            updates: number of completed updates, possibly fewer than planned.
+            stopped_by: name of the callback that stopped the run early.
             best: the best evaluation; its row is on the step of that evaluation.
         """
         tags = {"updates": str(updates)}
@@ -176,10 +176,10 @@ class Tracker:
             self.journal.write({"step": best.update, "metrics": row})
 
     def check_files(self) -> None:
-        """Wait for the checksums of the data's files, and see whether they are still what they were.
+        """Wait for the checksums of the data's files, and check that no file has changed meanwhile.
 
         Raises:
-            DataError: one has changed.
+            DataError: a file has changed.
         """
         try:
             self._files.wait()
@@ -188,11 +188,11 @@ class Tracker:
         self._files.check()
 
     def reaches_store(self) -> bool:
-        """Return whether the store answers; what is waited for it counts as waited at the end of the run."""
+        """Return whether the store answers; the wait is deducted from that at the end of the run."""
         return bool(self.run_id) and self.journal.reaches_store(self.run_id)
 
     def end(self, status: str, failure: str | None = None) -> str | None:
-        """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, if so."""
+        """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, or None."""
         if self._late_checksums and self._files.checksums:
             self.journal.write({"artifact": DESCRIBED})
         if failure:
@@ -200,7 +200,7 @@ class Tracker:
         return self.journal.close(status)
 
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
-        """Log the inputs and the artifacts that are known before a run trains; `DESCRIBED` is the last."""
+        """Log the inputs and the artifacts that exist before a run trains; `DESCRIBED` is the last one."""
         for name, split in data.splits.items():
             context = {"train": "training"}.get(name, name)
             self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
@@ -221,19 +221,19 @@ class Tracker:
             self._files.compute(lambda found: self._describe_files({**dataset, "files": found}))
 
     def _describe_files(self, dataset: dict[str, Any]) -> None:
-        """Write the checksums into the run directory, where a run that goes on looks for them; `end` logs them."""
+        """Write the checksums to the run directory, where a resumed run looks for them; `end` logs them."""
         new = self.run_dir / f".{DESCRIBED}"
         new.write_text(mask(json.dumps(dataset, indent=1) + "\n"), encoding="utf-8")
         new.replace(self.run_dir / DESCRIBED)
 
     def _artifact(self, name: str, text: str) -> None:
-        """Write a file of the run directory, and log it."""
+        """Write a file in the run directory, and log it."""
         (self.run_dir / name).write_text(mask(text), encoding="utf-8")
         self.journal.write({"artifact": name})
 
 
 def _dataset(data: Data, context: str, split: tf.data.Dataset) -> dict[str, str]:
-    """Return a split as MLflow's `Dataset` takes it."""
+    """Return the arguments of MLflow's `Dataset` for a split."""
     schema, examples = str(split.element_spec), int(split.cardinality())
     identity = f"{data.name} {data.version} {context} {examples} {schema}"
     return {

@@ -1,8 +1,8 @@
-"""Carries one journal to its run in a store: each line at least once, each point of a metric exactly once.
+"""Ships one journal to its run in a store: each line at least once, each point of a metric exactly once.
 
-The run has a tag `journal`, made before the run was: by it a second process finds the run that a first one created,
-and compares what the store holds with what the journal says. So any process may take up the work of another one that
-died, any number of times.
+The run has a tag `journal`, whose value is chosen before the run is created: a second process finds the run by it, and
+compares what the store holds with what the journal says. So any process may continue the work of one that died, any
+number of times.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, ViewType
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.exceptions import MlflowException
 
 from pipeline.common.errors import ConfigError, first_line
@@ -24,128 +24,96 @@ from pipeline.tracking.journal_file import SHIPPER, DamagedError, Reader, lock
 from pipeline.tracking.store import Store
 from pipeline.trust import artifact_locations
 
-AT_ONCE = 1000  # metrics in one request, at most; MLflow's limit
-AFTER_FAILURE = 50  # and in a request that is tried again: servers before 3.17 look each of its points up
+AT_ONCE = 1000  # metrics per request, at most; MLflow's limit
+AFTER_FAILURE = 50  # and per request that is repeated: servers before 3.17 look each of its points up
+PARAMS_AT_ONCE = 100  # params per request, at most; MLflow's limit
 PARAM_LENGTH = 6000  # characters of a param's value
-TRIES = 5  # of a request that the store refuses for what it says
-RETRY = 1.0  # seconds between two tries to create a run
+TRIES = 5  # of a request that the store refuses because of its content
+RETRY = 1.0  # seconds between two tries
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE")
-UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store, and perhaps never the full disk
+UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store, but perhaps never the full disk
 FORKS = "forks"  # tag: the runs that began with a checkpoint of this one
 MOST_FORKS = 140  # that are named: MLflow takes 5000 characters
 NOT_SHIPPED = "not_shipped"  # tag: what the store did not take, or could not be read
 
 
-class Delivery:
+class StoreGoneError(OSError):
+    """The file of a SQLite store is no longer the one that was opened."""
+
+
+class Uploader:
     """Ships the lines of one journal, in order; the first one says what run to create.
 
     Args:
-        store: that gets the run.
+        store: gets the run.
         path: of the journal.
-        again: another process may have created the run.
+        may_exist: whether another process may have created the run.
         seconds: to wait for that other process to end.
 
     Attributes:
         run_id, experiment_id: of the run.
-        sent: points that the store did not have.
+        status: of the run by the lines read so far; None while it goes on.
+        damage: why the journal cannot be read further; empty if it can.
+        sent: number of points that the store did not have.
 
     Raises:
         ConfigError: the run is deleted, another process ships this journal, or its artifacts lie where they must not.
     """
 
-    def __init__(self, store: Store, path: Path, *, again: bool, seconds: float = 0.0):
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if not lock(self._descriptor, SHIPPER, seconds):
-            raise ConfigError("RUN_DIR", "is being shipped by another process", str(path.parent))
+    def __init__(self, store: Store, path: Path, *, may_exist: bool, seconds: float = 0.0):
         self._store, self._folder = store, path.parent
-        self._reader = Reader(self._descriptor)
         self._points: list[Metric] = []
-        self._waiting: list[dict[str, Any]] = []  # lines other than metrics, shipped after the metrics before them
-        self._held: dict[str, bytearray] = {}  # 1 at each step that the store has of a metric
-        self._status: str | None = None
+        self._lines: list[dict[str, Any]] = []  # other than metrics, shipped after the metrics before them
+        self._stored: dict[str, bytearray] = {}  # metric → 1 at each step that the store has
         self._at_once = AT_ONCE
-        self._last_step = self._samples = self._segment = self._tries = self.sent = 0
+        self._last_step = self._segment = self._tries = self.sent = 0
+        self.status: str | None = None
         self.damage = ""
-        line = next(self._reader.lines())
-        begun = line["start"]
-        self.client = store.client()
-        self.experiment_id = store.experiment(begun["experiment"])
-        self._file = None if store.database is None else _identity(store.database)
-        run = (self._found(begun["tags"]["journal"]) if again else None) or self._created(line)
-        self.run_id, self._before = run.info.run_id, run
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if (places := artifact_locations.allowed_places()) is not None:
-                artifact_locations.check(run.info.artifact_uri, store.uri, places)
-            params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in begun["params"].items()]
-            missing = [param for param in params if param.key not in run.data.params]
-            for first in range(0, len(missing), 100):
-                self.client.log_batch(self.run_id, params=missing[first : first + 100])
-            # Sampled from here, not in a thread of its own that reads the whole run before each of its writes.
-            self._system = mlflow_internals.system_sampler(store.uri, self.run_id) if begun["system_metrics"] else None
-        except Exception:
-            if not again:
-                with contextlib.suppress(Exception):  # the first failure is what the trainer is told
-                    self.client.set_terminated(self.run_id, "FAILED")
+            if not lock(self._descriptor, SHIPPER, seconds):
+                raise ConfigError("RUN_DIR", "is being shipped by another process", str(path.parent))
+            self._reader = Reader(self._descriptor)
+            self._open_run(next(self._reader.lines()), may_exist)
+        except BaseException:
+            self.close()
             raise
-        for key in run.data.metrics:
-            steps = [point.step for point in self.client.get_metric_history(self.run_id, key)]
-            self._held[key] = bytearray(max(steps) + 1)
-            for step in steps:
-                self._held[key][step] = 1
-        self._samples = max((len(steps) for key, steps in self._held.items() if key.startswith("system/")), default=0)
 
-    def read(self, alive: bool) -> bool:
-        """Take in lines that were not read before, so many that they can be shipped at once; return whether any were.
+    def read(self, *, ended: bool = False) -> bool:
+        """Read as many new lines as fit into one request; return whether there were any.
 
-        Where the trainer is not `alive` and died without a word, say so for it.
+        If the trainer has `ended` but its journal has not, the run ends here, as KILLED.
         """
         before = self._reader.offset
-        try:
+        with self._noting_damage():
             for line in self._reader.lines():
-                self._take(line)
+                self._add(line)
                 if len(self._points) >= AT_ONCE:
                     break
-        except DamagedError as error:
-            self._damaged(error)
         if self._reader.offset > before:
             return True
-        if not alive and self._status is None:
-            before = self._before
-            if before.data.tags.get(UNWRITTEN) == str(self._segment) and before.info.end_time is not None:
-                self._status = before.info.status
-                self._waiting.append({"end": self._status, "time": before.info.end_time})
-                return False
-            failure = self.damage or f"The process ended without a word after update {self._last_step}."
-            self._waiting += [{"tags": {"failure": failure}}, {"end": "KILLED", "time": int(time.time() * 1000)}]
-            self._status = "KILLED"
+        if ended and self.status is None:
+            self._add_end()
         return False
 
     def add_unwritten(self, text: str) -> None:
-        """Take in what the disk of the journal did not take; its first line may go on with the file's last one."""
-        if text:
-            try:
-                for line in self._reader.lines():
-                    self._take(line)
-                beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self._reader.offset)
-                for whole in (beginning + text.encode()).splitlines(keepends=True):
-                    line = self._reader.checked(whole)
-                    if "end" in line:
-                        self._take({"tags": {UNWRITTEN: str(self._segment)}})
-                    self._take(line)
-            except DamagedError as error:
-                self._damaged(error)
+        """Read the lines that the journal's disk did not take, after those that it did."""
+        with self._noting_damage():
+            for line in self._reader.continued(text) if text else ():
+                if "end" in line:
+                    self._add({"tags": {UNWRITTEN: str(self._segment)}})
+                self._add(line)
 
     def sample(self) -> None:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
-        if self._system is None:
-            return
-        sampled, now = self._system(), int(time.time() * 1000)
-        self._points += [Metric(f"system/{key}", value, now, self._samples) for key, value in sampled.items()]
-        self._samples += 1
+        if self._system is not None:
+            sampled, now = self._system(), int(time.time() * 1000)
+            self._points += [Metric(f"system/{key}", value, now, self._samples) for key, value in sampled.items()]
+            self._samples += 1
 
     def ship(self) -> None:
-        """Send what was read; what the store has not confirmed stays here and is sent again."""
-        if self._file is not None and _identity(self._store.database) != self._file:  # what is written there is lost
+        """Send what was read; what the store has not confirmed is kept and sent again."""
+        if self._store.file_id() != self._file_id:  # what is written there is lost
             raise StoreGoneError(f"{self._store.database} was moved or deleted")
         while self._points:
             batch = self._points[: self._at_once]
@@ -154,50 +122,138 @@ class Delivery:
             self._at_once = AT_ONCE
             del self._points[: len(batch)]
             self.sent += len(batch)
-        while self._waiting:
-            line = self._waiting[0]
+        while self._lines:
+            line = self._lines[0]
             try:
-                self._deliver(line)
+                self._ship_line(line)
             except MlflowException as error:
                 self._tries += 1
                 if error.error_code not in REFUSALS or self._tries < TRIES:
                     raise
                 self._note(f"{next(iter(line))}: {first_line(error)}")
             self._tries = 0
-            del self._waiting[0]
+            del self._lines[0]
 
-    def status(self) -> str | None:
-        """Return the status that the run has by what was read; None while it goes on."""
-        return self._status
+    def finish(self, patience: float, report: Callable[[Exception], object] = lambda error: None) -> None:
+        """Ship the rest of a journal that no trainer writes any more.
+
+        Args:
+            patience: seconds for which the store may fail before its error is raised.
+            report: called with each error before that.
+        """
+        more = True
+        while more:
+            more = self.read(ended=True)
+            until = time.monotonic() + patience
+            while True:
+                try:
+                    self.ship()
+                    break
+                except Exception as error:
+                    if isinstance(error, StoreGoneError) or time.monotonic() > until:
+                        raise
+                    report(error)
+                    time.sleep(RETRY)
 
     def close(self) -> None:
-        """Let the journal be, and free its lock."""
+        """Close the journal, which frees its lock."""
         os.close(self._descriptor)
 
-    def _damaged(self, error: DamagedError) -> None:
-        self.damage = f"The journal cannot be read further: {error}."
+    def _open_run(self, line: dict[str, Any], may_exist: bool) -> None:
+        """Find or create the run of a journal's first line; complete its params, and ask for its points."""
+        start = line["start"]
+        self.client = self._store.client()
+        self.experiment_id = self._store.experiment(start["experiment"])
+        self._file_id = self._store.file_id()
+        self._run = (self._found(start["tags"]["journal"]) if may_exist else None) or self._created(line)
+        self.run_id = self._run.info.run_id
+        try:
+            if (places := artifact_locations.allowed_places()) is not None:
+                artifact_locations.check(self._run.info.artifact_uri, self._store.uri, places)
+            self._log_params(start["params"])
+            # Sampled from here: MLflow's own thread would read the whole run before each of its writes.
+            sampled = start["system_metrics"]
+            self._system = mlflow_internals.system_sampler(self._store.uri, self.run_id) if sampled else None
+        except Exception:
+            if not may_exist:
+                with contextlib.suppress(Exception):  # the trainer is told of the first failure
+                    self.client.set_terminated(self.run_id, "FAILED")
+            raise
+        for key in self._run.data.metrics:
+            steps = [point.step for point in self.client.get_metric_history(self.run_id, key)]
+            self._stored[key] = bytearray(max(steps) + 1)
+            for step in steps:
+                self._stored[key][step] = 1
+        self._samples = max((len(steps) for key, steps in self._stored.items() if key.startswith("system/")), default=0)
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _found(self, journal: str) -> Any:
+        run = self._store.find_run(self.experiment_id, journal)
+        if run is not None and run.info.lifecycle_stage != "active":
+            rule = f"must have a run that is not deleted: mlflow runs restore --run-id {run.info.run_id}"
+            raise ConfigError("RUN_DIR", rule, str(self._folder))
+        return run
+
+    def _created(self, line: dict[str, Any]) -> Any:
+        """Create the run. Each try is one request: every retry of MLflow's own could leave another run behind."""
+        start = line["start"]
+        for tries in itertools.count(1):
+            try:
+                with _without_retries():
+                    return self.client.create_run(self.experiment_id, line["time"], start["tags"], start["name"])
+            except MlflowException as error:
+                if tries == TRIES or error.error_code in REFUSALS:
+                    raise
+                time.sleep(RETRY)
+                if found := self._found(start["tags"]["journal"]):
+                    return found
+        return None
+
+    def _log_params(self, given: dict[str, Any]) -> None:
+        """Log those params that the run does not have yet."""
+        known = self._run.data.params
+        params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in given.items() if key not in known]
+        for first in range(0, len(params), PARAMS_AT_ONCE):
+            self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
+
+    def _add(self, line: dict[str, Any]) -> None:
+        """Queue one line; of metrics, the points that the store does not have."""
         if "metrics" in line:
-            step, milliseconds = line["step"], line["time"]
+            step = line["step"]
             self._last_step = max(step, self._last_step)
             for key, value in line["metrics"].items():
-                steps = self._held.get(key, b"")
+                steps = self._stored.get(key, b"")
                 if step >= len(steps) or not steps[step]:
-                    self._points.append(Metric(key, value, milliseconds, step))
+                    self._points.append(Metric(key, value, line["time"], step))
         else:
-            self._waiting.append(line)
+            self._lines.append(line)
             self._segment += "resume" in line
-            self._status = line.get("end", None if "resume" in line else self._status)
+            self.status = line.get("end", None if "resume" in line else self.status)
 
-    def _deliver(self, line: dict[str, Any]) -> None:
-        if "dataset" in line:  # MLflow refuses one that another run inserts in this moment; then it is sent again
+    def _add_end(self) -> None:
+        """End the run of a trainer that died without a word; one whose end only the store has ends as it did there."""
+        run = self._run
+        if run.data.tags.get(UNWRITTEN) == str(self._segment) and run.info.end_time is not None:
+            self._add({"end": run.info.status, "time": run.info.end_time})
+        else:
+            failure = self.damage or f"The process ended without a word after update {self._last_step}."
+            self._add({"tags": {"failure": failure}})
+            self._add({"end": "KILLED", "time": int(time.time() * 1000)})
+
+    @contextlib.contextmanager
+    def _noting_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedError as error:
+            self.damage = f"The journal cannot be read further: {error}."
+
+    def _ship_line(self, line: dict[str, Any]) -> None:
+        if "dataset" in line:  # MLflow refuses one that another run inserts at the same time; then it is sent again
             tags = [InputTag("mlflow.data.context", line["context"])]
             self.client.log_inputs(self.run_id, [DatasetInput(Dataset(**line["dataset"]), tags)])
         for key, value in line.get("tags", {}).items():
             self.client.set_tag(self.run_id, key, value)
         if "fork_of" in line:
-            self._link(line["fork_of"])
+            self._tag_source(line["fork_of"])
         if "artifact" in line:
             file = self._folder / line["artifact"]
             try:
@@ -210,11 +266,11 @@ class Delivery:
             with contextlib.suppress(MlflowException):  # it may have none
                 self.client.delete_tag(self.run_id, "failure")
             self.client.update_run(self.run_id, "RUNNING")
-        if "end" in line and line is self._waiting[-1]:  # of a run that was not resumed since
+        if "end" in line and line is self._lines[-1]:  # the run was not resumed afterwards
             self.client.set_terminated(self.run_id, line["end"], line["time"])
 
-    def _link(self, source: str) -> None:
-        """Name this run in the tag `forks` of the one that it begins with, where that can be written."""
+    def _tag_source(self, source: str) -> None:
+        """Name this run in the tag `forks` of the run that it begins with, if that can be written."""
         with contextlib.suppress(MlflowException):
             named = self.client.get_run(source).data.tags.get(FORKS, "").split(", ")
             if self.run_id not in named:
@@ -222,48 +278,6 @@ class Delivery:
 
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])
-
-    def _found(self, name: str) -> Any:
-        run = run_of(self.client, self.experiment_id, name)
-        if run is not None and run.info.lifecycle_stage != "active":
-            rule = f"must have a run that is not deleted: mlflow runs restore --run-id {run.info.run_id}"
-            raise ConfigError("RUN_DIR", rule, str(self._folder))
-        return run
-
-    def _created(self, line: dict[str, Any]) -> Any:
-        """Create the run: a request a try, as MLflow's own further ones would leave a run each behind."""
-        begun = line["start"]
-        for tries in itertools.count(1):
-            try:
-                with _without_retries():
-                    return self.client.create_run(self.experiment_id, line["time"], begun["tags"], begun["name"])
-            except MlflowException as error:
-                if tries == TRIES or error.error_code in REFUSALS:
-                    raise
-                time.sleep(RETRY)
-                if found := self._found(begun["tags"]["journal"]):
-                    return found
-        return None
-
-
-def run_of(client: Any, experiment_id: str, journal: str) -> Any:
-    """Return the run that was created for a journal, by its name; None where there is none."""
-    where = f"tags.journal = '{journal}'"
-    runs = client.search_runs([experiment_id], where, ViewType.ALL, order_by=["start_time ASC"])
-    return next(iter(runs), None)
-
-
-class StoreGoneError(OSError):
-    """The file of a SQLite store is no longer the one that was opened."""
-
-
-def _identity(database: Path | None) -> tuple[int, int]:
-    assert database is not None
-    try:
-        found = database.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return found.st_dev, found.st_ino
 
 
 @contextlib.contextmanager

@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass
 class Best:
-    """The best evaluation so far; of two that are equal the first one.
+    """The best evaluation so far; of two equal ones, the first.
 
     Attributes:
-        metric: of the validation split, without `val/`.
+        metric: its name, without `val/`.
         mode: `min` or `max`.
-        value: of the metric; None before the first evaluation that gave a number.
-        update: the completed updates before that evaluation.
+        value: of the metric; None before the first evaluation that gives a number.
+        update: completed updates before that evaluation.
     """
 
     metric: str
@@ -25,7 +25,7 @@ class Best:
     update: int = 0
 
     def take(self, update: int, results: Mapping[str, float]) -> bool:
-        """Return whether the evaluation after `update` updates is the best so far, which it then is from now on."""
+        """Return whether the evaluation after `update` updates is the best so far; if so, keep it as that."""
         value = results[self.metric]
         if math.isnan(value):
             return False
@@ -35,14 +35,14 @@ class Best:
         return True
 
     def row(self) -> dict[str, float]:
-        """Return the metrics that say which it was; empty where there was none."""
+        """Return what is logged of it: the metric and the update; empty if there was none."""
         return {} if self.value is None else {f"best/val/{self.metric}": self.value, "best/update": self.update}
 
     def get_state(self) -> dict[str, Any]:
-        """Return what a run that goes on needs, as JSON takes it."""
+        """Return what a resumed run needs, as JSON."""
         return {"metric": self.metric, "mode": self.mode, "value": self.value, "update": self.update}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` has returned; one of another metric or mode is left alone."""
+        """Continue from what `get_state` returned, unless that is of another metric or mode."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode):
             self.value, self.update = state["value"], state["update"]

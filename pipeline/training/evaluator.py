@@ -1,83 +1,138 @@
-"""The loss and the metrics over a split, in smaller micro-batches where memory runs out."""
+"""The loss and the metrics over a split: when they are computed, with which weights, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from pipeline.accumulation import Evaluation, GradientSums
+from pipeline.config.sizes import Plan
 from pipeline.dataset.batches import iterating
-from pipeline.training.oom_retry import halved
+from pipeline.training.best_evaluation import Best
+from pipeline.training.oom_retry import assign_all, halve
 
-Stop = Callable[[], BaseException | None]
-
-
-def never() -> None:
-    """Return no reason to stop."""
-    return None
+Check = Callable[[], None]  # called between two batches; what it raises ends the evaluation
+Evaluate = Callable[[Check], dict[str, float]]
 
 
-def evaluator(
-    evaluation: Evaluation,
-    batches: tf.data.Dataset,
-    name: str = "validation",
-    tell: Callable[[str, int], None] = lambda name, size: None,
-    changed: Sequence[tf.Variable] = (),
-    tries: bool = True,
-) -> Callable[..., dict[str, float]]:
-    """Return a function that evaluates the loss and the metrics over all of `batches`, each example exactly once.
+@dataclass(frozen=True)
+class Evaluations:
+    """What a run evaluates, and when.
 
-    It takes a function, looked at after each batch: an exception that this gives is raised. Where a micro-batch does
-    not fit into memory, and it `tries`, it begins again with smaller ones, and gives the name of the split and their
-    size to `tell`. The variables `changed`, which a forward pass may change, are put back then.
+    Attributes:
+        validation: returns the loss and the metrics over the validation split.
+        test: returns them over the test split; called once, when the training has ended.
+        every: updates between two evaluations, or `epoch`. The last update is always followed by one.
+        best: takes the results of each. The checkpoint of the best one is kept, and `test` uses its weights.
     """
-    spec = batches.element_spec
-    next_batch = tf.function(lambda iterator: evaluation(next(iterator)), autograph=False)
-    this_batch: Any = None  # in place of it where memory has run out once: what failed, reading or evaluating, is known
-    count = int(batches.cardinality())
 
-    def evaluate(stop: Stop = never) -> dict[str, float]:
-        nonlocal this_batch
-        before = [tf.identity(variable) for variable in changed]
+    validation: Evaluate | None = None
+    test: Evaluate | None = None
+    every: int | str = "epoch"
+    best: Best | None = None
+
+    def due(self, update: int, plan: Plan, *, last: bool) -> bool:
+        """Return whether the validation split is evaluated after `update` updates, if there is one."""
+        if self.validation is None:
+            return False
+        return last or (plan.ends_epoch(update) if isinstance(self.every, str) else update % self.every == 0)
+
+
+class Evaluator:
+    """Computes the loss and the metrics over all of a split, each example exactly once.
+
+    Args:
+        evaluation: of one batch.
+        batches: of the split.
+        name: of the split.
+        on_halved: called with the name and the new size when micro-batches do not fit into memory and are halved.
+        changed: variables that a forward pass may change; they are put back before the evaluation is repeated.
+        retry: whether it is repeated with smaller micro-batches. One of several workers cannot, as the others go on.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        batches: tf.data.Dataset,
+        name: str = "validation",
+        on_halved: Callable[[str, int], None] = lambda name, size: None,
+        changed: Sequence[tf.Variable] = (),
+        retry: bool = True,
+    ):
+        self._evaluation, self._batches, self._name = evaluation, batches, name
+        self._on_halved, self._changed, self._retry = on_halved, changed, retry
+        self._count = int(batches.cardinality())
+        self._evaluate_next = tf.function(lambda iterator: evaluation(next(iterator)), autograph=False)
+        # Used in its place once memory has run out: it shows whether reading a batch or evaluating it takes too much.
+        self._evaluate_batch: Any = None
+
+    def __call__(self, check: Check = lambda: None) -> dict[str, float]:
+        """Return the loss and the metrics.
+
+        Raises:
+            ResourceExhaustedError: a batch does not fit into memory as it is read.
+            OutOfMemoryError: not even one example fits.
+        """
+        evaluation, spec = self._evaluation, self._batches.element_spec
+        before = [tf.identity(variable) for variable in self._changed]
         while True:
             try:
-                return evaluate_once(stop)
-            except tf.errors.ResourceExhaustedError as error:
-                if this_batch is not None or not tries:
-                    raise error  # of reading
+                return self._evaluate(check)
             except _DoesNotFit as error:
-                tell(name, halved(evaluation, f"the {name} split", error.error))
-            this_batch = tf.function(lambda batch: evaluation(batch), autograph=False, input_signature=[spec])
-            for kept, now in zip(before, changed, strict=True):
-                now.assign(kept)
+                self._on_halved(self._name, halve(evaluation, f"the {self._name} split", error.error))
+            except tf.errors.ResourceExhaustedError:
+                if self._evaluate_batch is not None or not self._retry:
+                    raise
+            # Traced anew: a traced function keeps the size of its micro-batches.
+            self._evaluate_batch = tf.function(lambda batch: evaluation(batch), autograph=False, input_signature=[spec])
+            assign_all(self._changed, before)
 
-    def evaluate_next(iterator: Any) -> GradientSums:
-        if this_batch is None:
-            return next_batch(iterator)
+    def _evaluate(self, check: Check) -> dict[str, float]:
+        metrics = self._evaluation.measured
+        for metric in metrics.values():
+            metric.reset_state()
+        with iterating(self._batches) as iterator:
+            sums = self._next_sums(*iterator)
+            for _ in range(self._count - 1):
+                check()
+                sums = tf.nest.map_structure(tf.add, sums, self._next_sums(*iterator))
+        results = {"loss": sums.mean_loss(), **sums.output_losses()}
+        results |= {name: metric.result() for name, metric in metrics.items()}
+        return {name: float(value) for name, value in results.items()}
+
+    def _next_sums(self, iterator: Any) -> GradientSums:
+        if self._evaluate_batch is None:
+            return self._evaluate_next(iterator)
         batch = next(iterator)
         try:
-            return this_batch(batch)
+            return self._evaluate_batch(batch)
         except tf.errors.ResourceExhaustedError as error:
             raise _DoesNotFit(error) from error
 
-    def evaluate_once(stop: Stop) -> dict[str, float]:
-        for metric in evaluation.measured.values():
-            metric.reset_state()
-        with iterating(batches) as iterator:
-            sums = evaluate_next(*iterator)
-            for _ in range(count - 1):
-                if (reason := stop()) is not None:
-                    raise reason
-                sums = tf.nest.map_structure(tf.add, sums, evaluate_next(*iterator))
-        results = {"loss": sums.mean_loss(), **sums.output_losses()}
-        results |= {name: metric.result() for name, metric in evaluation.measured.items()}
-        return {name: float(value) for name, value in results.items()}
-
-    return evaluate
-
 
 class _DoesNotFit(Exception):
+    """A batch that was read does not fit into memory as it is evaluated."""
+
     def __init__(self, error: tf.errors.ResourceExhaustedError):
+        super().__init__(error)
         self.error = error
+
+
+@contextmanager
+def averaged_weights(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> Iterator[None]:
+    """With `use_ema`, give the model its averaged weights meanwhile, so that all rows of a curve are of the same."""
+    if not getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+        yield
+        return
+    variables = model.trainable_variables
+    raw = [tf.identity(variable.value) for variable in variables]
+    optimizer.finalize_variable_values(variables)
+    try:
+        yield
+    finally:
+        assign_all(variables, raw)

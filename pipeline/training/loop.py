@@ -1,11 +1,11 @@
-"""The loop, straight down: update, record, evaluate, checkpoint."""
+"""The training loop: update, record, evaluate, checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -14,244 +14,269 @@ from pipeline.accumulation import Update
 from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.common.errors import say
-from pipeline.config.sizes import Plan
 from pipeline.dataset.batches import iterating
-from pipeline.training.best_evaluation import Best
-from pipeline.training.callbacks import Stopped, watches_updates
-from pipeline.training.evaluator import Stop, never
-from pipeline.training.oom_retry import Smaller
+from pipeline.training.callbacks import StopCause, has_batch_hooks
+from pipeline.training.evaluator import Evaluations, averaged_weights
+from pipeline.training.oom_retry import OomRetry
 from pipeline.training.recorder import Recorder
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.fork import Fork
 
-LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError)  # one of several workers
+WORKER_LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError)
 
 
-def train(
-    model: keras.Model,
-    batches: tf.data.Dataset,
-    update: Update,
-    plan: Plan,
-    recorder: Recorder,
-    *,
-    evaluate: Callable[[Stop], dict[str, float]] | None = None,
-    test: Callable[[Stop], dict[str, float]] | None = None,
-    evaluate_every: int | str = "epoch",
-    callbacks: Mapping[str, keras.callbacks.Callback] = MappingProxyType({}),
-    checkpoints: Checkpoints | None = None,
-    start: Checkpoint | Fork | None = None,
-    best: Best | None = None,
-    stop: Stop = lambda: None,
-    smaller: Smaller | None = None,
-    agreed: Callable[[bool], bool] = bool,
-) -> float:
-    """Train to the end of `plan`, or until a callback sets `model.stop_training`.
+class Interrupted(BaseException):
+    """The run was asked to end; `Trainer.fit` raises the `reason` in its place once it has written a checkpoint."""
+
+    def __init__(self, reason: BaseException):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Trainer:
+    """Trains to the end of the recorder's plan, or until a callback sets `model.stop_training`.
 
     Args:
-        model: built, and compiled where a callback wants that.
-        batches: effective batches, one an update, from that of the first update here on.
-        update: applies one effective batch.
-        plan: how many updates, and where epochs end.
-        recorder: takes every update's results.
-        evaluate: returns the loss and the metrics over the validation split; raises what its argument gives.
-        test: the same over the test split, at the end: of the best checkpoint where one is kept.
-        evaluate_every: in updates, or `epoch`; the last update is always followed by an evaluation.
-        callbacks: by name; one batch of theirs is one update.
-        checkpoints: written where they are due; every row up to a checkpoint is in the log before it.
-        start: a checkpoint to go on from, so that what follows is what would have followed; or where to begin.
-        best: takes every evaluation; the checkpoint of the best one is kept.
-        smaller: lets an update that does not fit into memory be tried again; without it that ends the run.
-        agreed: returns, once each of several workers has called it, whether it holds for all of them.
-        stop: looked at after each update and each batch of an evaluation. Where it gives an exception the rows so far
-            are written, then a checkpoint, and it is raised.
+        update: applies one effective batch. Its model is compiled if a callback wants that.
+        batches: effective batches, one per update, from that of the first update here on.
+        recorder: takes the results of every update. Its plan says how many there are, and where epochs end.
+        evaluations: of the validation and the test split.
+        callbacks: by name; one update is one batch to them.
+        checkpoints: writes those that are due, each after the rows of all updates before it.
+        oom_retry: runs an update that does not fit into memory again. Without it, such an update ends the run.
+        stop: called after each update and each batch of an evaluation. If it returns an exception, the rows so far are
+            logged, a checkpoint is written, and that exception is raised.
+        agree: returns, once each of several workers has called it, whether its argument is true for all of them.
 
-    Returns:
-        The last loss: of the validation split where there is one, else of the last update.
-
-    Raises:
-        NonFiniteError: as `Recorder.fetch`.
-        ConfigError: `start` is of another model or optimizer; nothing was changed.
+    Attributes:
+        done: completed updates.
+        pending: whether the evaluation and the callbacks after the last update are still to come.
+        validation: the results of the evaluation after the last update; empty if there was none.
     """
-    counts = {"epochs": plan.epochs, "steps": plan.updates_per_epoch}
-    stopped = Stopped()
-    hooks = keras.callbacks.CallbackList(stopped.watched(callbacks), model=model, verbose=0, **counts)
-    watched = any(map(watches_updates, callbacks.values()))
-    names: list[str] = []
 
-    def step(batch: Any) -> tf.Tensor:
-        results = update(batch)
-        names[:] = results
+    def __init__(
+        self,
+        update: Update,
+        batches: tf.data.Dataset,
+        recorder: Recorder,
+        *,
+        evaluations: Evaluations | None = None,
+        callbacks: Mapping[str, keras.callbacks.Callback] = MappingProxyType({}),
+        checkpoints: Checkpoints | None = None,
+        oom_retry: OomRetry | None = None,
+        stop: Callable[[], BaseException | None] = lambda: None,
+        agree: Callable[[bool], bool] = bool,
+    ):
+        self.update, self.model, self.batches, self.recorder = update, update.model, batches, recorder
+        self.evaluations, self.callbacks, self.checkpoints = evaluations or Evaluations(), callbacks, checkpoints
+        self._oom_retry, self._stop, self._agree = oom_retry, stop, agree
+        self.done, self.pending, self.validation = 0, False, dict[str, float]()
+        self._stop_cause = StopCause()
+        self._hooks = keras.callbacks.CallbackList(
+            self._stop_cause.after_each(callbacks),
+            model=self.model,
+            verbose=0,
+            epochs=recorder.plan.epochs,
+            steps=recorder.plan.updates_per_epoch,
+        )
+        self._has_batch_hooks = any(map(has_batch_hooks, callbacks.values()))
+        self._next_update = tf.function(self._next_step, autograph=False)
+
+    def fit(self, start: Checkpoint | Fork | None = None) -> float:
+        """Train from `start`, or from the first update.
+
+        Args:
+            start: a checkpoint of this run, which then continues as if it had never ended; or one of another run.
+
+        Returns:
+            The last loss: of the validation split if there is one, else of the last update.
+
+        Raises:
+            NonFiniteError: as `Recorder.fetch`.
+            ConfigError: `start` is of another model or optimizer; nothing was changed.
+        """
+        self.model.stop_training = False
+        self._hooks.on_train_begin()
+        with self._checkpoint_on_interruption():
+            with iterating(self.batches) as iterator:
+                if start is not None:
+                    self.restore(start, iterator)
+                while self.pending or not self.ended:
+                    if not self.pending:
+                        self.record(self.update_once(iterator))
+                        self.raise_if_stopped()
+                    self.evaluate()
+                    self.checkpoint(last=self.ended)
+            self.finish()
+            self.test()
+        self._agree(True)  # no worker leaves while another one is at work
+        return self.validation["loss"] if self.validation else self.recorder.last["loss"]
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no further update."""
+        return bool(self.done >= self.recorder.plan.updates or self.model.stop_training)
+
+    def restore(self, start: Checkpoint | Fork, iterator: list[Any]) -> None:
+        """Put back the state of a checkpoint; `iterator` is as in `update_once`."""
+        state = snapshot.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.take()
+        snapshot.adapt(self.update, state)
+        self._next_update.get_concrete_function(*iterator)  # before: a layer may draw a seed when it is traced
+        self.update.begun.assign(start.update)
+        restore = snapshot.restore if isinstance(start, Checkpoint) else start.restore
+        loop = restore(state, self.update, self.recorder, self.callbacks)
+        self.done, self.pending, self.validation = start.update, loop["open"], loop["validation"]
+        self._stop_cause.callback = loop["stopped_by"]
+        if self.evaluations.best is not None and loop["best"] is not None:
+            self.evaluations.best.set_state(loop["best"])
+        self.recorder.progress.done = self.done
+
+    def update_once(self, iterator: list[Any]) -> tf.Tensor:
+        """Apply the next effective batch, in smaller micro-batches if it does not fit into memory.
+
+        Args:
+            iterator: over effective batches, alone in a list, as `iterating` gives it.
+
+        Returns:
+            The results as one vector in the order of `recorder.names`.
+        """
+        epoch, index = divmod(self.done, self.recorder.plan.updates_per_epoch)
+        if index == 0:
+            self._hooks.on_epoch_begin(epoch)
+        if self._has_batch_hooks:
+            self._hooks.on_train_batch_begin(index)
+        if self._oom_retry is None:
+            return self._next_update(*iterator)
+        try:
+            return self._oom_retry.run(self._next_update, *iterator)
+        except tf.errors.ResourceExhaustedError as error:
+            self.recorder.fetch()
+            results = self._oom_retry.retry_halved(error, self.done + 1, self._step)
+        self.recorder.cut(self.recorder.plan.halved(self.done, self.update.micro_batch_size))
+        self._next_update = tf.function(self._next_step, autograph=False)
+        return results
+
+    def record(self, results: tf.Tensor) -> None:
+        """Count the update that gave these results; give them to the recorder and to the callbacks' batch hooks."""
+        self.recorder.add(self.done + 1, results)
+        if self._has_batch_hooks:
+            logs = dict(zip(self.recorder.names, tf.unstack(results), strict=True))
+            self._hooks.on_train_batch_end(self.done % self.recorder.plan.updates_per_epoch, logs)
+        self.done += 1
+        self.pending = True
+
+    def raise_if_stopped(self) -> None:
+        """Raise `Interrupted` if the run was asked to end."""
+        if (reason := self._stop()) is not None:
+            raise Interrupted(reason)
+
+    def evaluate(self) -> None:
+        """Evaluate the validation split if that is due, and call the callbacks if an epoch ends."""
+        results: dict[str, float] = {}
+        plan, ended = self.recorder.plan, self.ended
+        if self.evaluations.due(self.done, plan, last=ended):
+            self.recorder.fetch()
+            results = self.validate()
+        try:
+            if self.callbacks and (ended or plan.ends_epoch(self.done)):
+                self.recorder.fetch()
+                logs = self.recorder.epoch_means() | {f"val_{name}": value for name, value in results.items()}
+                self._hooks.on_epoch_end((self.done - 1) // plan.updates_per_epoch, logs)
+            if self.model.stop_training and not results and self.evaluations.due(self.done, plan, last=True):
+                results = self.validate(pending=False)  # a callback has just stopped the run
+        finally:  # the row is logged also if a callback raises
+            if results:
+                self.recorder.validated(self.done, results)
+        self.validation, self.pending = results, False
+
+    def validate(self, *, pending: bool = True) -> dict[str, float]:
+        """Return the results over the validation split; write a checkpoint if they are the best so far.
+
+        Args:
+            pending: whether the callbacks after the update are still to come. Only then can it be interrupted.
+        """
+        evaluate, best = self.evaluations.validation, self.evaluations.best
+        assert evaluate is not None
+        with averaged_weights(self.update.optimizer, self.model):
+            self._hooks.on_test_begin()
+            results = evaluate(self.raise_if_stopped if pending else lambda: None)
+            self._hooks.on_test_end(results)
+        if best is not None and best.take(self.done, results) and self.checkpoints is not None:
+            self._save(self.checkpoints, pending, results, best=True)
+        return results
+
+    def checkpoint(self, *, last: bool = False) -> None:
+        """Write a checkpoint if `Checkpoints.due` says so; the `last` one and that of an interruption always are."""
+        if self.checkpoints is None or not self.checkpoints.due(self.done, last=last or self.pending):
+            return
+        (self.recorder.finish if last else self.recorder.fetch)()
+        self._save(self.checkpoints, self.pending, self.validation)  # copied now, and written by a thread
+        self.recorder.restart_clock()
+
+    def finish(self) -> None:
+        """Log what is left, and end the training for the optimizer and the callbacks."""
+        self.recorder.finish()
+        self.update.optimizer.finalize_variable_values(self.model.trainable_variables)  # `use_ema`: averages stay
+        self._hooks.on_train_end()
+        self.recorder.trained(self.done, self._stop_cause.callback, self.evaluations.best)
+
+    def test(self) -> None:
+        """Evaluate the test split, if there is one, with the weights of the best evaluation if they were kept."""
+        if self.evaluations.test is None:
+            return
+        kept = self._best_checkpoint()
+        weights = nullcontext() if kept is None else snapshot.lent(snapshot.read(kept.folder, kept.meta), self.update)
+        with weights, averaged_weights(self.update.optimizer, self.model):
+            results = self.evaluations.test(self.raise_if_stopped)
+        self.recorder.tested(self.done if kept is None else kept.update, results)
+
+    def _next_step(self, iterator: Any) -> tf.Tensor:
+        if self._oom_retry is None:
+            return self._step(next(iterator))
+        return self._oom_retry.hold_batch(iterator, self._step)
+
+    def _step(self, batch: Any) -> tf.Tensor:
+        results = self.update(batch)
+        self.recorder.names = tuple(results)
         return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
 
-    def next_step(iterator: Any) -> tf.Tensor:
-        return step(next(iterator)) if smaller is None else smaller.begin(iterator, step)
-
-    next_update = tf.function(next_step, autograph=False)
-
-    def fitting(iterator: list[Any], done: int) -> tf.Tensor:
-        """Return the results of the next update, in smaller micro-batches where it does not fit into memory."""
-        nonlocal next_update
-        if smaller is None:
-            return next_update(*iterator)
+    @contextmanager
+    def _checkpoint_on_interruption(self) -> Iterator[None]:
+        """On an interruption, or when a worker is lost, write a checkpoint, unless the state is amid an update."""
         try:
-            return smaller.tried(next_update, *iterator)
-        except tf.errors.ResourceExhaustedError as error:
-            recorder.fetch()
-            results = smaller.again(error, done, step)
-        recorder.cut(recorder.plan.halved(done - 1, update.micro_batch_size))
-        next_update = tf.function(next_step, autograph=False)
-        return results
+            yield
+        except Interrupted as interrupted:
+            if self.pending:
+                self.recorder.fetch()
+                self.checkpoint()
+                self.recorder.trained(self.done, None, None)
+            raise interrupted.reason from None
+        except WORKER_LOST:
+            with suppress(Exception):  # the device may be lost, too
+                if self.pending or (self._oom_retry is not None and self._oom_retry.rollback()):
+                    self.checkpoint(last=True)
+            raise
 
-    def begin(start: Checkpoint | Fork, iterator: list[Any]) -> dict[str, Any]:
-        """Put the state back; return what the loop knew."""
-        there = snapshot.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.take()
-        snapshot.adapt(update, there)
-        next_update.get_concrete_function(*iterator)  # before: a layer may draw a seed when it is traced
-        update.begun.assign(start.update)
-        if isinstance(start, Checkpoint):
-            return snapshot.restore(there, update, recorder, callbacks)
-        return start.restore(there, update, recorder, callbacks)
+    def _save(
+        self, checkpoints: Checkpoints, pending: bool, validation: Mapping[str, float], *, best: bool = False
+    ) -> None:
+        so_far = None if self.evaluations.best is None else self.evaluations.best.get_state()
+        loop = {"open": pending, "validation": validation, "stopped_by": self._stop_cause.callback, "best": so_far}
+        checkpoints.save(
+            self.done, lambda: snapshot.capture(self.update, self.recorder, self.callbacks, loop), best=best
+        )
 
-    def validate(done: int, *, open: bool) -> dict[str, float]:
-        assert evaluate is not None
-        with _averaged(update.optimizer, model):
-            hooks.on_test_begin()
-            results = evaluate(stop if open else never)
-            hooks.on_test_end(results)
-        if best is not None and best.take(done, results) and checkpoints is not None:
-            save(done, open=open, validation=results, best=True)
-        return results
-
-    def update_once(iterator: list[Any], done: int) -> None:
-        epoch, index = divmod(done - 1, plan.updates_per_epoch)
-        if index == 0:
-            hooks.on_epoch_begin(epoch)
-        if watched:
-            hooks.on_train_batch_begin(index)
-
-        results = fitting(iterator, done)
-
-        recorder.names = tuple(names)
-        recorder.add(done, results)
-        if watched:
-            hooks.on_train_batch_end(index, dict(zip(names, tf.unstack(results), strict=True)))
-
-    def end_of_update(done: int, last: bool) -> dict[str, float]:
-        """Evaluate where that is due, call the callbacks where an epoch ends; return the evaluation, if any."""
-        validation: dict[str, float] = {}
-        if evaluate is not None and (last or _due(done, evaluate_every, plan)):
-            recorder.fetch()
-            validation = validate(done, open=True)
-        try:
-            if callbacks and (last or plan.ends_epoch(done)):
-                recorder.fetch()
-                results = recorder.epoch_means() | {f"val_{name}": value for name, value in validation.items()}
-                hooks.on_epoch_end((done - 1) // plan.updates_per_epoch, results)
-            if evaluate is not None and model.stop_training and not validation:  # a callback has seen enough
-                validation = validate(done, open=False)
-        finally:  # a callback that raises takes no row with it
-            if validation:
-                recorder.log.validation(done, validation)
-                recorder.progress.validated(done, validation)
-                recorder.restart_clock()
-        return validation
-
-    def checkpoint(done: int, *, open: bool = False, last: bool = False) -> None:
-        """Write one where it is due; `open` where the evaluation and the callbacks after the update are to come."""
-        if checkpoints is None or not checkpoints.due(done, last=last or open):
-            return
-        (recorder.finish if last else recorder.fetch)()
-        save(done, open=open, validation=validation)
-        recorder.restart_clock()
-
-    def interrupt(done: int, reason: BaseException) -> NoReturn:
-        recorder.fetch()
-        checkpoint(done, open=True)
-        recorder.log.trained(done, None, None)
-        raise reason
-
-    def rescue(done: int, *, open: bool) -> None:
-        """Write a checkpoint after a worker was lost, where the update that was lost with it has changed nothing."""
-        with suppress(Exception):  # the device may be lost, too
-            if open or (smaller is not None and smaller.take_back()):
-                checkpoint(done, open=open, last=True)
-
-    def save(done: int, *, open: bool, validation: dict[str, float], best: bool = False) -> None:
-        assert checkpoints is not None
-        loop = {"open": open, "validation": validation, "stopped_by": stopped.by, "best": best_so_far()}
-        checkpoints.save(done, lambda: snapshot.capture(update, recorder, callbacks, loop), best=best)
-
-    def best_so_far() -> dict[str, Any] | None:
-        return None if best is None else best.get_state()
-
-    done, open, validation = 0, False, dict[str, float]()
-    model.stop_training = False
-    hooks.on_train_begin()
-    with iterating(batches) as iterator:
-        if start is not None:
-            loop = begin(start, iterator)
-            done, open, validation, stopped.by = start.update, loop["open"], loop["validation"], loop["stopped_by"]
-            if best is not None and loop["best"] is not None:
-                best.set_state(loop["best"])
-            recorder.progress.done = done
-        while open or (done < plan.updates and not model.stop_training):
-            if not open:
-                try:
-                    update_once(iterator, done + 1)
-                except LOST:
-                    rescue(done, open=False)
-                    raise
-                done += 1
-                if (reason := stop()) is not None:
-                    interrupt(done, reason)
-            try:
-                validation, open = end_of_update(done, done == plan.updates or model.stop_training), False
-            except LOST:
-                rescue(done, open=True)
-                raise
-            except BaseException as error:
-                if error is stop():  # while it evaluated, which is done again
-                    interrupt(done, error)
-                raise
-            checkpoint(done, last=done == plan.updates or model.stop_training)
-    recorder.finish()
-    update.optimizer.finalize_variable_values(model.trainable_variables)  # with `use_ema` the averages stay
-    hooks.on_train_end()
-    recorder.log.trained(done, stopped.by, best)
-    if test is not None:
-        kept = None
-        if best is not None and best.value is not None and checkpoints is not None:
-            checkpoints.wait()
-            agreed(True)  # one of several workers writes it, and each reads it
-            kept = checkpoints.best(best.update)
-            if not agreed(kept is not None) and kept is not None:
-                say(f"not every worker can read {kept.folder}: the test split is evaluated with the last weights")
-                kept = None
-        weights = nullcontext() if kept is None else snapshot.lent(snapshot.read(kept.folder, kept.meta), update)
-        with weights, _averaged(update.optimizer, model):
-            results, at = test(stop), done if kept is None else kept.update
-        recorder.log.test(at, results)
-        recorder.progress.tested(at, results)
-    agreed(True)  # none is gone while another one is at work
-    return validation["loss"] if validation else recorder.last["loss"]
-
-
-def _due(update: int, every: int | str, plan: Plan) -> bool:
-    return plan.ends_epoch(update) if isinstance(every, str) else update % every == 0
-
-
-@contextmanager
-def _averaged(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> Iterator[None]:
-    """With `use_ema` let the model have its averaged weights meanwhile: all rows of a curve are of the same weights."""
-    if not getattr(optimizer, "inner_optimizer", optimizer).use_ema:
-        yield
-        return
-    variables = model.trainable_variables
-    raw = [tf.identity(variable.value) for variable in variables]
-    optimizer.finalize_variable_values(variables)
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, raw, strict=True):
-            variable.assign(value)
+    def _best_checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint of the best evaluation if every worker can read it."""
+        best, checkpoints = self.evaluations.best, self.checkpoints
+        if best is None or best.value is None or checkpoints is None:
+            return None
+        checkpoints.wait()
+        self._agree(True)  # one of several workers writes it, and each reads it
+        found = checkpoints.best(best.update)
+        if self._agree(found is not None):
+            return found
+        if found is not None:
+            say(f"not every worker can read {found.folder}: the test split is evaluated with the last weights")
+        return None

@@ -1,8 +1,8 @@
-"""An update that does not fit into memory: the same one again, on the same batch, in micro-batches of half the size."""
+"""Runs an update that does not fit into memory again, on the same batch, in micro-batches of half the size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,107 +13,114 @@ from pipeline.common.errors import OutOfMemoryError, cause, say
 Step = Callable[[Any], tf.Tensor]  # an effective batch → the results of its update
 
 
-class Smaller:
-    """Lets an update be tried again as if it had not been begun.
+class OomRetry:
+    """Runs updates so that one which does not fit into memory can be run again as if it had not begun.
 
     Args:
-        update: tried.
+        update: is retried.
         changed: the variables that a forward pass changes: moving statistics and the seeds of layers.
         spec: of an effective batch.
-        tries: whether it is tried again; one of several workers cannot, as the others are in the middle of the update.
+        retry: whether to retry. One of several workers cannot, as the others are in the middle of the update.
     """
 
-    def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any, tries: bool = True):
-        self._update, self._spec, self._now, self._again = update, spec, changed, tries
-        self._before = [_copy(variable) for variable in changed]
-        # On its own, and only where there is something to keep: ordered by a control edge to the reading of the batch
-        # it would let the host wait for a GPU at every update.
-        self._keep = tf.function(self._kept, autograph=False) if changed else None
-        self._applied, self._tries, self._failed = int(update.applying), 0, False
+    def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any, retry: bool = True):
+        self._update, self._spec, self._changed, self._retry = update, spec, changed, retry
+        self._copies = [_copy(variable) for variable in changed]
+        # A function of its own, and only if there is something to copy: a control edge from the copies to the reading
+        # of the batch would make the host wait for a GPU at every update.
+        self._copy_changed = (
+            tf.function(lambda: assign_all(self._copies, changed), autograph=False) if changed else None
+        )
+        self._applied, self._runs, self._failed = int(update.applying), 0, False
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
-            self._number = tf.Variable(0, dtype=tf.int64, trainable=False)
-            # Holds the number of a try and its batch until the next one: a try that fails without being in here has
-            # failed to read.
-            self._batch = tf.queue.FIFOQueue(1, [tf.int64, *(part.dtype for part in parts)])
-            self._nothing = [tf.zeros((), dtype) for dtype in self._batch.dtypes]
-            self._batch.enqueue(self._nothing)
+            self._run_number = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # Holds the number of a run and its batch until the next run. If a run fails and its number is not in here,
+            # it failed to read its batch.
+            self._held = tf.queue.FIFOQueue(1, [tf.int64, *(part.dtype for part in parts)])
+            self._nothing = [tf.zeros((), dtype) for dtype in self._held.dtypes]
+            self._held.enqueue(self._nothing)
 
-    def begin(self, iterator: Any, step: Step) -> tf.Tensor:
-        """Return what `step` gives for the next batch; call it inside the `tf.function` that `tried` takes."""
+    def hold_batch(self, iterator: Any, step: Step) -> tf.Tensor:
+        """Read the next batch, hold it for a retry, and return what `step` gives for it.
+
+        Call it inside the `tf.function` that is given to `run`.
+        """
         with tf.device("CPU:0"):
-            number = self._number.assign_add(1)
-            self._batch.dequeue()
+            number = self._run_number.assign_add(1)
+            self._held.dequeue()
             batch = next(iterator)
             parts = [part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None]
-            held = self._batch.enqueue([number, *parts])
+            held = self._held.enqueue([number, *parts])
         with tf.control_dependencies([held]):
             return step(batch)
 
-    def tried(self, next_update: Callable[[Any], tf.Tensor], iterator: Any) -> tf.Tensor:
-        """Return what the next update gives; `again` is for one that fails."""
-        if self._keep is not None:
-            self._keep()
-        self._tries += 1
+    def run(self, next_update: Callable[[Any], tf.Tensor], iterator: Any) -> tf.Tensor:
+        """Return the results of the next update. If it raises ResourceExhaustedError, `retry_halved` may help."""
+        if self._copy_changed is not None:
+            self._copy_changed()
+        self._runs += 1
         self._failed = True
         results = next_update(iterator)
         self._applied += 1
         self._failed = False
         return results
 
-    def again(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
+    def retry_halved(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
         """Return what `step` gives for the batch of update `number`, which failed, in micro-batches that fit.
 
         Raises:
-            ResourceExhaustedError: the one that is given, where it is of reading the batch.
+            ResourceExhaustedError: the given one, if the batch could not be read.
             OutOfMemoryError: not even one example fits, or some of the update may be applied.
         """
-        self._check(error, number)
-        if not self._again:
+        self._check_not_applied(error, number)
+        if not self._retry:
             line = (
                 f"update {number} does not fit into memory, and one of several workers cannot try it in smaller pieces"
             )
             raise OutOfMemoryError(f"{line}: {cause(error)}") from error
-        if int(self._batch.size()) == 0:
-            raise error
-        tried, *parts = self._batch.dequeue()
-        if int(tried) != self._tries:
-            raise error
-        self._batch.enqueue(self._nothing)
-        batch = tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True)
+        batch = self._held_batch(error)
         while True:
-            halved(self._update, f"update {number}", error)
-            for before, now in zip(self._before, self._now, strict=True):
-                now.assign(before)
+            halve(self._update, f"update {number}", error)
+            assign_all(self._changed, self._copies)
             self._update.begun.assign(number - 1)
             try:
                 results = tf.function(step, autograph=False, input_signature=[self._spec])(batch)
-            except tf.errors.ResourceExhaustedError as another:
-                error = another
-                self._check(error, number)
+            except tf.errors.ResourceExhaustedError as next_error:
+                error = next_error
+                self._check_not_applied(error, number)
             else:
                 self._applied += 1
+                self._failed = False
                 return results
 
-    def take_back(self) -> bool:
-        """Undo what the update that has failed changed; return whether one has, and nothing of it was applied."""
-        if not self._failed or int(self._update.applying) != self._applied:
+    def rollback(self) -> bool:
+        """Undo what an update that failed has changed; return False if none failed, or some of it may be applied."""
+        if not self._failed or self._may_be_applied():
             return False
-        for before, now in zip(self._before, self._now, strict=True):
-            now.assign(before)
+        assign_all(self._changed, self._copies)
         return True
 
-    def _kept(self) -> None:
-        for before, now in zip(self._before, self._now, strict=True):
-            before.assign(now)
+    def _held_batch(self, error: tf.errors.ResourceExhaustedError) -> Any:
+        """Return the batch of the run that failed with `error`; raise `error` if it failed to read one."""
+        if int(self._held.size()) == 0:
+            raise error
+        number, *parts = self._held.dequeue()
+        if int(number) != self._runs:
+            raise error
+        self._held.enqueue(self._nothing)
+        return tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True)
 
-    def _check(self, error: tf.errors.ResourceExhaustedError, number: int) -> None:
-        if int(self._update.applying) != self._applied:
+    def _may_be_applied(self) -> bool:
+        return int(self._update.applying) != self._applied
+
+    def _check_not_applied(self, error: tf.errors.ResourceExhaustedError, number: int) -> None:
+        if self._may_be_applied():
             raise OutOfMemoryError(f"memory ran out while update {number} was applied: {cause(error)}") from error
 
 
-def halved(what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError) -> int:
-    """Halve the micro-batches of `what`, which is traced anew then, and say so; return their size.
+def halve(what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError) -> int:
+    """Halve the micro-batches of `what`, and say so; return their size. What traced it has to trace it anew.
 
     Raises:
         OutOfMemoryError: they are of one example.
@@ -125,6 +132,12 @@ def halved(what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaus
     what.micro_batch_size = -(-size // 2)
     say(f"{name} does not fit into memory: again, in micro-batches of {what.micro_batch_size} in place of {size}")
     return what.micro_batch_size
+
+
+def assign_all(variables: Iterable[tf.Variable], values: Iterable[Any]) -> None:
+    """Assign to each variable its value."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def _copy(variable: tf.Variable) -> tf.Variable:

@@ -13,7 +13,7 @@ SECONDS = 5.0  # between two plain lines
 
 
 class Progress:
-    """Shows a run of so many updates on standard error; `done` of them were before this process."""
+    """Shows the progress of a run of `updates` updates, of which `done` were completed before this process."""
 
     def __init__(self, updates: int, shown: bool = True):
         self.updates, self.done, self._silent = updates, 0, not shown
@@ -22,7 +22,7 @@ class Progress:
         self._begun = self._shown = self._validated = time.monotonic()
 
     def show(self, update: int, row: Mapping[str, float], examples_per_second: float) -> None:
-        """Show the row of `update`, the latest one that is known."""
+        """Show the row of `update`, the latest one that was fetched."""
         if self._silent:
             return
         rate = f"{examples_per_second:,.0f} examples/s"

@@ -1,4 +1,4 @@
-"""The results of updates on their way to the log: kept on the device, fetched in groups, written as rows."""
+"""Results of updates on their way to the tracker: kept on the device, fetched in groups, logged as rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -15,63 +15,34 @@ from pipeline.config.sizes import Plan
 from pipeline.training.best_evaluation import Best
 from pipeline.training.progress import Progress
 
-FETCH_SECONDS = 1.0  # how long results may stay on the device
-FETCH_UPDATES = 200  # how many results may
+if TYPE_CHECKING:
+    from pipeline.tracking.tracker import Tracker
+
+FETCH_SECONDS = 1.0  # for which results stay on the device, at most
+FETCH_UPDATES = 200  # whose results stay there, at most
 
 
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient is NaN or infinite."""
 
 
-class Log(Protocol):
-    """Where rows go: `pipeline.tracking.tracker.Tracker`, or nowhere."""
-
-    def update(
-        self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float
-    ) -> None: ...
-
-    def validation(self, update: int, results: Mapping[str, float]) -> None: ...
-
-    def cut(self, plan: Plan) -> None: ...
-
-    def test(self, update: int, results: Mapping[str, float]) -> None: ...
-
-    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None: ...
-
-
-class Nowhere:
-    """The log of a worker beside the chief, which logs for all."""
-
-    def update(
-        self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float
-    ) -> None: ...
-
-    def validation(self, update: int, results: Mapping[str, float]) -> None: ...
-
-    def cut(self, plan: Plan) -> None: ...
-
-    def test(self, update: int, results: Mapping[str, float]) -> None: ...
-
-    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None: ...
-
-
 @dataclass
 class Recorder:
-    """Keeps each update's results on the device and fetches them in groups: reading one waits for the device."""
+    """Keeps the results of updates on the device and fetches them in groups, as reading one waits for the device."""
 
-    log: Log
+    tracker: Tracker | None  # takes the rows; None in a worker other than the chief, which logs for all
     plan: Plan
-    log_every: int  # updates from one logged row to the next; `finish` logs the last one
-    peak_memory: Callable[[], int]  # bytes, so far
+    log_every: int  # updates between two logged rows; `finish` logs the last one in any case
+    peak_memory: Callable[[], int]  # in bytes, so far
     progress: Progress
     skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
-    raises: bool = True  # of a loss that is not finite; a worker beside the chief leaves that to it
+    raises: bool = True  # if a loss is not finite; a worker other than the chief leaves that to it
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
-    _traced: bool = False  # an update that is cut like this was
+    _traced: bool = False  # an update with these micro-batches was
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
-    _unlogged: tuple[Any, ...] = ()  # the latest row, where `log_every` left it out
+    _unlogged: tuple[Any, ...] = ()  # the latest row, if `log_every` left it out
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
     _pending: list[tuple[int, float, tf.Tensor]] = field(default_factory=list)
@@ -98,7 +69,7 @@ class Recorder:
         fetched = tf.stack([results for _, _, results in pending]).numpy().tolist()
         performance = self._performance([update for update, _, _ in pending])
         for (update, at, _), values in zip(pending, fetched, strict=True):
-            del self._pending[0]  # a row at a time: what an interrupt leaves here is fetched at the end of the run
+            del self._pending[0]  # one at a time: what an interrupt leaves here is fetched at the end of the run
             self.last = self._results(dict(zip(self.names, values, strict=True)))
             wrong = self._non_finite(self.last)
             self._add_to_epoch(update)
@@ -113,14 +84,33 @@ class Recorder:
         self.progress.show(pending[-1][0], self.last, performance["examples_per_second"])
 
     def finish(self) -> None:
-        """Fetch what is left, and log the last update whatever `log_every` says."""
+        """Fetch what is left, and log the last update also if `log_every` leaves it out."""
         self.fetch()
         self._log_last()
 
+    def validated(self, update: int, results: Mapping[str, float]) -> None:
+        """Log the results of an evaluation, and exclude its time from the update times."""
+        if self.tracker is not None:
+            self.tracker.validation(update, results)
+        self.progress.validated(update, results)
+        self.restart_clock()
+
+    def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
+        """Log that the training has ended or was interrupted, as `Tracker.trained` takes it."""
+        if self.tracker is not None:
+            self.tracker.trained(updates, stopped_by, best)
+
+    def tested(self, update: int, results: Mapping[str, float]) -> None:
+        """Log the results of the test split, with the weights after `update` updates."""
+        if self.tracker is not None:
+            self.tracker.test(update, results)
+        self.progress.tested(update, results)
+
     def cut(self, plan: Plan) -> None:
-        """Go on with a plan that is cut otherwise; call it with nothing left to fetch."""
+        """Continue with a plan of other micro-batches; call it with nothing left to fetch."""
         self.plan, self._traced = plan, False
-        self.log.cut(plan)
+        if self.tracker is not None:
+            self.tracker.cut(plan)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last fetch from the update times."""
@@ -133,7 +123,7 @@ class Recorder:
         return means
 
     def get_state(self) -> dict[str, Any]:
-        """Return all that later rows depend on, as JSON takes it; call it with nothing left to fetch."""
+        """Return all that later rows depend on, as JSON; call it with nothing left to fetch."""
         return {
             "last": dict(self.last),
             "skipped": self._skipped,
@@ -144,7 +134,7 @@ class Recorder:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `get_state` has returned."""
+        """Continue from a state that `get_state` returned."""
         self.last, self._skipped = dict(state["last"]), state["skipped"]
         self._noise.set_state(state["noise"])
         self._unlogged = tuple(state["unlogged"])
@@ -180,8 +170,8 @@ class Recorder:
 
     def _log_last(self) -> None:
         row, self._unlogged = self._unlogged, ()
-        if row:
-            self.log.update(*row)
+        if row and self.tracker is not None:
+            self.tracker.update(*row)
 
     def _add_to_epoch(self, update: int) -> None:
         examples = self.plan.batch_size(update)

@@ -1,7 +1,7 @@
 """The names that a config from a tracking store may build, and those that it may not.
 
-Read in the sources of Keras 3.15. tests/trust/test_gate.py looks through the installed Keras for layers that
-read files or run code, and for callbacks, that are on no list.
+Compiled from the sources of Keras 3.15. tests/trust/test_gate.py searches the installed Keras for layers that read
+files or run code, and for callbacks, that are missing here.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ BASES = {
     "keras.initializers": "keras.initializers.Initializer",
     "keras.constraints": "keras.constraints.Constraint",
 }
-# Functions are accepted from the modules under these; `get` and its like are defined in the namespaces themselves.
+APPLICATIONS = "keras.applications."
+# Functions are accepted from the modules under these; `get` and the like are defined in the namespaces themselves.
 _FUNCTIONS = ("keras.src.applications.", "keras.src.losses.", "keras.src.metrics.")
 
-# Callbacks are listed, since most others write: what Keras adds is refused until somebody has read it.
+# Callbacks are listed, since most others write: a new one of Keras is refused until it is listed here.
 _QUIET = ("EarlyStopping", "History", "LearningRateScheduler", "ProgbarLogger", "ReduceLROnPlateau")
 CALLBACKS = {f"keras.callbacks.{name}" for name in (*_QUIET, "SwapEMAWeights", "TerminateOnNaN")}
 _LISTED = CALLBACKS | {"keras.Input", "keras.layers.Input", "keras.Sequential", "keras.models.Sequential"}
@@ -60,7 +61,7 @@ REFUSED = {
     "keras.callbacks.LambdaCallback": "must not carry code",
     "keras.callbacks.RemoteMonitor": "must not send anything over the network",
 }
-# Target → the argument that is a path where it is text.
+# Target → the argument that is a path if it is text.
 READERS = {
     "keras.layers.IntegerLookup": "vocabulary",
     "keras.layers.StringLookup": "vocabulary",
@@ -73,7 +74,7 @@ READERS = {
 
 
 def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
-    """Refuse, by its text alone, a target that is on no list and under none of the prefixes `allowed`."""
+    """Refuse, by its name alone, a target that is on no list and under none of the prefixes `allowed`."""
     namespace, _, name = target.rpartition(".")
     if not DOTTED.fullmatch(target) or any(part.startswith("__") for part in target.split(".")):
         raise ConfigError(key, "must be a plain dotted name", target)
@@ -82,14 +83,14 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
     if target in REFUSED:
         raise ConfigError(key, f"of a config from a tracking store {REFUSED[target]}", target)
     public = namespace in BASES and name[0] != "_" and name not in ("get", "serialize", "deserialize")
-    if not public and not (namespace == "keras.applications" and name[0].isupper()):
+    if not public and not (f"{namespace}." == APPLICATIONS and name[0].isupper()):
         rule = "of a config from a tracking store must be a builder of this package, a public Keras layer, optimizer, "
         rule += "schedule, loss, metric, callback, regularizer, initializer, constraint or application, or lie under "
         raise ConfigError(key, f"{rule}a prefix that you allow", target)
 
 
 def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
-    """Import a target that `check_name` accepted, and refuse it where it is not what its name says."""
+    """Import a target that `check_name` accepted, and refuse it if it is not what its name says."""
     if target in BUILDERS:
         return
     try:
@@ -115,5 +116,5 @@ def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
 
 
 def is_under(name: str, prefixes: Sequence[str]) -> bool:
-    """Return whether a dotted name is one of `prefixes`, or beneath one."""
+    """Return whether a dotted name equals one of `prefixes` or lies under one."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

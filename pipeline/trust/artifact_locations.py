@@ -1,11 +1,11 @@
 """Where a store may keep its artifacts: a store that is not trusted must not choose what is read, sent or written.
 
-MLflow reads and writes wherever the store says that a run, an experiment or a model has its artifacts, and sends the
-user's credentials for the tracking server to any host that it names. The verbs that read a store accept only these:
+MLflow reads and writes wherever the store says that a run, an experiment or a model keeps its artifacts, and sends the
+user's credentials for the tracking server to any host that the store names. The verbs that read a store accept only:
 
-    mlflow-artifacts:, http(s):  of the very scheme, host and port of the tracking URI
+    mlflow-artifacts:, http(s):  with the scheme, host and port of the tracking URI
     file:, a path                in a folder of artifacts beside the SQLite database, or in MLflow's own `./mlruns`
-    s3:, gs:, wasbs:, abfss:     any bucket: their clients sign for their own service, whatever the store says
+    s3:, gs:, wasbs:, abfss:     any bucket: their clients authenticate to their own service only
     any folder or URI            in a place that `trust.allow` or `--allow` names
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,28 +23,31 @@ from urllib.parse import unquote, urlsplit
 from pipeline.common.errors import ConfigError
 
 _BESIDE = ("artifacts", "mlartifacts", "mlruns")  # ours, and those that MLflow's server makes
-# Read as text: parsers disagree on where the host of an address with an @ or a backslash ends.
+# Matched as text: parsers disagree on where the host of an address with an @ or a backslash ends.
 _SERVER = re.compile(r"(mlflow-artifacts|https?)://((?:[\w.\-]+|\[[\da-f:.]+\])(?::\d+)?)(/.*)?", re.I | re.A)
 _OF_THE_SERVER = re.compile(r"mlflow-artifacts:(/(?!/).*)?")
-# Of Azure's URIs MLflow asks the host that they name, with a token.
+# MLflow sends a token to the host that a URI of Azure names.
 _BUCKET = re.compile(r"(s3|gs)://.+|(wasbs|abfss)://[\w$\-]+@\w+\.(blob|dfs)\.core\.windows\.net(/.*)?", re.A)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
-_places: list[str] | None = None  # that the user allows, in all threads of this process; None: it is not confined
+_places: list[str] | None = None  # allowed by the user, in all threads of this process; None: it is not confined
 
 
 @contextmanager
 def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     """Let this process read and write artifacts only where `check` accepts it.
 
-    The check is made where MLflow opens a place, not before: a server may answer differently when asked again.
-    Temporary files get a folder of their own, which may be read too, as no store can guess its name: MLflow loads a
-    model from there to try it before it is logged.
+    The check is made when MLflow opens a place, not before: a server may answer differently when asked again. Temporary
+    files get a folder of their own, which may be read too, as no store can guess its name: MLflow loads a model from
+    there to try it before it is logged.
+
+    The registry of MLflow 3.17.2 returns its own mapping, not a copy; tests/trust/test_artifact_locations.py fails if
+    another version does not.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
     global _places
-    # Scheme → what opens a place, whatever MLflow calls it: each of its calls looks it up here.
+    # Scheme → what opens a place: every call of MLflow looks it up here.
     repositories: dict[str, Any] = get_registered_artifact_repositories()
     before_places, before_tempdir, opened = _places, tempfile.tempdir, dict(repositories)
 
@@ -53,7 +56,7 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
         return open_place(artifact_uri, *arguments, **named)
 
     for scheme, open_place in opened.items():
-        if scheme not in ("runs", "models"):  # which lead to another address, and that is looked up as well
+        if scheme not in ("runs", "models"):  # these lead to another address, which is looked up as well
             repositories[scheme] = partial(checked, open_place)
     with tempfile.TemporaryDirectory() as temporary:
         _places, tempfile.tempdir = list(places), temporary
@@ -65,46 +68,65 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
 
 
 def allowed_places() -> list[str] | None:
-    """Return the places that the user allows beside the store; None where this process is not `confined`."""
+    """Return the places that the user allows besides the store; None if this process is not `confined`."""
     return _places
 
 
 def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
     """Refuse artifacts that lie neither with the store nor in one of `places`."""
-    readable = uri.isprintable() and "\\" not in uri
-    if not readable or not (_lies_in_the_store(uri, tracking_uri) or any(_lies_in(uri, place) for place in places)):
+    known = [*_folders(tracking_uri), *places]
+    if (
+        not uri.isprintable()
+        or "\\" in uri
+        or not (_BUCKET.fullmatch(uri) or _is_on(uri, tracking_uri) or any(_lies_in(uri, place) for place in known))
+    ):
         rule = f"must be a store that keeps artifacts with itself or in a bucket: these lie in {uri}"
         raise ConfigError("tracking.uri", f"{rule}; trust.allow or --allow may name that place", tracking_uri)
 
 
-def _lies_in_the_store(uri: str, tracking_uri: str) -> bool:
-    if _BUCKET.fullmatch(uri):
-        return True
-    ours, path = urlsplit(tracking_uri), _path(uri)
-    if ours.scheme in _DEFAULT_PORTS:
-        found = _SERVER.fullmatch(uri)
-        if found is None:
-            return _OF_THE_SERVER.fullmatch(uri) is not None
-        addresses = (ours.netloc.rpartition("@")[2], found[2])
-        host, theirs = (address.lower().removesuffix(_DEFAULT_PORTS[ours.scheme]) for address in addresses)
-        return theirs == host and found[1].lower() in ("mlflow-artifacts", ours.scheme)
+def is_inside(path: Path, folders: Iterable[Path]) -> bool:
+    """Return whether `path` lies in one of `folders`, with symlinks followed; False if it is no path."""
+    try:
+        resolved = path.resolve()
+        return any(resolved.is_relative_to(folder.resolve()) for folder in folders)
+    except (OSError, RuntimeError, ValueError):  # a loop of symlinks, a name that is too long, a null byte
+        return False
+
+
+def _folders(tracking_uri: str) -> list[str]:
+    """Return the URIs of the local folders in which a database keeps its artifacts; a server has none."""
+    if urlsplit(tracking_uri).scheme in _DEFAULT_PORTS:
+        return []
     folders = [Path("mlruns")]
     if tracking_uri.startswith("sqlite:///"):
-        database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).absolute()
+        database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0])
         folders += [database.parent / name for name in _BESIDE]
-    return path is not None and any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
+    return [folder.absolute().as_uri() for folder in folders]
+
+
+def _is_on(uri: str, tracking_uri: str) -> bool:
+    """Return whether artifacts are kept by the tracking server itself."""
+    server = urlsplit(tracking_uri)
+    if server.scheme not in _DEFAULT_PORTS:
+        return False
+    found = _SERVER.fullmatch(uri)
+    if found is None:
+        return _OF_THE_SERVER.fullmatch(uri) is not None
+    addresses = (server.netloc.rpartition("@")[2], found[2])
+    ours, theirs = (address.lower().removesuffix(_DEFAULT_PORTS[server.scheme]) for address in addresses)
+    return theirs == ours and found[1].lower() in ("mlflow-artifacts", server.scheme)
 
 
 def _lies_in(uri: str, place: str) -> bool:
     path, folder = _path(uri), _path(place)
     if path is not None and folder is not None:
-        return path.resolve().is_relative_to(folder.resolve())
+        return is_inside(path, [folder])
     upwards = ".." in re.split("[/?#;]", unquote(uri))
     return folder is None and not upwards and f"{uri}/".startswith(f"{place.rstrip('/')}/")
 
 
 def _path(uri: str) -> Path | None:
-    """Return the local path that `uri` names; None where it names none."""
-    if uri.startswith("file:///"):  # of which MLflow leaves out a query and a fragment
+    """Return the local path that `uri` names; None if it names none."""
+    if uri.startswith("file:///"):  # MLflow drops a query and a fragment
         return None if re.search("[?#;]", uri) else Path(unquote(uri.removeprefix("file://")))
     return Path(uri) if ":" not in uri else None

@@ -1,10 +1,10 @@
 """The gate before every instantiation: what a config that came out of a tracking store may build, read and write.
 
     fetched config ─► check_config: every name and path, as text ─► what the names really are ─► rerun
-    instantiate.locate ─► check: the same once more for each node, just before it is imported
+    instantiate.locate ─► check: the same again for each node, just before it is imported
 
-A user's own config and command line pass as they are. Of a fetched config everything is refused that is not named
-here or allowed by the user, and nothing that it names is imported before its name was accepted.
+A user's own config and command line are not checked. Of a fetched config everything is refused that is neither listed
+here nor allowed by the user, and nothing is imported before its name was accepted.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.hydra_errors import as_config_error
 from pipeline.trust import allowlist
+from pipeline.trust.artifact_locations import is_inside
 
 _TFDS = "pipeline.dataset.from_tfds"
 # Without a namespace, which TFDS would download code for, and without arguments such as data_dir.
@@ -35,15 +36,16 @@ _MOST_VALUES, _DEEPEST = 100_000, 40
 
 @dataclass(frozen=True)
 class Gate:
-    """What a fetched config may reach: all of it is said by the user, and none of it by the config.
+    """What a fetched config may reach, all of it given by the user and none of it by the config.
 
     Attributes:
-        run_dir: of the new run; what is written stays beneath it, unless `allowed` names what writes.
-        data_dir: where files may be read as well; a text that is a path must lead into one of these two, `roots`.
-        allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` where that is defined under `mypkg`, and not what
-            `mypkg` only imports. The whole name of an object allows that object, wherever it is defined.
+        run_dir: of the new run; files are written only here, unless `allowed` names what writes them.
+        data_dir: another folder that files may be read from; a text that is a path must lead into one of these two,
+            the `roots`.
+        allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` if that is defined under `mypkg`, and nothing that
+            `mypkg` only imports. The full name of an object allows that object, wherever it is defined.
         tracking_uri: the only one that a config may have.
-        start: whether the user has said with which run's checkpoint to begin.
+        start: whether the user named the run whose checkpoint to begin with.
         downloads: whether TFDS may fetch and prepare a dataset, which runs that dataset's own code on what it
             downloads; some of it unpickles and evaluates.
     """
@@ -75,7 +77,7 @@ def strict(gate: Gate) -> Iterator[None]:
 
 
 def in_force() -> Gate | None:
-    """Return the gate of `strict`, for another process that is to have it too; None outside of it."""
+    """Return the gate of `strict`, to be passed on to another process; None outside of `strict`."""
     return _gate
 
 
@@ -94,35 +96,35 @@ def check(node: DictConfig, key: str) -> None:
 def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
     """Refuse a fetched config, in plain dicts, lists and scalars, in which something is not trusted.
 
-    Nothing is imported before every name was accepted. Without `imports` nothing is imported at all, and it is not
-    known whether the names are what they seem.
+    Nothing is imported before every name was accepted. Without `imports` nothing is imported at all, and objects are
+    judged by their names alone.
     """
     check_size(config)
-    if gate.start:
-        config = {key: value for key, value in config.items() if key != "start"}
-    _check_start(config.get("start"))
-    targets = dict.fromkeys(_read(dict(config), "", gate))
+    targets = []
+    for key, value, parents in _nodes({k: value for k, value in config.items() if not (gate.start and k == "start")}):
+        if isinstance(value, dict):
+            _check_mapping(value, key)
+            if "_target_" in value:
+                _check_target(value, key, gate)
+                targets.append((_join(key, "_target_"), value["_target_"]))
+        elif not (isinstance(value, list) or _is_tfds_name(value, parents[-1])):
+            _check_scalar(value, key, gate.roots)
     for key in ("hydra", "defaults"):
         if key in config:
             raise ConfigError(key, "must be of your own config, not of one from a tracking store", str(config[key]))
     tracking = config.get("tracking")
     if isinstance(tracking, Mapping) and tracking.get("uri") not in (None, gate.tracking_uri):
         raise ConfigError("tracking.uri", "must be your own, not that of a fetched config", tracking["uri"])
-    if imports:
-        for key, target in targets:
-            allowlist.check_object(target, key, gate.allowed)
+    for key, target in dict.fromkeys(targets) if imports else ():
+        allowlist.check_object(target, key, gate.allowed)
 
 
 def check_size(config: Mapping[str, Any]) -> None:
     """Refuse a config that YAML's anchors make huge or endless."""
-    rest, values = [(key, value, 1) for key, value in config.items()], 0
-    while rest:
-        key, node, depth = rest.pop()
-        values += 1
-        if depth > _DEEPEST or values + len(rest) > _MOST_VALUES:
-            raise ConfigError(str(key), f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep")
-        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-        rest += [(key, entry, depth + 1) for entry in inner]
+    for count, (key, _, parents) in enumerate(_nodes(dict(config))):
+        if count > _MOST_VALUES or len(parents) > _DEEPEST:
+            rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
+            raise ConfigError(key.partition(".")[0], rule)
 
 
 def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -140,61 +142,56 @@ def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[s
 
 def confine(path: str, roots: Sequence[Path], key: str) -> None:
     """Refuse a path that leads out of the folders `roots`, also through a symlink, or is no path of this machine."""
-    try:
-        whole = Path(path).resolve()
-        inside = path != "" and not _leads_away(path) and any(whole.is_relative_to(root.resolve()) for root in roots)
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long, a null byte
-        inside = False
-    if not inside:
+    if path == "" or _leads_away(path) or not is_inside(Path(path), roots):
         raise ConfigError(key, f"must lie in {' or '.join(map(str, roots))}", path)
 
 
-def _read(value: Any, key: str, gate: Gate) -> Iterator[tuple[str, str]]:
-    """Read a plain config through once, as text; yield (key, name) of what it would build, accepted by name."""
-    if isinstance(value, dict):
-        for name in value:
-            if type(name) not in (str, int, bool, float) or "${" in str(name) or not str(name).isprintable():
-                raise ConfigError(key or "the config", "must have plain names for its keys", repr(name))
-        for name in ("class_name", "registered_name"):  # with either Keras would build an object from the mapping
-            if name in value:
-                rule = "must not be a serialized object: name it by _target_"
-                raise ConfigError(_join(key, name), rule, value[name])
-        if "_target_" in value:
-            _check_target(value, key, gate)
-            yield _join(key, "_target_"), value["_target_"]
-        for name, entry in value.items():
-            if not (name == "name" and value.get("_target_") == _TFDS):  # which is no path, and was checked
-                yield from _read(entry, _join(key, name), gate)
-    elif isinstance(value, list):
-        for index, entry in enumerate(value):
-            yield from _read(entry, _join(key, index), gate)
-    elif type(value) is str:
-        _check_text(value, key, gate.roots)
-    elif value is not None and type(value) not in (bool, int, float):
+def _nodes(value: Any, key: str = "", parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Yield (key, value, mappings and lists around it) for a plain config and everything in it, outermost first."""
+    yield key, value, parents
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, entry in entries:
+        yield from _nodes(entry, _join(key, name), (*parents, value))
+
+
+def _check_mapping(node: dict[Any, Any], key: str) -> None:
+    for name in node:
+        if type(name) not in (str, int, bool, float) or "${" in str(name) or not str(name).isprintable():
+            raise ConfigError(key or "the config", "must have plain names for its keys", repr(name))
+    for name in ("class_name", "registered_name"):  # with either Keras would build an object from the mapping
+        if name in node:
+            rule = "must not be a serialized object: name it by _target_"
+            raise ConfigError(_join(key, name), rule, node[name])
+
+
+def _is_tfds_name(value: Any, parent: Any) -> bool:
+    """Return whether `value` is the name of a dataset of TFDS, which is no path and was checked with its target."""
+    return isinstance(parent, dict) and parent.get("_target_") == _TFDS and value == parent.get("name")
+
+
+def _check_scalar(value: Any, key: str, roots: Sequence[Path]) -> None:
+    """Refuse what is no scalar, a run to begin with that is not given by its ID, and text that leads elsewhere."""
+    if value is None or type(value) is bool:
+        return
+    if type(value) not in (str, int, float):
         rule = "must be a mapping, a list, text, a number, true, false or null"
         raise ConfigError(key, rule, type(value).__name__)
-
-
-def _check_start(node: Any) -> None:
-    """Refuse to begin with anything but a run by its ID, which is looked for below the working directory."""
-    rest = [node]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, dict | list):
-            rest += value.values() if isinstance(value, dict) else value
-        elif not (value is None or isinstance(value, bool) or _RUN.fullmatch(str(value))):
+    if key.partition(".")[0] == "start":  # the run is looked for below the working directory
+        if not _RUN.fullmatch(str(value)):
             rule = "must be the ID of a run where it comes from a store: give start.run again"
             raise ConfigError("start.run", rule, str(value))
+    elif type(value) is str:
+        _check_text(value, key, roots)
 
 
 def _check_text(text: str, key: str, roots: Sequence[Path]) -> None:
-    """Check `text` as a path as well: whoever is given it could read it, or write there."""
+    """Check `text` as a path as well: code that receives it could read it, or write there."""
     if "${" in text:
         raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
-    # What is not seen may be passed over by whoever reads the text as a path or as an address.
+    # A reader of paths or addresses may skip characters that are not visible.
     if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in text):
         raise ConfigError(key, "must be of signs that can be seen", text)
-    if key.startswith("tracking."):  # the names of an experiment and of a run are no paths, and may look like one
+    if key.startswith("tracking."):  # the names of an experiment and of a run may look like a path
         return
     if text.startswith("/") or _leads_away(text) or (re.search(r"[\\/]", text) and os.path.lexists(text)):
         confine(text, roots, key)
@@ -210,23 +207,30 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
     for name, (kind, rule) in kinds.items():
         if name in node and type(node[name]) is not kind:
             raise ConfigError(_join(key, name), f"of {target} must be {rule}", node[name])
-    application = target.startswith("keras.applications.")
-    if not (application or target in allowlist.READERS):
-        return
-    for name in ("_args_", "_partial_"):  # either would bring the path in unseen
+    if target in allowlist.READERS or target.startswith(allowlist.APPLICATIONS):
+        _check_reader(node, target, key, gate.roots)
+
+
+def _check_reader(node: dict[Any, Any], target: str, key: str, roots: Sequence[Path]) -> None:
+    """Check the arguments of a target that reads files; `_args_` or `_partial_` would hide a path from this check."""
+
+    def refuse(name: str, rule: str, *received: object) -> NoReturn:
+        raise ConfigError(_join(key, name), f"of {target} must be {rule}", *received)
+
+    for name in ("_args_", "_partial_"):
         if node.get(name):
-            raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
-    if application and node.get("weights") not in (None, "imagenet"):
-        raise ConfigError(_join(key, "weights"), f"of {target} must be null or 'imagenet'", node["weights"])
+            refuse(name, "left out: give its arguments by name")
+    if target.startswith(allowlist.APPLICATIONS) and node.get("weights") not in (None, "imagenet"):
+        refuse("weights", "null or 'imagenet'", node["weights"])
     if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
-        rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
-        raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
+        rule = "a dataset of TFDS itself: name, name/config or name:version"
+        refuse("name", rule, str(node.get("name")))
     name = allowlist.READERS.get(target, "")
     path = node.get(name)
     if isinstance(path, dict):  # what it builds could be any text
-        raise ConfigError(_join(key, name), f"of {target} must be given as it is", path)
+        refuse(name, "given as it is", path)
     if type(path) is str:  # a vocabulary may be a list; null is the reader's default
-        confine(path, gate.roots, _join(key, name))
+        confine(path, roots, _join(key, name))
 
 
 def _leads_away(path: str) -> bool:

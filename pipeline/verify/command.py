@@ -30,11 +30,11 @@ COARSE = 1e-2  # relative: a comparison with a larger bound shows little
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Prove, for a config, that accumulating equals the large batch; all else is as for `pipeline train`."""
+    """Check, for a config, that accumulation equals the large batch; the arguments are those of `pipeline train`."""
     from pipeline.config import compose
 
     parser = Parser(prog="pipeline verify", description=verify.__doc__, allow_abbrev=False)
-    parser.add_argument("--log", action="store_true", help="keep the certificate in MLflow")
+    parser.add_argument("--log", action="store_true", help="log the result to MLflow")
     options, given = parser.parse_known_args(list(arguments))
     spec = chief.resolve_together(compose.composed([*given, "hardware.precision=float64"]), given)
     if spec.searches:
@@ -63,7 +63,7 @@ def verify(arguments: Sequence[str]) -> int:
         say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
     equal_updates = all(finding.holds for findings in compared for finding in findings)
     holds = equal_updates and all(finding.holds for findings in evaluated for finding in findings)
-    looked_at = parts.model, update.loss, show[0], cut.micro_batch_size, engine.unit(update)
+    looked_at = parts.model, update.objective.loss, show[0], cut.micro_batch_size, engine.unit(update)
     with layers.without_noise(parts.model):
         why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
     compared += evaluated

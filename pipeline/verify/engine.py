@@ -1,4 +1,4 @@
-"""One update in one piece, by Keras alone, against the same update as it is cut: loss, gradients, weights, metrics."""
+"""Compares an update in micro-batches with the same update in one batch by Keras: loss, gradients, weights, metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipeline.accumulation import (
 
 @dataclass(frozen=True)
 class Finding:
-    """How far one thing is apart, and how far rounding may move it; both relative."""
+    """Relative difference of one quantity, and the bound by which rounding may change it."""
 
     what: str  # "loss", or the name of a metric or variable
     kind: str  # loss, gradient, weights, metric or count
@@ -45,29 +45,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What an update gives."""
+    """The results of one update."""
 
     loss: float
-    gradients: list[Any]  # None where the loss does not depend on the variable
+    gradients: list[Any]  # None if the loss does not depend on the variable
     weights: list[Any]
     iterations: int
     results: dict[str, float]  # metrics, and the learning rate
 
 
 def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
-    """Apply each of `batches` once as a whole and once as `update` cuts it, from the same weights.
+    """Apply each of `batches` once as a whole and once in micro-batches by `update`, from the same weights.
 
-    The whole is Keras' own: `model.compute_loss` on all examples, one tape, one `optimizer.apply`. Where that does not
-    fit the memory, the reference is the kernel with micro-batches of one example.
+    The reference is Keras: `model.compute_loss` on all examples, one tape, one `optimizer.apply`. If that does not fit
+    in memory, the reference is the kernel with micro-batches of one example.
 
     Args:
-        update: with a compiled model, in float64; model and optimizer are left as they were.
+        update: has a compiled model in float64; model and optimizer are restored afterwards.
         batches: effective batches.
 
     Returns:
-        For each batch what was compared. The bound is γ = m·u / (1 − m·u) for the longest sum m that a value goes
-        through, relative to the largest terms of that sum (Higham, Accuracy and Stability of Numerical Algorithms,
-        2002, section 3.1); a weight moves by as much more as the optimizer's step is steeper than the gradient.
+        The findings of each batch. The bound is γ = m·u / (1 − m·u) for the longest sum m that a value results from,
+        relative to the largest terms of that sum (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
+        3.1). The bound of a weight is larger by the slope of the optimizer's step as a function of the gradient.
     """
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
@@ -81,14 +81,14 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
             variable.assign(value)
         return found
 
-    wholes = [run(_whole, batch) for batch in batches]  # all of them first: metrics go from update to update
+    wholes = [run(_whole, batch) for batch in batches]  # all of them first, since metrics accumulate over updates
     cuts = [run(_cut, batch) for batch in batches]
     terms = [_longest_sum(update, batch) for batch in batches]
     return [_findings(variables, old, *each, unit(update)) for each in zip(wholes, cuts, terms, strict=True)]
 
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
-    """Evaluate `batch` once as a whole, by Keras alone, and once by micro-batches; return its loss and its metrics."""
+    """Evaluate `batch` once as a whole by Keras and once in micro-batches; compare loss and metrics."""
     x, y, sample_weight = parts_of(batch)
     model = evaluation.model
     model.reset_metrics()
@@ -115,8 +115,8 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
 
 
 def unit(update: Update | Evaluation) -> float:
-    """Return the unit of rounding of the coarsest precision that a layer or a loss computes in."""
-    losses = [loss for loss in tf.nest.flatten(update.loss) if loss is not None]
+    """Return the unit roundoff of the lowest precision of any layer or loss."""
+    losses = [loss for loss in tf.nest.flatten(update.objective.loss) if loss is not None]
     names = {"float64", *(layer.compute_dtype for layer in layers_of(update.model)), *(loss.dtype for loss in losses)}
     dtypes = [dtype for dtype in map(tf.as_dtype, names) if dtype.is_floating]
     return max(2.0 ** -{"float64": 53, "float32": 24, "float16": 11}.get(dtype.name, 8) for dtype in dtypes)
@@ -128,13 +128,13 @@ def examples(batch: Any) -> int:
 
 
 def shortened(batch: Any, size: int) -> Any:
-    """Return `size` examples of a batch, one less where that is all: the last micro-batch is shorter, as in a tail."""
+    """Return `size` examples of a batch, or all but one if there are no more, to test a short last micro-batch."""
     stop = size if size < examples(batch) else max(size - 1, 1)
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:stop], batch)
 
 
 def certificate(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return the findings as JSON has them."""
+    """Return the findings as JSON."""
     return [
         {"what": f"{f.kind} {f.what}", "apart": min(f.error, 1e300), "rounding": min(f.bound, 1e300), "holds": f.holds}
         for f in findings
@@ -181,7 +181,7 @@ def _whole(update: Update, batch: Any) -> _Outcome:
 
 
 def _metrics(update: Update | Evaluation, x: Any, y: Any, outputs: Any, sample_weight: Any) -> dict[str, Any]:
-    """Return Keras' own metrics of a batch, without the loss and without what a mask weighs in other ways here."""
+    """Return Keras' metrics of a batch, without the loss and those for which masks are handled differently here."""
     if y is None:
         return {}
     results = update.model.compute_metrics(x, y, outputs, sample_weight)
@@ -191,18 +191,18 @@ def _metrics(update: Update | Evaluation, x: Any, y: Any, outputs: Any, sample_w
 
 
 def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Return labels and sample weights in the form of several outputs, None for an output without, as Keras wants."""
+    """Return labels and sample weights in the structure of the outputs; None for an output without, as in Keras."""
     names = list(by_name(update.model, outputs))
     if len(names) < 2 or y is None:
         return y, sample_weight
-    labels, weights = labels_by_name(update.loss, y, names), spread(sample_weight, names, to_all=True)
+    labels, weights = labels_by_name(update.objective.loss, y, names), spread(sample_weight, names, to_all=True)
     in_order = ([given.get(name) for name in names] for given in (labels, weights))
     packed, packed_weights = (keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order)
     return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
 
 
 def _no_means(update: Update | Evaluation) -> set[str]:
-    """Return the names of the metrics that `fit` does not weigh by a mask."""
+    """Return the names of the metrics that Keras' `fit` does not weight by a mask."""
     means = keras.metrics.MeanMetricWrapper
     return {name for name, metric in update.measured.items() if not isinstance(metric, means)}
 
@@ -210,12 +210,9 @@ def _no_means(update: Update | Evaluation) -> set[str]:
 def _sums_by_example(update: Update, batch: Any) -> Any:
     return accumulate_gradients(
         update.model,
-        update.loss,
+        update.objective,
         batch,
         1,
-        loss_weights=update.loss_weights,
-        metrics=update.metrics,
-        weighted_metrics=update.weighted_metrics,
         scale_loss=update.optimizer.scale_loss,
         noise_keys=keys_of(noisy_layers(update.model, parts_of(batch)[0])) if update.same_noise else (),
     )
@@ -237,7 +234,7 @@ def _outcome(update: Update, loss: float, gradients: list[Any], results: dict[st
 
 
 def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
-    """Return how many numbers are added, one after the other, on the way from the batch to a gradient, at most."""
+    """Return an upper bound of the number of sequential additions in the computation of a gradient."""
     layers = 1 + len({variable.path.rpartition("/")[0] for variable in update.model.trainable_variables})
     widest = max(int(np.prod(variable.shape)) for variable in update.model.trainable_variables)
     leaves = [leaf for leaf in tf.nest.flatten(parts_of(batch)) if leaf is not None]
@@ -263,8 +260,8 @@ def _findings(
             continue
         found.append(Finding(variable.path, "gradient", _most(gradient - expected) / scale, gamma))
         step = max(_most(aimed - start), 1e-300)
-        # An optimizer that divides by the gradient's size turns its relative error into one of the step: the more,
-        # the smaller the gradient. Where it is rounding alone, the step is too.
+        # An optimizer that divides by the gradient's magnitude turns its relative error into one of the step, which is
+        # large for a small gradient. If the gradient is only rounding, so is the step.
         steeper = scale / np.maximum(np.abs(expected), 1e-300)
         bounds = np.where(steeper * gamma < 1e-3, 10 * gamma * steeper + (1 + np.abs(aimed) / step) * rounding, np.inf)
         apart_by = np.abs(reached - aimed) / step

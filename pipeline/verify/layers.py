@@ -1,4 +1,4 @@
-"""Which layer makes an example depend on the company it is computed in."""
+"""Finds the layer whose output for an example depends on the other examples of its batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import tensorflow as tf
 
 from pipeline.accumulation import by_name, calling, examples_in, layers_of, parts_of, terms, weighted_sum
 
-_AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # of noise, as Keras' layers call it
+_AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # attributes of Keras' layers with an amount of noise
 
 
 @contextmanager
 def without_noise(model: keras.Model, but: Collection[keras.Layer] = ()) -> Iterator[list[str]]:
-    """Switch the noise of Keras' layers off meanwhile, `but` that of some; yield the names of the quiet layers."""
+    """Disable the noise of all Keras layers except for `but`; yield the names of the affected layers."""
     found = [
         (layer, name, amount)
         for layer in layers_of(model)
@@ -39,9 +39,9 @@ def _draws(layer: keras.Layer) -> bool:
 
 
 def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int, rounding: float = 2.0**-53) -> str:
-    """Return which layer or loss gives an example another value in a micro-batch than in the whole, and why.
+    """Return the first layer or loss whose value for an example differs between micro-batch and batch, and why.
 
-    `rounding` is the unit of the coarsest precision that is computed in.
+    `rounding` is the unit roundoff of the lowest precision in the model.
     """
     apart = 1e7 * rounding  # relative to the largest output: 1e-9 in float64
     x, y, sample_weight = parts_of(batch)
@@ -80,7 +80,7 @@ def _sums(model: keras.Model, loss: Any, batch: Any, outputs: Any) -> list[tuple
 
 
 def _recorded(model: keras.Model, x: Any) -> tuple[list[tuple[keras.Layer, Any]], Any, dict[str, float]]:
-    """Return what each layer gave in a forward pass, in the order in which they ended, and what each added."""
+    """Return each layer's output in a forward pass in order of completion, the outputs, and each layer's losses."""
     given: list[tuple[keras.Layer, Any]] = []
     layers = layers_of(model)
 
@@ -106,7 +106,7 @@ def _differs(output: Any, pieces: list[Any], count: int, apart_by: float) -> boo
             continue
         if whole.shape.rank == 0 or whole.shape[0] != count:
             continue
-        if sum(part.shape[0] for part in parts) != count:  # of no example, whatever its size
+        if sum(part.shape[0] for part in parts) != count:  # not one value per example
             continue
         if any(part.shape[1:] != whole.shape[1:] for part in parts):
             return True

@@ -6,7 +6,7 @@ Nothing is built at import, so that a process that has its devices to set up fir
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import Update
+from pipeline.accumulation import Objective, Update
 from tests.accumulation.matrix_workers import weights_after
 
 FEATURES, CLASSES, TOKENS, WORDS = 6, 3, 5, 12
@@ -184,7 +184,7 @@ def pairs_of(row: Sequence[str]) -> set[tuple]:
     return set(combinations(enumerate(row), 2))
 
 
-def covering(*axes: Sequence[str]) -> list[Case]:
+def covering(*axes: Iterable[str]) -> list[Case]:
     """Return rows that have each pair of values of two axes: always one with most new pairs, of rarely used values."""
     pairs = {row: pairs_of(row) for row in product(*axes)}
     left, used, rows = set().union(*pairs.values()), Counter(), []
@@ -220,7 +220,7 @@ def accumulated(
     loss: Any = kind.losses()
     given: dict[str, Any] = {"loss_weights": list(kind.loss_weights)} if len(loss) > 1 else {}
     loss = loss if len(loss) > 1 else loss[0]
-    update = Update(model, loss, optimizer, micro_batch_size(case), strategy=strategy, **given)
+    update = Update(model, Objective(loss, **given), optimizer, micro_batch_size(case), strategy=strategy)
     step = _traced(lambda batch: update(read(batch)), case, run)
     for batch in batches(case, run):
         step(batch)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-SECONDS = 300  # for an answer
+from tests.running import ROOT, python
 
 
 class Pair:
@@ -28,10 +29,9 @@ class Pair:
         self.folder = tempfile.TemporaryDirectory(prefix="workers-")
         self._processes = []
         for index in range(2):
-            command = [sys.executable, "-m", __name__, str(index), *map(str, self.ports)]
-            said = (Path(self.folder.name) / f"{index}.log").open("w")
-            given: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said, "text": True}
-            self._processes.append(subprocess.Popen(command, **given))
+            log = Path(self.folder.name) / f"{index}.log"
+            arguments = ("-m", __name__, str(log), str(index), *map(str, self.ports))
+            self._processes.append(python(*arguments, cwd=ROOT, stdin=subprocess.PIPE))
         atexit.register(self._end)
 
     def ask(self, what: str, **more: Any) -> Any:
@@ -45,9 +45,10 @@ class Pair:
         return json.loads(answers[0])
 
     def _end(self) -> None:
+        """Close their input: where it ends they end, and with the warm process that forked them at the latest."""
         for process in self._processes:
-            process.kill()
-            process.wait()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         self.folder.cleanup()
 
 
@@ -108,4 +109,5 @@ def _serve(index: int, ports: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), [int(port) for port in sys.argv[2:]])
+    os.dup2(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), 2)  # a pipe that nobody reads would fill up
+    _serve(int(sys.argv[2]), [int(port) for port in sys.argv[3:]])

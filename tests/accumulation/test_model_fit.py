@@ -165,8 +165,9 @@ def assert_equal(ours, theirs, tolerance=EXACT):
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        *((name, 1) for name in CASES),
-        *((name, 2) for name in ("sample_weights", "masked", "built_late", "two_in_a_list")),
+        *((name, 1) for name in ("sample_weights", "masked", "regularised", "two_in_a_dict")),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("names", "built_late", "two_in_a_list")),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("sample_weights", "masked", "built_late")),
     ],
 )
 def test_fit_is_that_of_the_large_batches(name, devices):
@@ -205,7 +206,7 @@ def test_the_accumulation_of_keras_is_far_from_it():
     assert max(np.abs(a - b).max() for a, b in zip(weights, theirs[1], strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_short_batch_in_the_middle_of_a_dataset(devices):
     make, data, compiled = CASES["regularised"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
@@ -215,7 +216,7 @@ def test_a_short_batch_in_the_middle_of_a_dataset(devices):
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_steps_an_execution(devices):
     make, data, compiled = CASES["sample_weights"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
@@ -270,7 +271,7 @@ def test_class_weights():
     assert abs(theirs[0]["loss"][0] - trained(made(make), compiled, (x, y))[0]["loss"][0]) > 1e-3
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_single_batches_and_predictions(devices):
     make, data, compiled = CASES["sample_weights"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import Evaluation, Update, accumulate_gradients
+from pipeline.accumulation import Evaluation, Objective, Update, accumulate_gradients
 
 EXACT = 1e-12  # of float64: some 10 operations of 1e-16 for each of 10 examples
 N = 10  # in fours: 4 + 4 + 2
@@ -58,8 +58,8 @@ def by_update(model, batch, size=4, devices=1, layer_metrics=(), loss=None, **gi
         copy.set_weights(model.get_weights())
         optimizer = keras.optimizers.SGD(0.5)
         optimizer.build(copy.trainable_variables)
-    given |= {"layer_metrics": layer_metrics, "strategy": strategy}
-    results = tf.function(Update(copy, loss, optimizer, size, **given))(batch)
+    objective = Objective(loss, **given, layer_metrics=layer_metrics)
+    results = tf.function(Update(copy, objective, optimizer, size, strategy=strategy))(batch)
     return {name: float(value) for name, value in results.items()}, copy.get_weights()
 
 
@@ -241,7 +241,9 @@ def test_a_metric_that_builds_its_state_in_its_first_update_is_reset_before_the_
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(model.trainable_variables)
-    update = tf.function(Update(model, losses.MeanSquaredError(), optimizer, 4, metrics=[keras.metrics.R2Score()]))
+    update = tf.function(
+        Update(model, Objective(losses.MeanSquaredError(), metrics=[keras.metrics.R2Score()]), optimizer, 4)
+    )
     for seed in range(3):
         x, y = random(N, 6, seed=seed), random(N, 1, seed=seed)
         alone = keras.metrics.R2Score()
@@ -254,7 +256,7 @@ def test_an_evaluation_is_that_of_keras():
     given = {"loss": [cross_entropy(), losses.MeanSquaredError()], "loss_weights": [0.5, 2.0]}
     model.compile(**given, metrics=metrics())
     theirs = model.evaluate(X, Y, sample_weight=WEIGHTS, batch_size=N, return_dict=True, verbose=0)
-    evaluation = Evaluation(model, given["loss"], 4, loss_weights=given["loss_weights"], metrics=metrics())
+    evaluation = Evaluation(model, Objective(**given, metrics=metrics()), 4)
     sums = evaluation((X, Y, WEIGHTS))
     ours = {"loss": sums.mean_loss(), **sums.output_losses()}
     ours |= {name: metric.result() for name, metric in evaluation.measured.items()}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -13,12 +10,12 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation.evaluation import Evaluation
-from pipeline.accumulation.update import Update, accumulate_gradients
+from pipeline.accumulation import Evaluation, Objective, Update, accumulate_gradients
 from pipeline.components import optimizer as optimizers
 from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve
-from pipeline.training.evaluator import evaluator
+from pipeline.training.evaluator import Evaluator
+from tests.running import ROOT, python
 
 # One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
 # add up to 1e-13 where the training does not amplify, which these rates see to. Ten times for that.
@@ -128,10 +125,13 @@ def accumulated_trajectory(name, micro_batch_size, devices):
 @pytest.mark.parametrize(
     ("name", "micro_batch_size", "devices"),
     [
-        *[("momentum", size, 1) for size in (128, 64, 32, 16, 24)],  # factors 1, 2, 4, 8, and 5⅓
-        *[("adamw", size, 1) for size in (128, 64, 32, 16, 24)],
-        *[(name, size, 2) for name in ("momentum", "adamw") for size in (64, 24)],
-        *[(name, 24, devices) for name in ("ema_constraint", "loss_scale", "loss_scale_factor") for devices in (1, 2)],
+        # Factors, kinds of models and devices are in test_matrix.py: here are optimizers with a schedule or a wrapper.
+        *[("momentum", 24, 2), ("adamw", 24, 1), ("ema_constraint", 24, 2), ("loss_scale", 24, 1)],
+        ("loss_scale_factor", 24, 2),
+        *[
+            pytest.param(name, 24, devices, marks=pytest.mark.slow)
+            for name, devices in {"momentum": 1, "adamw": 2, "ema_constraint": 1, "loss_scale": 2}.items()
+        ],
     ],
 )
 def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro_batch_size, devices):
@@ -207,7 +207,7 @@ def test_results_are_of_exactly_this_update_and_the_weights_before_it(float64, d
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
         optimizer.build(model.trainable_variables)
         accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
-    update = traced(Update(model, cross_entropy(), optimizer, 24, metrics=[accuracy], strategy=strategy))
+    update = traced(Update(model, Objective(cross_entropy(), metrics=[accuracy]), optimizer, 24, strategy=strategy))
     for x, y in batches(6):
         expected = by_hand(model, x, y) | {"learning_rate": 0.5}
         got = {key: float(value) for key, value in update(x, y).items()}
@@ -230,7 +230,13 @@ def one_weight():
     return keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "exponential", "inverse_sqrt", "piecewise"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "cosine",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("constant", "exponential", "inverse_sqrt", "piecewise")),
+    ],
+)
 def test_the_learning_rate_is_the_one_used(precision, schedule):
     precision("float32")
     config = composed([f"schedule={schedule}", "optimizer=sgd"])
@@ -300,7 +306,7 @@ def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
     x, y = data(257)  # 128 + 128 + 1
     sample_weight = np.linspace(0, 3, len(y))
     split = tf.data.Dataset.from_tensor_slices((x, y, sample_weight)).batch(128)
-    evaluate = evaluator(Evaluation(model, loss, 24, metrics=[accuracy], strategy=strategy), split)
+    evaluate = Evaluator(Evaluation(model, Objective(loss, metrics=[accuracy]), 24, strategy=strategy), split)
     outputs = model(x)
     expected = {
         "loss": float(loss(y, outputs, sample_weight) + sum(model.losses)),
@@ -311,10 +317,14 @@ def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
 
 
 PEAK = """
+import ctypes
 import keras, tensorflow as tf
 from keras import layers
 from pipeline.accumulation import Update
 
+# M_MMAP_THRESHOLD: larger buffers go back to the system when they are freed, so what is resident is what is used.
+ctypes.CDLL(None).mallopt(-3, 1_000_000)
+tf.config.set_visible_devices([], "GPU")
 model = keras.Sequential([keras.Input((8,)), layers.Reshape((1, 8)), layers.UpSampling1D(1 << 13)])
 for _ in range(16):
     model.add(layers.Dense(8, "tanh"))  # 32 examples give (32, 8192, 8) floats: 8 MiB
@@ -341,11 +351,10 @@ peak(updates(128), 128)
 
 
 def test_peak_memory_does_not_grow_with_the_factor():
-    # Buffers of more than 1 MB go back to the system when they are freed, so what is resident is what is used.
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    one, four, sixteen, large = map(int, done.stdout.split())
+    process = python("-c", PEAK, cwd=ROOT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    one, four, sixteen, large = map(int, out.split())
     # The threads' order decides whether one more buffer of 8 MiB is alive at the peak: 0.9% of 900 MiB.
     assert four < 1.02 * one
     assert sixteen < 1.02 * one

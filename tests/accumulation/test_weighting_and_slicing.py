@@ -77,7 +77,7 @@ def sequence(activation=None, units=CLASSES):
 
 def masked(units=CLASSES):
     """Tokens → (batch, time, units), with the mask of the tokens that are not 0."""
-    hidden = layers.LSTM(5, return_sequences=True)
+    hidden = layers.Dense(5, "tanh")
     return keras.Sequential([keras.Input((TIME,)), layers.Embedding(9, 3, mask_zero=True), hidden, layers.Dense(units)])
 
 
@@ -170,7 +170,7 @@ def test_every_weight_and_reduction_equals_the_large_batch(float64, weighted, re
     assert_equals_large_batch(make(), loss, (x, y, sample_weight), 4)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 10, 11, 12, 1000])
+@pytest.mark.parametrize("micro_batch_size", [1, 5, 10, 11, 1000])
 def test_every_micro_batch_size_equals_the_large_batch(float64, micro_batch_size):
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
     batch = (tokens(), labels(EXAMPLES, TIME), TOKEN_WEIGHTS)

@@ -64,6 +64,7 @@ def test_the_start_is_measured_on_a_new_and_on_an_existing_store(tmp_path):
     assert all(len(figure["values"]) == 1 and math.isfinite(figure["median"]) for figure in figures)
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_refused(tmp_path):
     done = bench("updates", "--output", str(tmp_path / "result.json"))
     assert done.returncode == 2
@@ -143,6 +144,7 @@ def test_memory_replicas_and_the_main_job(tmp_path):
     assert all(math.isfinite(figure["median"]) for figure in figures)
 
 
+@pytest.mark.slow
 def test_the_report_fills_the_page_and_draws(tmp_path):
     from benchmarks import report
     from benchmarks.figures import Figure
@@ -257,6 +259,7 @@ sys.exit("no more updates")
 """
 
 
+@pytest.mark.slow
 def test_a_contender_in_a_process_of_its_own(tmp_path):
     from benchmarks.processes import Process
 

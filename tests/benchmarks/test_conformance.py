@@ -43,6 +43,7 @@ def recorded():
                 yield library, way, BY_NAME[name], Outcome(**outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ours_is_right(float64, case):
     outcome = measured(ours.ours, case)
@@ -88,6 +89,7 @@ def by_hand(case: Case) -> tuple[list[np.ndarray], list[float]]:
     return weights, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_large_batch_is_that_of_numpy(float64, case):
     weights, losses = in_keras.large(case, list(effective_batches(case)))

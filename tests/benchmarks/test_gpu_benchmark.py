@@ -53,6 +53,7 @@ def test_every_part_has_its_figures(tmp_path):
         assert figure["what"] in line
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_said_in_the_table(tmp_path):
     path = tmp_path / "result.json"
     done = run("memory", "resnet50", "--tiny", "--seconds-limit", "0", "--output", str(path), cwd=tmp_path)
@@ -68,6 +69,7 @@ def test_what_there_is_no_time_for_is_said_in_the_table(tmp_path):
         assert line.endswith("left out: 0 s were over")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_is_refused_in_one_line(tmp_path):
     done = run(cwd=tmp_path)
     assert done.returncode == 1
@@ -75,6 +77,7 @@ def test_without_a_gpu_it_is_refused_in_one_line(tmp_path):
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_refused_in_one_line(tmp_path):
     done = run("equals", cwd=tmp_path)
     assert done.returncode == 2
@@ -86,6 +89,7 @@ def test_what_is_expected_of_all_parts_is_under_eight_minutes():
     assert {piece.part for piece in gpu.pieces(gpu.PARTS, tiny=False)} == set(gpu.PARTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "arguments", "found", "why"),
     [
@@ -100,6 +104,7 @@ def test_how_a_process_ends_is_said(monkeypatch, function, arguments, found, why
     assert children.run(function, arguments, 2 if "longer" in why else 60) == (found, why)
 
 
+@pytest.mark.slow
 def test_what_a_process_has_started_ends_with_it(monkeypatch):
     monkeypatch.setattr(children, "methods", ["spawn"])
     sleeping = ["sleep", f"9{os.getpid()}"]
@@ -108,6 +113,7 @@ def test_what_a_process_has_started_ends_with_it(monkeypatch):
     assert not any(process.info["cmdline"] == sleeping for process in psutil.process_iter(["cmdline"]))
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_does_not_fit_is_halved(monkeypatch):
     from benchmarks import gpu_workloads, throughput
 
@@ -189,6 +195,7 @@ def bottlenecks(inputs, width, side, blocks, strides):
     return first + shortcut + (blocks - 1) * others
 
 
+@pytest.mark.slow
 def test_flops_of_resnet_50():
     stages = ((64, 64, 56, 3, 1), (256, 128, 28, 4, 2), (512, 256, 14, 6, 2), (1024, 512, 7, 3, 2))
     adds = 7 * 7 * 3 * 64 * 112**2 + sum(bottlenecks(*stage) for stage in stages) + 2048 * 1000

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.test_kills import RUN, left_in
 
+from tests.checkpoints.test_kills import RUN, left_in
 from tests.disks import disk, fill, free
 from tests.running import pipeline
 

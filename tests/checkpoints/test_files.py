@@ -16,9 +16,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from omegaconf import OmegaConf
-from tests.test_training import Rows
 
-from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation import Evaluation, Objective, Update
 from pipeline.checkpoints import files as checkpoint
 from pipeline.checkpoints import snapshot as state
 from pipeline.checkpoints.files import Checkpoints
@@ -26,15 +25,16 @@ from pipeline.checkpoints.snapshot import State
 from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Plan
 from pipeline.dataset import Data, batches
-from pipeline.training.evaluator import evaluator
-from pipeline.training.loop import train
+from pipeline.training.evaluator import Evaluations, Evaluator
+from pipeline.training.loop import Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
+from tests.training.test_loop import Rows
 
 EXAMPLES, SIZE, UPDATES = 43, 8, 15  # 6 updates an epoch, the last one of 3 examples
 PLAN = Plan(Batching(SIZE, 2, 4), EXAMPLES, UPDATES)
 # In the middle of an epoch, at its end, after its first update: where that may matter; else after the first tail.
-WHERE = {"ema": (4, 6, 7), "callbacks": (4, 6, 7), "streamed": (4, 6, 7)}
+WHERE = {"ema": (4,), "callbacks": (6, 7), "streamed": (4,)}
 
 
 class Drawing(keras.callbacks.Callback):
@@ -174,8 +174,8 @@ class Run:
         self.model.compile(optimizer, loss)
         noise = case.get("noise", 0)
         options = {"noise_every": noise, "hold_statistics": case.get("hold", True)}
-        update = Update(self.model, loss, optimizer, micro, metrics=metrics, strategy=strategy, **options)
-        evaluation = Evaluation(self.model, loss, micro, metrics=validating, strategy=strategy)
+        update = Update(self.model, Objective(loss, metrics=metrics), optimizer, micro, strategy=strategy, **options)
+        evaluation = Evaluation(self.model, Objective(loss, metrics=validating), micro, strategy=strategy)
         self.rows, self.folder = Rows(), folder
         recorder = Counting(self.rows, self.plan, log_every, lambda: 0, Progress(updates))
         recorder.skips = precision == "mixed_float16"
@@ -188,19 +188,16 @@ class Run:
             return reason if len(looked) >= looks else None
 
         with Checkpoints(folder / "checkpoints", every, self.plan, keep) as checkpoints:
-            self.loss = train(
-                self.model,
-                self.batches,
+            validation = Evaluator(evaluation, batches.in_order(data.train, SIZE))
+            self.loss = Trainer(
                 update,
-                self.plan,
+                self.batches,
                 recorder,
-                evaluate=evaluator(evaluation, batches.in_order(data.train, SIZE)),
-                evaluate_every=3,
+                evaluations=Evaluations(validation, every=3),
                 callbacks=self.callbacks,
                 checkpoints=checkpoints,
-                start=start,
                 stop=stop,
-            )
+            ).fit(start)
 
     def state(self, update: int) -> State:
         return written(self.folder, update)
@@ -267,7 +264,7 @@ def rest(rows: list, update: int) -> list:
 def test_what_follows_a_checkpoint_is_what_would_have_followed(name, straight, tmp_path):
     whole = straight(name)
     for update in WHERE.get(name, (7,)):
-        again = goes_on(whole, update, tmp_path / str(update), CASES[name])
+        again = goes_on(whole, update, tmp_path / str(update), CASES[name], every=UPDATES)
         assert again.rows.updates == rest(whole.rows.updates, update)
         assert again.rows.validations == rest(whole.rows.validations, update)
         assert again.loss == whole.loss
@@ -349,7 +346,7 @@ def test_without_one_part_of_the_state_another_run_follows(part, straight, tmp_p
     monkeypatch.setattr(state, "restore", restore_without)
     update = 13 if name == "callbacks" else 7
     try:
-        again = goes_on(whole, update, tmp_path, CASES[name])
+        again = goes_on(whole, update, tmp_path, CASES[name], every=UPDATES)
     except AttributeError:  # ModelCheckpoint learns of an epoch where one begins
         assert part == "ModelCheckpoint"
         return
@@ -361,7 +358,7 @@ def test_without_one_part_of_the_state_another_run_follows(part, straight, tmp_p
 
 def test_at_another_factor_it_goes_on_within_rounding(straight, tmp_path):
     whole = straight("float64")
-    again = goes_on(whole, 7, tmp_path, CASES["float64"], micro=4)  # 2 micro-batches in place of 4
+    again = goes_on(whole, 7, tmp_path, CASES["float64"], every=None, micro=4)  # 2 micro-batches in place of 4
     for (update, row), (expected, values) in zip(again.rows.updates, rest(whole.rows.updates, 7), strict=True):
         assert (update, row) == (expected, pytest.approx(values, rel=1e-12))
     for one, two in zip(again.model.get_weights(), whole.model.get_weights(), strict=True):
@@ -378,7 +375,10 @@ def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path)
             assert (number, row) == (expected, pytest.approx(values, rel=1e-12))
 
 
-@pytest.mark.parametrize(("stop_at", "looks"), [(4, 1), (6, 1), (6, 3), (UPDATES, 1), (UPDATES, 2)])
+@pytest.mark.parametrize(
+    ("stop_at", "looks"),
+    [(4, 1), (6, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((6, 1), (UPDATES, 1), (UPDATES, 2)))],
+)
 def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_path):
     """Before the evaluation and the callbacks that are due after the update: the run that goes on begins with them.
 
@@ -390,7 +390,7 @@ def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, look
     found = checkpoint.newest(tmp_path / "one" / "checkpoints")
     assert found.update == stop_at
     first = KEPT_ROWS.pop()
-    again = Run(tmp_path / "two", CASES["callbacks"], start=found)
+    again = Run(tmp_path / "two", CASES["callbacks"], start=found, every=UPDATES)
     assert first.updates == [row for row in whole.rows.updates if row[0] <= stop_at]
     assert first.updates + again.rows.updates == whole.rows.updates
     assert first.validations + again.rows.validations == whole.rows.validations

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.test_continuation import RUN, UPDATES, folder_of, interrupted, weights
 
 from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import BEST
 from pipeline.config import compose
+from tests.checkpoints.test_resume_rules import RUN, UPDATES, folder_of, interrupted, weights
 from tests.running import Store, one_process, pipeline, python
 
 AT = 21
@@ -66,7 +66,8 @@ def last_weights(folder, name, update=UPDATES):
     return snapshot.read(found.folder, found.meta).arrays
 
 
-def test_a_fork_that_changes_nothing_is_the_run_itself(folder):
+def test_a_fork_that_changes_nothing_is_the_run_itself_and_one_with_its_weights_alone_is_not(folder):
+    """The second is the negative control: without the rest of the state another run follows."""
     said = pipeline("train", *begun(f"start.run=run@{AT}"), cwd=folder)
     one, other = run_in(folder, "run"), run_in(folder, "fork")
     assert f"goes on with the state of run {one.info.run_id} after update {AT}" in said.stderr
@@ -79,24 +80,20 @@ def test_a_fork_that_changes_nothing_is_the_run_itself(folder):
     assert other.data.tags["updates"] == str(UPDATES)
     begun_with = json.loads((folder / "fork" / "journal.jsonl").read_text().splitlines()[0])["start"]
     assert begun_with["segment"]["after"] == AT
-
-
-def test_a_fork_with_its_weights_alone(folder):
-    """Negative control of the test above as well: without the rest of the state another run follows."""
     begin = f"start.run={run_id(folder, 'run')[:9]}@{AT}"
-    pipeline("train", *begun(begin, "start.weights_only=true", "seed=0"), cwd=folder)
-    found, straight = histories(folder, "fork"), histories(folder, "run")
+    pipeline("train", *RUN[:-1], "hydra.run.dir=second", begin, "start.weights_only=true", "seed=0", cwd=folder)
+    found, straight = histories(folder, "second"), histories(folder, "run")
     assert list(found["train/loss"]) == list(range(1, UPDATES + 1))
     assert found["train/loss"][1] < 0.9 * straight["train/loss"][1]  # of weights that have learned
     assert found["train/learning_rate"] == straight["train/learning_rate"]
     later = [found["train/loss"][step] != straight["train/loss"][step] for step in range(AT + 1, UPDATES + 1)]
     assert all(later)
     # Two forks of one run are both named in it.
-    pipeline("train", *RUN[:-1], "hydra.run.dir=second", begin, cwd=folder)
     forks = [run_id(folder, name) for name in ("fork", "second")]
     assert run_in(folder, "run").data.tags["forks"] == ", ".join(forks)
 
 
+@pytest.mark.slow
 def test_a_fork_with_another_learning_rate(tmp_path):
     """A constant rate is a variable, which a checkpoint has as well: it must not overrule the config."""
     folder = folder_of(tmp_path)
@@ -165,7 +162,7 @@ def test_what_no_run_can_begin_with_is_refused(folder):
 
 @pytest.mark.parametrize("ema", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_the_test_split_is_evaluated_once_with_the_best_weights(tmp_path, ema):
-    """Equal to the bit to the test split of a run that ends where the best one was, and not to that of the last one."""
+    """Equal to the bit to the test split of a run that ends where the best one was."""
     rate = ("schedule=constant", "optimizer.learning_rate=0.3", f"+optimizer.use_ema={ema}", "optimizer.momentum=0.0")
     common = ("train", *RUN[:-2], *rate, "training.checkpoint_every=null", "dataset.test_split=test")
     # The first evaluation: what is «best» does not matter here, but that more is trained after it.
@@ -176,17 +173,17 @@ def test_the_test_split_is_evaluated_once_with_the_best_weights(tmp_path, ema):
     at = int(best.data.metrics["best/update"])
     assert at < UPDATES  # or nothing is shown
     pipeline(*common, f"training.updates={at}", "hydra.run.dir=ended", cwd=tmp_path)
-    pipeline(*common, "hydra.run.dir=last", cwd=tmp_path)
-    ended, last = (run for run in sorted(store.runs(), key=lambda run: run.info.start_time)[1:])
+    _, ended = sorted(store.runs(), key=lambda run: run.info.start_time)
     for key in ("test/loss", "test/accuracy"):
         assert store.history(best, key) == store.history(ended, key)
         assert list(store.history(best, key)) == [at]
-        assert list(store.history(last, key)) == [UPDATES]
-    assert store.history(best, "test/loss")[at] != store.history(last, "test/loss")[UPDATES]
+    validated = store.history(best, "val/loss")
+    assert validated[at] != validated[UPDATES]  # of the last weights it would be another
     assert store.history(best, "test/loss")[at] != store.history(best, "val/loss")[at]
     assert [each.tags[0].value for each in best.inputs.dataset_inputs] == ["training", "validation", "test"]
 
 
+@pytest.mark.slow
 def test_a_fork_is_interrupted_and_rerun(folder, source):
     """One that was interrupted before its first checkpoint begins where it began, and a rerun does, too."""
     auto = begun("training.resume=auto", "start.run=run@21", "training.checkpoint_every=null")
@@ -200,15 +197,18 @@ def test_a_fork_is_interrupted_and_rerun(folder, source):
     assert again.data.tags["rerun.verdict"] == "bit-equal"
     assert again.data.tags["start.run"] == run_id(folder, "run")
     shutil.rmtree(folder / "run" / "checkpoints" / "21")
-    for more in ((), ("--dry",)):
-        gone = pipeline("rerun", forked, *allow, *more, "hydra.run.dir=third", cwd=folder, status=2)
-        assert "start.run must name an update whose checkpoint is there." in gone.stderr.splitlines()[-1]
+    third = f"rerun {forked} {' '.join(allow)} hydra.run.dir=third"
+    answers = one_process({"gone": third, "dry": f"{third} --dry"}, folder)
     shutil.rmtree(folder / "run")
-    gone = pipeline("rerun", forked, *allow, "hydra.run.dir=third", cwd=folder, status=2)
-    assert "start.run must be one run directory, or the start of the ID" in gone.stderr.splitlines()[-1]
+    answers |= one_process({"no run": third}, folder)
+    for name, answer in answers.items():
+        rule = "be one run directory, or the start of the ID" if name == "no run" else "name an update whose checkpoint"
+        assert answer["status"] == 2, answer
+        assert f"start.run must {rule}" in answer["err"].splitlines()[-1], name
     assert not (folder / "third").exists()
 
 
+@pytest.mark.slow
 def test_a_source_that_cannot_be_written_fails_no_fork(folder):
     store = Store(folder)
     store.client.delete_run(run_id(folder, "run"))
@@ -248,12 +248,13 @@ def test_which_callback_stopped_a_run_and_what_was_best(stopping):
     assert found.meta["values"]["loop"]["validation"]["loss"] == run.data.metrics["best/val/loss"]
 
 
+@pytest.mark.slow
 def test_the_best_and_the_stop_survive_a_kill(stopping, tmp_path):
     folder = folder_of(tmp_path)
     best = best_of(stopping)
     done = max(histories(stopping, "run")["train/loss"])
-    for at in (best + 1, done - 1):  # between the best evaluation and its next checkpoint; within the patience
-        interrupted(folder, at, 9, *STOPPING, "training.resume=auto")
+    # Between the best evaluation and its next checkpoint, which is within the patience.
+    interrupted(folder, best + 1, 9, *STOPPING, "training.resume=auto")
     pipeline("train", *STOPPING, "training.resume=auto", cwd=folder)
     assert histories(folder, "run") == histories(stopping, "run")
     assert best_of(folder) == best
@@ -276,6 +277,7 @@ def table(offset):
 """
 
 
+@pytest.mark.slow
 def test_a_fork_onto_other_data_normalises_as_what_it_began_with(tmp_path):
     """What it trains, and what it logs as its model, has the means that the checkpoint's weights were trained with."""
     (tmp_path / "units.py").write_text(OTHER_UNITS)

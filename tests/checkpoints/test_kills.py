@@ -1,6 +1,7 @@
 """A run that is killed anywhere, again and again, goes on to the result of the run that nobody disturbed.
 
-`make test` kills about 8 times, `make soak` 200 times; the table at the end says where. See tests/killing.py.
+`make test-all` kills about 8 times, `make soak` 200 times; the table at the end says where: see
+tests/killing.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def undisturbed(tmp_path_factory):
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, SEEDS))])
+MARKS = [pytest.mark.slow] * 3 + [pytest.mark.soak] * (SEEDS - 3)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=mark) for seed, mark in enumerate(MARKS)])
 def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, seed):
     chance = random.Random(seed)
     replicas = f"hardware.replicas={1 + seed % 2}"

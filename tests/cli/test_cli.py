@@ -70,7 +70,15 @@ def test_help_of_train_lists_the_groups_and_their_options(installed):
     assert "optimizer: adam, adamw, lion, momentum, rmsprop, sgd" in said
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "training.epochs=none"], ["nope"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--help"],
+        ["train", "training.epochs=none"],
+        pytest.param(["--help"], marks=pytest.mark.slow),
+        pytest.param(["nope"], marks=pytest.mark.slow),
+    ],
+)
 def test_an_answer_without_a_run_imports_nothing_heavy(installed, arguments):
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "pipeline", *arguments],
@@ -122,12 +130,12 @@ def test_a_users_own_configs_by_config_dir(installed):
     [
         ("pipeline tr", "train"),
         ("pipeline train dataset=d", "dataset=diabetes dataset=digits dataset=digits_shifted"),
-        ("pipeline train dataset=t", "dataset=tfds dataset=topics"),
-        ("pipeline train dataset=digits training.ep", "training.epochs="),
+        pytest.param("pipeline train dataset=t", "dataset=tfds dataset=topics", marks=pytest.mark.slow),
+        pytest.param("pipeline train dataset=digits training.ep", "training.epochs=", marks=pytest.mark.slow),
         ("pipeline train model=mlp model.hi", "model.hidden."),
         ("pipeline sweep factor_w", "factor_with_linear_scaling factor_with_sqrt_scaling"),
-        ("pipeline sweep seeds model=mlp model.hi", "model.hidden."),
-        ("pipeline train --config-dir mine model=w", "model=wide"),
+        pytest.param("pipeline sweep seeds model=mlp model.hi", "model.hidden.", marks=pytest.mark.slow),
+        pytest.param("pipeline train --config-dir mine model=w", "model=wide", marks=pytest.mark.slow),
         ("pipeline sweep seeds -cd mine model=w", "model=wide"),
     ],
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import cluster
 from pipeline.config.cluster import Cluster
+from tests import programs
 
 TWO = {"worker": ["a:1", "b:2"]}
 STEP = {
@@ -46,8 +46,8 @@ def test_the_workers_that_the_environment_names(workers, environment, expected):
     assert count == (1 if expected is None else len(expected.addresses))
 
 
-@pytest.mark.skipif(shutil.which("scontrol") is None, reason="no Slurm on this machine")
 def test_the_tasks_of_a_step_are_workers_on_their_nodes(tmp_path, monkeypatch):
+    programs.need("scontrol")
     (tmp_path / "slurm.conf").write_text("ClusterName=test\nSlurmctldHost=localhost\n")  # `scontrol` wants one
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     count, team = found(None, STEP)

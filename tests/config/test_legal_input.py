@@ -1,18 +1,15 @@
 """What `fit` takes, a run takes: callbacks, models, losses and metrics of other kinds than the ready configs have.
 
-All command lines run in one process (see refused.py), each into an experiment of its own.
+All command lines run in one process (see refused.py), each into an experiment of its own; those of WIDER in another.
 """
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 
-from tests.running import Store, one_process
+from tests.running import Store, one_process, python
 from tests.shared import place_store
 
 MODULE = '''
@@ -169,32 +166,40 @@ FUNCTION = "'+training.metrics.own={_target_: keras.metrics.sparse_categorical_a
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
-    "unbuilt": "model=unbuilt dataset=classes",
     "partly weighted": f"{PARTLY} hardware.replicas=2",
+    "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS} {CONFIDENCE}",
+    "builder": f"model=unbuilt dataset=waves dataset.data_dir=data {FUNCTION}",
+    "own objective": "model=linear dataset=heights objective=mine",
+    "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
+    "unreadable": "model=unreadable dataset=classes tracking.log_model=true",
+}
+WIDER = {
     "partly weighted and streamed": f"{PARTLY} +dataset.in_memory=false",
-    "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS}",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
     "softmax": "model=probable dataset=classes training.loss.from_logits=false",
     "binary": "model=sigmoid dataset=sick objective=binary",
-    "builder": "model=unbuilt dataset=waves dataset.data_dir=data",
     "regression": "model=linear dataset=heights objective=regression",
     "language": "model=recurrent dataset=text objective=language_model",
-    "own objective": "model=linear dataset=heights objective=mine",
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
     "circle": f"model=embedding dataset=classes {LOSS}.Circle",
-    "function for a metric": f"model=unbuilt dataset=classes {FUNCTION}",
-    "bare_metric": f"model=unbuilt dataset=classes {CONFIDENCE}",
-    **{name: f"model={name} dataset=classes tracking.log_model=true" for name in LOGGED},
-    "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
+    "doubled": "model=doubled dataset=classes tracking.log_model=true",
 }
 SHORT = "accumulation.effective_batch_size=50 tracking.system_metrics=false"
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
+    return run_in(tmp_path_factory.mktemp("legal"), LEGAL)
+
+
+@pytest.fixture(scope="module")
+def ran_wider(tmp_path_factory):
+    return run_in(tmp_path_factory.mktemp("wider"), WIDER)
+
+
+def run_in(folder, legal):
     """The folder, its store, and what each command line answered."""
-    folder = tmp_path_factory.mktemp("legal")
     (folder / "mine.py").write_text(MODULE)
     for group, names in {"model": MODELS + LOGGED, "dataset": DATASETS}.items():
         (folder / "conf" / group).mkdir(parents=True)
@@ -205,7 +210,7 @@ def ran(tmp_path_factory):
     (folder / "conf" / "objective" / "mine.yaml").write_text(OBJECTIVE)
     more = {"tracking.log_model": "false", "training.epochs": "1"}
     lines = {}
-    for name, line in LEGAL.items():
+    for name, line in legal.items():
         given = [f"{key}={value}" for key, value in more.items() if f"{key}=" not in line]
         lines[name] = f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment='{name}'"
     place_store(folder)
@@ -221,6 +226,12 @@ def test_it_runs_to_its_end(ran, name):
     assert store.run(name).info.status == "FINISHED"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDER)
+def test_what_is_of_another_kind_runs_to_its_end(ran_wider, name):
+    test_it_runs_to_its_end(ran_wider, name)
+
+
 def test_a_tilde_is_the_home_directory(ran):
     folder, _, answers = ran
     assert answers["at home"]["status"] == 0, answers["at home"]["err"]
@@ -231,8 +242,8 @@ def test_a_tilde_is_the_home_directory(ran):
 
 def test_a_function_for_a_metric_is_the_mean_of_its_values(ran):
     store = ran[1]
-    metrics = store.run("function for a metric").data.metrics
-    assert metrics["val/own"] == metrics["val/accuracy"]
+    metrics = store.run("builder").data.metrics
+    assert metrics["train/own"] == metrics["train/accuracy"]
 
 
 def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran):
@@ -252,7 +263,7 @@ def test_a_monitored_metric_has_its_direction(ran):
 
 def test_a_metric_without_a_name_is_logged_by_its_key(ran):
     _, store, _ = ran
-    run = store.run("bare_metric")
+    run = store.run("monitored")
     assert 1 / 3 < store.history(run, "train/sure")[4] < 1
     assert 1 / 3 < store.history(run, "val/sure")[4] < 1
 
@@ -272,8 +283,9 @@ def test_a_logged_model_of_named_inputs_predicts_the_same(ran, monkeypatch):
     assert set(model.metadata.signature.inputs.input_names()) == {"left", "right"}
 
 
-def test_a_logged_model_of_own_layers_is_loaded_in_another_folder(ran, tmp_path):
-    _, store, answers = ran
+@pytest.mark.slow
+def test_a_logged_model_of_own_layers_is_loaded_in_another_folder(ran_wider, tmp_path):
+    _, store, answers = ran_wider
     run = store.run("doubled")
     assert run.data.tags.get("model.not_logged") is None, answers["doubled"]["err"]
     script = (
@@ -283,8 +295,8 @@ def test_a_logged_model_of_own_layers_is_loaded_in_another_folder(ran, tmp_path)
         "assert 'mine' in sys.modules\n"
         "print(model.predict(np.ones((5, 4), 'float32')).shape)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.endswith("(5, 3)\n"), done.stderr
+    out, err = python("-P", "-c", script, cwd=tmp_path).communicate()
+    assert out.endswith("(5, 3)\n"), err
 
 
 def test_a_model_that_cannot_be_loaded_is_not_left_in_the_store(ran):

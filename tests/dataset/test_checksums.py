@@ -13,7 +13,8 @@ import pytest
 from pipeline.dataset import checksums
 from tests.running import Store, pipeline
 
-RUN = ("train", "experiment=quick", "tracking.system_metrics=false", "hydra.run.dir=run")
+QUICK = ("train", "experiment=quick", "model=mlp", "tracking.log_model=false", "tracking.system_metrics=false")
+RUN = (*QUICK, "hydra.run.dir=run")
 
 
 def expected(content: bytes) -> str:

@@ -85,6 +85,7 @@ def test_the_example_of_two_outputs(tmp_path):
     assert run.data.params["training.loss_weights.length"] == "0.5"
 
 
+@pytest.mark.slow
 def test_a_sigmoid_with_class_weights(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     for group, target in (("dataset", "examples"), ("model", "yes_or_no")):

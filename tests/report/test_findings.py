@@ -287,9 +287,7 @@ def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
     made = Made(store, names, varied=["optimizer", "optimizer.learning_rate"])
     made.job(names[0], {"train/loss": [2, 1]})
     assert found(made)["next"].figures["missing"] == names[1:]
-    ParentRun(store.uri, made.run_id, made.experiment_id).note(
-        "sweep.jobs", json.dumps(names[:150])
-    )  # two tags of four
+    ParentRun(store.uri, made.run_id, made.experiment_id).tag("sweep.jobs", json.dumps(names[:150]))  # two tags of four
     assert found(made)["next"].figures["missing"] == names[1:150]
 
 

@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.common.errors import ConfigError
-from pipeline.report import comparison, document, page, plots
+from pipeline.report import comparison, html_page, plots, writer
 from pipeline.report.findings import Finding
 from tests import synthetic
 from tests.browser import picture, window
@@ -31,13 +31,13 @@ def store(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def by_batch(store, tmp_path_factory) -> page.Report:
+def by_batch(store, tmp_path_factory) -> writer.Report:
     made = synthetic.at_fixed_micro_batch(store)
-    return page.write(store.uri, made.run_id, tmp_path_factory.mktemp("by_batch"))
+    return writer.write(store.uri, made.run_id, tmp_path_factory.mktemp("by_batch"))
 
 
 @pytest.fixture(scope="module")
-def nasty(store, tmp_path_factory) -> page.Report:
+def nasty(store, tmp_path_factory) -> writer.Report:
     """A sweep that still runs, with a job for each thing that can go wrong, and names that a page must escape."""
     names = [f"optimizer={NASTY} seed={seed}" for seed in range(4)] + ["optimizer=slow", "optimizer=lost"]
     made = Made(store, names, ["optimizer", "seed"], NASTY)
@@ -48,10 +48,10 @@ def nasty(store, tmp_path_factory) -> page.Report:
     made.job(names[2], {"train/loss": loss * 1.1})
     made.job(names[3], {"train/loss": [*loss[:4], math.inf]}, status="KILLED")
     made.job(names[4], {"train/loss": loss[:7] * 2}, status="RUNNING")
-    return page.write(store.uri, made.run_id, tmp_path_factory.mktemp("nasty"))
+    return writer.write(store.uri, made.run_id, tmp_path_factory.mktemp("nasty"))
 
 
-def of(written: page.Report, topic: str) -> Finding:
+def of(written: writer.Report, topic: str) -> Finding:
     return next(finding for finding in written.findings if finding.topic == topic)
 
 
@@ -75,7 +75,7 @@ def test_a_job_that_ended_early_does_not_bend_its_group_and_nothing_is_said_twic
 
 
 def test_a_sweep_of_which_nothing_ran_is_reported(store, tmp_path):
-    written = page.write(store.uri, Made(store, ["factor=1", "factor=2"]).run_id, tmp_path / "new" / "folder")
+    written = writer.write(store.uri, Made(store, ["factor=1", "factor=2"]).run_id, tmp_path / "new" / "folder")
     assert of(written, "jobs").figures == {"planned": 2, "NO RUN": 2}
     assert {finding.topic for finding in written.findings if finding.figures} == {"jobs", "next"}
     assert sorted(path.name for path in written.page.parent.iterdir()) == ["findings.json", "jobs.csv", "report.html"]
@@ -145,8 +145,8 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_colours_stand_out_from_their_ground():
-    assert min(contrast(colour, "#ffffff") for colour in document.LIGHT) >= 3
-    assert min(contrast(colour, "#0f1318") for colour in document.DARK) >= 3
+    assert min(contrast(colour, "#ffffff") for colour in html_page.LIGHT) >= 3
+    assert min(contrast(colour, "#0f1318") for colour in html_page.DARK) >= 3
 
 
 def opened(chrome: webdriver.Chrome, page: Path, scheme: str) -> list[str]:

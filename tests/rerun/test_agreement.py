@@ -173,7 +173,7 @@ def test_a_counter_is_exact():
 
 def test_the_page_draws_both_runs_and_what_differs():
     old, new = history(train_loss={1: 1.0, 2: NAN, 3: 0.5}, val_loss={3: 1.0}), history(train_loss={1: 1.0, 3: 0.4})
-    page = agreement.drawn(old, new, "old & new", "different")
+    page = agreement.page(old, new, "old & new", "different")
     data = re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL)
     losses, apart = json.loads(data[1])
     drawn = {trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in losses["data"]}
@@ -182,4 +182,4 @@ def test_the_page_draws_both_runs_and_what_differs():
     assert drawn["val/loss, then"] == {3: 1.0}
     assert (apart["data"][0]["x"], apart["data"][0]["y"]) == ([3], [pytest.approx(0.2)])
     assert "<h1>old &amp; new</h1>" in page
-    assert 'class="plotly-graph-div"' not in agreement.drawn({}, {}, "nothing", "")
+    assert 'class="plotly-graph-div"' not in agreement.page({}, {}, "nothing", "")

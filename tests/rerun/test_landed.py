@@ -1,9 +1,10 @@
-"""A run and two sweeps that an earlier version recorded still rerun, report, and run what is missing of them."""
+"""Runs and sweeps that an earlier version recorded can be rerun, reported, resumed, and run again where jobs miss."""
 
 from __future__ import annotations
 
 import sqlite3
 import tarfile
+import zlib
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import pytest
 from tests.running import Store, one_process
 
 LANDED = Path(__file__).parents[1] / "fixtures" / "landed" / "store.tar.xz"
-RUN, MULTIRUN, SEEDS = "10849ed9c6dd", "bffe1a1d6f49", "d64aa7187fc7"  # the starts of their run IDs
+# The starts of their run IDs.
+RUN, MULTIRUN, SEEDS = "1d4e27389b14", "da57269d0b99", "047ed851fc11"
+INTERRUPTED, UNINTERRUPTED = "4e36a9a50a53", "b35d930823f9"
+CHECKPOINT, UPDATES = 9, 48  # of the interrupted run
 ASKED = "model=mlp training.epochs=1 hardware.device=cpu tracking.log_model=false tracking.system_metrics=false"
 
 
@@ -24,7 +28,18 @@ def restore(folder: Path) -> Store:
     with closing(sqlite3.connect(folder / "mlruns" / "mlflow.db")) as database:
         database.executescript(dump.read_text(encoding="utf-8").replace("/somewhere", str(folder)))
     dump.unlink()
+    journal = folder / "outputs" / "interrupted" / "journal.jsonl"
+    journal.write_bytes(moved(journal.read_bytes(), folder))
     return Store(folder)
+
+
+def moved(journal: bytes, folder: Path) -> bytes:
+    """Return a journal that names `folder`: each line starts with the CRC of all lines up to it."""
+    lines, crc, head = [], 0, len('{"crc":"00000000",')
+    for line in journal.replace(b"/somewhere", str(folder).encode()).splitlines(keepends=True):
+        crc = zlib.crc32(line[head:], crc)
+        lines.append(f'{{"crc":"{crc:08x}",'.encode() + line[head:])
+    return b"".join(lines)
 
 
 def forget(store: Store, run_id: str) -> None:
@@ -45,6 +60,7 @@ def landed(tmp_path_factory):
         {
             "rerun": f"rerun {runs[RUN].info.run_id}",
             "report": f"report {MULTIRUN}",
+            "resume": "resume outputs/interrupted",
             "nothing left": f"sweep seeds --again {SEEDS} hydra/launcher=basic",
             "nothing left of a multirun": f"train -m {ASKED} accumulation.factor=1,2,4 hydra/launcher=basic "
             f"tracking.sweep={parent[MULTIRUN]}",
@@ -66,6 +82,19 @@ def test_a_run_reruns_to_the_same_points(landed):
     assert answers["rerun"]["status"] == 0, answers["rerun"]["err"]
     (new,) = [run for run in store.runs() if run.data.tags.get("rerun.of", "")[:12] == RUN]
     assert new.data.tags["rerun.verdict"] in ("bit-equal", "equal within rounding")
+    built = [new.data.params[key] for key in ("model._target_", "training.metrics.bits._target_")]
+    assert built == ["pipeline.components.model.mlp", "pipeline.components.metrics.BitsPerToken"]
+
+
+def test_an_interrupted_run_resumes_to_its_end(landed):
+    store, answers, _, _ = landed
+    assert answers["resume"]["status"] == 0, answers["resume"]["err"]
+    runs = {run.info.run_id[:12]: run for run in store.runs()}
+    assert runs[INTERRUPTED].info.status == "FINISHED"
+    resumed, straight = (store.history(runs[run_id], "train/loss") for run_id in (INTERRUPTED, UNINTERRUPTED))
+    assert list(resumed) == list(straight) == list(range(1, UPDATES + 1))
+    assert [resumed[update] for update in range(1, CHECKPOINT + 1)] == list(straight.values())[:CHECKPOINT]
+    assert resumed == pytest.approx(straight, rel=1e-3)  # equal to the bit on the machine that recorded them
 
 
 def test_a_sweep_reports(landed):
@@ -81,7 +110,7 @@ def test_a_sweep_has_nothing_left(landed):
         assert answers[case]["status"] == 0, answers[case]["err"]
         assert f"{jobs} of {jobs} jobs finished" in answers[case]["err"]
         assert ": started" not in answers[case]["err"]
-    assert before == 9  # the eight that were recorded, and the rerun
+    assert before == 11  # the ten that were recorded, and the rerun
 
 
 def test_what_is_missing_of_a_sweep_runs_again_to_the_same_loss(landed):

@@ -35,20 +35,25 @@ def test_dropout_that_does_not_depend_on_the_cut(tmp_path):
     dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
     run, whole = trained(tmp_path, "whole", *dropout, "accumulation.factor=1")
     assert run.data.tags["model.cut_dependent_noise"] == "none"
-    cuts = {"four": ("accumulation.factor=4",), "two": ("accumulation.factor=3", "hardware.replicas=2")}
-    for name, cut in cuts.items():
-        _, found = trained(tmp_path, name, *dropout, *cut)
-        assert found == pytest.approx(whole, rel=EXACT)
+    _, found = trained(tmp_path, "two", *dropout, "accumulation.factor=3", "hardware.replicas=2")
+    assert found == pytest.approx(whole, rel=EXACT)
     run, other = trained(tmp_path, "other", "model.dropout=0.3", "accumulation.factor=4")
     assert run.data.tags["model.cut_dependent_noise"] == "dropout, dropout_1"
     assert other != pytest.approx(whole, rel=1e9 * EXACT)
-    said = pipeline("rerun", Store(tmp_path).run("four").info.run_id, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rerun_and_verify_have_that_dropout(tmp_path):
+    dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
+    run, _ = trained(tmp_path, "cut", *dropout, "accumulation.factor=4")
+    said = pipeline("rerun", run.info.run_id, cwd=tmp_path)
     assert "bit-equal" in said.stderr
     said = pipeline("verify", "model=mlp", *dropout, "accumulation.factor=4", cwd=tmp_path)
     assert "noise off" not in said.stdout
     assert "equal within rounding" in said.stdout
 
 
+@pytest.mark.slow
 def test_layers_that_an_update_is_not_exact_for_are_named(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     own = ("model._target_=mine.recurrent", "~model.hidden", "~model.dropout", "~model.l2")
@@ -59,6 +64,7 @@ def test_layers_that_an_update_is_not_exact_for_are_named(tmp_path):
     assert (tags["model.cut_dependent_noise"], tags["model.batch_dependent_layers"]) == ("lstm", "batch_normalization")
 
 
+@pytest.mark.slow
 def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
     """The layer normalises what it is given by the micro-batch, and evaluates by the effective batches."""
     (tmp_path / "mine.py").write_text(MODULE)
@@ -70,12 +76,12 @@ def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
         return Store(tmp_path).histories(run)["val/loss"]
 
     whole = validated("whole", "accumulation.factor=1")
-    assert validated("cut", "accumulation.factor=5") == pytest.approx(whole, rel=EXACT)
     assert validated("two", "accumulation.factor=5", "hardware.replicas=2") == pytest.approx(whole, rel=EXACT)
     micro = validated("micro", "accumulation.factor=5", "accumulation.moving_statistics=micro")
     assert micro != pytest.approx(whole, rel=1e6 * EXACT)
 
 
+@pytest.mark.slow
 def test_a_normalised_run_again_and_in_another_cut(tmp_path):
     """Again it is the same to the bit; cut otherwise it is another run, which no rounding explains."""
     (tmp_path / "mine.py").write_text(MODULE)
@@ -84,8 +90,5 @@ def test_a_normalised_run_again_and_in_another_cut(tmp_path):
     _, once = trained(tmp_path, "once", *own, "accumulation.factor=5")
     _, again = trained(tmp_path, "again", *own, "accumulation.factor=5")
     assert again == once
-    _, whole = trained(tmp_path, "whole", *own, "accumulation.factor=1")
     _, two = trained(tmp_path, "two", *own, "accumulation.factor=1", "hardware.replicas=2")
-    for other in (whole, two):
-        assert other != pytest.approx(once, rel=1e6 * EXACT)
-    assert two != pytest.approx(whole, rel=1e6 * EXACT)
+    assert two != pytest.approx(once, rel=1e6 * EXACT)

@@ -15,7 +15,7 @@ import yaml
 from tests.running import Store, pipeline, start
 
 QUIET = ("tracking.log_model=false", "tracking.system_metrics=false")
-EXACT = ("experiment=exact", "model=mlp", "training.updates=100", *QUIET)
+EXACT = ("experiment=exact", "model=mlp", "training.updates=30", *QUIET)
 EPOCHS, EXAMPLES, SIZE = 10, 1437, 128
 UPDATES = EPOCHS * 12
 
@@ -23,20 +23,20 @@ UPDATES = EPOCHS * 12
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main")
-    return pipeline("train", "hydra.run.dir=run", cwd=folder, warm=False, new_store=True), Store(folder)
+    return pipeline("train", "hydra.run.dir=run", cwd=folder, new_store=True), Store(folder)
 
 
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory):
-    """One process, one run a size and optimizer: the last micro-batch size divides neither batch nor tail."""
+    """One process, one run a size: the last micro-batch size divides neither batch nor tail."""
     folder = tmp_path_factory.mktemp("proofs")
     save = (
-        "+training.callbacks.save={_target_: keras.callbacks.ModelCheckpoint, save_weights_only: true, save_freq: 100,"
+        "+training.callbacks.save={_target_: keras.callbacks.ModelCheckpoint, save_weights_only: true, save_freq: 30,"
         "filepath: '${hydra:runtime.output_dir}/final.weights.h5'}"
     )
-    sizes = "accumulation.micro_batch_size=128,64,32,16,24"
+    sizes = "accumulation.micro_batch_size=128,24"
     sweep = ("hydra/launcher=basic", "hydra.sweep.dir=runs")
-    pipeline("train", "-m", *EXACT, sizes, "optimizer=momentum,adamw", save, *sweep, cwd=folder)
+    pipeline("train", "-m", *EXACT, sizes, "optimizer=adamw", save, *sweep, cwd=folder)
     pipeline("train", *EXACT, "optimizer=adamw", "hardware.replicas=2", "tracking.experiment=two", cwd=folder)
     return Store(folder)
 
@@ -143,15 +143,14 @@ def test_logged_model_predicts_the_same(main_job, monkeypatch):
     assert model.metadata.signature.inputs.inputs[0].shape == (-1, 8, 8, 1)
 
 
-@pytest.mark.parametrize("optimizer", ["keras.optimizers.SGD", "keras.optimizers.AdamW"])
-def test_every_factor_trains_the_same_trajectory(proofs, optimizer):
+def test_every_factor_trains_the_same_trajectory(proofs):
     import h5py
     import numpy as np
 
-    runs = proofs.by_param(proofs.trained(), "optimizer._target_", "derived.micro_batch_size")
-    reference, *others = [runs[optimizer, size] for size in ("128", "64", "32", "16", "24")]
+    runs = proofs.by_param(proofs.trained(), "derived.micro_batch_size")
+    reference, other = runs["128",], runs["24",]
     losses = proofs.history(reference, "train/loss")
-    assert len(losses) == 100
+    assert len(losses) == 30
 
     def weights(run):
         found = []
@@ -159,36 +158,21 @@ def test_every_factor_trains_the_same_trajectory(proofs, optimizer):
             file.visititems(lambda _, node: found.append(node[()]) if isinstance(node, h5py.Dataset) else None)
         return [array for array in found if array.dtype == np.float64]
 
-    for other in others:
-        assert proofs.history(other, "train/loss") == pytest.approx(losses, rel=1e-12)
-        assert proofs.history(other, "val/loss") == pytest.approx(proofs.history(reference, "val/loss"), rel=1e-12)
-        for one, two in zip(weights(other), weights(reference), strict=True):
-            # relative to the size of the array: single entries pass through zero
-            assert np.linalg.norm(one - two) <= 1e-12 * np.linalg.norm(two)
+    assert proofs.history(other, "train/loss") == pytest.approx(losses, rel=1e-12)
+    assert proofs.history(other, "val/loss") == pytest.approx(proofs.history(reference, "val/loss"), rel=1e-12)
+    for one, two in zip(weights(other), weights(reference), strict=True):
+        # relative to the size of the array: single entries pass through zero
+        assert np.linalg.norm(one - two) <= 1e-12 * np.linalg.norm(two)
 
 
 def test_two_devices_train_the_same_trajectory_in_one_run(proofs):
-    one = proofs.by_param(proofs.trained(), "optimizer._target_", "derived.micro_batch_size")
-    one = one["keras.optimizers.AdamW", "32"]
+    one = proofs.by_param(proofs.trained(), "derived.micro_batch_size")["128",]
     two = proofs.run("two")  # one run; `history` refuses a row that is doubled
     assert two.data.params["derived.replicas"] == "2"
     assert two.data.params["derived.micro_batch_size"] == "16"
     for key in ("train/loss", "train/gradient_norm", "train/accuracy", "val/loss", "val/accuracy"):
         assert proofs.history(two, key) == pytest.approx(proofs.history(one, key), rel=1e-12), key
     assert proofs.history(two, "train/examples_seen") == proofs.history(one, "train/examples_seen")
-
-
-def test_deterministic_runs_are_equal_to_the_bit(tmp_path):
-    for _ in range(2):
-        pipeline(
-            *("train", "experiment=quick", "dataset=digits_shifted", "model.dropout=0.3"),
-            *("hardware.deterministic=true", *QUIET),
-            cwd=tmp_path,
-        )
-    store = Store(tmp_path)
-    one, two = (store.histories(run) for run in store.runs())
-    assert one == two
-    assert {"train/loss", "train/accuracy", "train/gradient_norm", "val/loss", "val/accuracy"} <= set(one)
 
 
 def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
@@ -215,7 +199,11 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "status", "exit_status"),
-    [(signal.SIGINT, "KILLED", 130), (signal.SIGTERM, "KILLED", 143), (signal.SIGKILL, "KILLED", -9)],
+    [
+        (signal.SIGINT, "KILLED", 130),
+        pytest.param(signal.SIGTERM, "KILLED", 143, marks=pytest.mark.slow),
+        (signal.SIGKILL, "KILLED", -9),
+    ],
 )
 def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, status, exit_status):
     process = start(

@@ -184,7 +184,7 @@ def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
 
 def test_what_a_dead_sweep_left_running_is_closed(left):
     made, run = left(time.time() - GONE - 1, time.time() - GONE - 1)
-    heartbeat.take_over(made.client, made.client.get_run(made.run_id), [made.client.get_run(run)])
+    heartbeat.close_abandoned(made.client, made.client.get_run(made.run_id), [made.client.get_run(run)])
     assert made.client.get_run(run).info.status == "KILLED"
     assert "without a word" in made.client.get_run(run).data.tags["failure"]
 

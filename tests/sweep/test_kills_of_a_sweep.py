@@ -7,9 +7,9 @@ import signal
 
 import psutil
 import pytest
-from tests.test_kills import RUN, is_in
 
 from pipeline.sweep.heartbeat import ALIVE
+from tests.checkpoints.test_kills import RUN, is_in
 from tests.killing import CALLS, Plan
 from tests.running import Store, pipeline, start, wait
 from tests.shared import note, place_store

@@ -50,6 +50,14 @@ class Noting(keras.callbacks.Callback):
 # What a job is
 
 
+def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path):
+    for way, more in {"hand": [], "forked": ["-m", "hydra.sweep.dir=jobs"]}.items():
+        pipeline("train", *TINY, "seed=1", f"tracking.experiment={way}", *more, cwd=tmp_path)
+    store = Store(tmp_path)
+    by_hand, forked = (store.histories(store.trained(way)[0], "train/", "val/") for way in ("hand", "forked"))
+    assert forked == by_hand
+
+
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory):
     """Two jobs: by hand, forked two at once, and as new processes; what each printed, and the store."""
@@ -77,6 +85,7 @@ def noted(printed: str) -> dict:
     return json.loads(line.removeprefix("noted "))
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_a_job_is_forked_unless_a_variable_is_set_for_it(ways):
     printed, _ = ways
@@ -86,6 +95,7 @@ def test_a_job_is_forked_unless_a_variable_is_set_for_it(ways):
         assert "multiprocessing.forkserver" not in noted(printed["new", seed])["parent"]
 
 
+@pytest.mark.slow
 def test_a_job_is_a_process_as_one_by_hand_is(ways):
     printed, _ = ways
     for seed in (1, 2):
@@ -99,6 +109,7 @@ def test_a_job_is_a_process_as_one_by_hand_is(ways):
             assert {key for key in job if job[key] != by_hand[key]} <= {"parent", "alone", "stdin", "colour"}
 
 
+@pytest.mark.slow
 def test_a_job_trains_to_the_same_bits(ways):
     _, store = ways
     hand = {run.data.params["seed"]: store.histories(run, "train/", "val/") for run in store.trained("hand")}
@@ -109,6 +120,7 @@ def test_a_job_trains_to_the_same_bits(ways):
         assert runs == hand, way
 
 
+@pytest.mark.slow
 def test_a_run_says_how_it_was_started(ways):
     _, store = ways
     for way in ("hand", "forked", "new"):
@@ -133,7 +145,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("file", "more"),
     [
-        ("pipeline.py", ()),
+        ("pipeline.py", None),
+        pytest.param("pipeline.py", (), marks=pytest.mark.slow),
         pytest.param("pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.slow),
     ],
 )
@@ -145,19 +158,22 @@ def test_files_of_the_users_folder_are_not_taken_for_libraries(tmp_path, file, m
     for name in (file, "random.py", "socket.py", "numpy.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("raise RuntimeError('this is the file of the user')")
-    for arguments in (["train", *TINY], ["train", "-m", *TINY, "seed=0,1", *more]):
+    runs = [["train", *TINY], ["train", "-m", *TINY, "seed=0,1", *(more or ())]]
+    for arguments in [["train", "--cfg", "job"]] if more is None else runs:
         command = [sys.executable, str(tmp_path / "bin" / "pipeline"), *arguments]
         done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
         logs = [log.read_text() for log in folder.rglob("job.log")]
         assert done.returncode == 0, (done.stderr, logs)
         assert "file of the user" not in "".join([done.stderr, *logs])
+    if more is None:
+        return
     assert [run.info.status for run in Store(folder).trained()] == ["FINISHED"] * 3
 
 
 # How a job ends
 
 
-METHODS = ["spawn", *(["forkserver"] if sys.platform == "linux" else [])]
+METHODS = ["spawn", *([pytest.param("forkserver", marks=pytest.mark.slow)] if sys.platform == "linux" else [])]
 
 
 def started(folder, function, *arguments, limit=1, methods=("spawn",)) -> local.LocalJob:
@@ -220,6 +236,7 @@ def test_one_whose_sweep_goes_away_before_it_is_told_what_to_do_ends(tmp_path):
     assert not (tmp_path / "pid").exists()
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_a_job_outlives_the_process_that_it_is_forked_from(tmp_path):
     job = started(tmp_path, jobs.finishing, tmp_path / "pid", methods=["forkserver"])
@@ -229,6 +246,7 @@ def test_a_job_outlives_the_process_that_it_is_forked_from(tmp_path):
     assert ended(started(tmp_path, jobs.pid, methods=["forkserver"])).how == "finished"  # from another one
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
     """As a library would that starts CUDA when it is imported: no fork of such a process can use the GPU."""

@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,11 @@ class Shown:
     """
 
     store: Store
-    address: str
-    chrome: WebDriver
     factors: synthetic.Made
     optimizers: synthetic.Made
     losses: dict[tuple[int, int], np.ndarray]
+    address: str = ""
+    chrome: WebDriver | None = None
 
     def fragment(self, sweep: synthetic.Made) -> str:
         client = self.store.client()
@@ -104,7 +104,8 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory, chromium: WebDriver) -> Iterator[Shown]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    """The store alone: neither a server nor a browser."""
     store = synthetic.store(tmp_path_factory.mktemp("shown"))
     names = [f"factor={factor} seed={seed}" for factor in FACTORS for seed in SEEDS]
     factors = synthetic.Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
@@ -134,9 +135,14 @@ def shown(tmp_path_factory: pytest.TempPathFactory, chromium: WebDriver) -> Iter
     lone = client.create_run(factors.experiment_id, run_name="lone").info.run_id
     client.log_metric(lone, "train/loss", 1.0, step=1)
     client.set_terminated(lone)
-    with server(store.uri, seconds=300) as address, window(chromium) as chrome:
+    return Shown(store, factors, optimizers, losses)
+
+
+@pytest.fixture(scope="module")
+def shown(stored: Shown, chromium: WebDriver) -> Iterator[Shown]:
+    with server(stored.store.uri, seconds=300) as address, window(chromium) as chrome:
         chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NEW})
-        yield Shown(store, address, chrome, factors, optimizers, losses)
+        yield replace(stored, address=address, chrome=chrome)
 
 
 @dataclass
@@ -267,17 +273,17 @@ def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
         shown.chrome.switch_to.window(windows[0])
 
 
-def test_the_view_of_a_sweep_is_saved_once(shown: Shown) -> None:
-    assert shown.fragment(shown.factors) == shown.fragment(shown.factors)
+def test_the_view_of_a_sweep_is_saved_once(stored: Shown) -> None:
+    assert stored.fragment(stored.factors) == stored.fragment(stored.factors)
 
-    tags = shown.store.client().get_experiment(shown.factors.experiment_id).tags
-    view = json.loads(tags[mlflow_view.TAG + shown.factors.run_id])
+    tags = stored.store.client().get_experiment(stored.factors.experiment_id).tags
+    view = json.loads(tags[mlflow_view.TAG + stored.factors.run_id])
     packed = view["state"].removeprefix("deflate;")
-    assert view["name"] == f"factor_at_fixed_micro_batch {shown.factors.run_id[:6]}"
+    assert view["name"] == f"factor_at_fixed_micro_batch {stored.factors.run_id[:6]}"
     assert json.loads(zlib.decompress(base64.b64decode(packed)))["searchFilter"] == (
-        f"tags.sweep = '{shown.factors.run_id}'"
+        f"tags.sweep = '{stored.factors.run_id}'"
     )
-    assert sum(key.startswith(mlflow_view.TAG) and shown.factors.run_id in key for key in tags) == 1
+    assert sum(key.startswith(mlflow_view.TAG) and stored.factors.run_id in key for key in tags) == 1
 
 
 def test_an_mlflow_that_was_not_tried_gets_the_plain_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,12 +317,12 @@ def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
     assert "| factor=0 \\| x | 0 |" in text
 
 
-def test_jobs_that_differ_by_the_seed_share_a_colour(shown: Shown) -> None:
+def test_jobs_that_differ_by_the_seed_share_a_colour(stored: Shown) -> None:
     mlflow_view.color(
-        shown.store.client(), {run.info.run_name: run.info.run_id for run in _children(shown, shown.factors)}
+        stored.store.client(), {run.info.run_name: run.info.run_id for run in _children(stored, stored.factors)}
     )
 
-    colors = {run.info.run_name: run.data.tags["mlflow.runColor"] for run in _children(shown, shown.factors)}
+    colors = {run.info.run_name: run.data.tags["mlflow.runColor"] for run in _children(stored, stored.factors)}
     for factor in FACTORS:
         assert len({colors[f"factor={factor} seed={seed}"] for seed in SEEDS}) == 1
     assert len(set(colors.values())) == len(FACTORS)

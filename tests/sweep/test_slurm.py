@@ -7,7 +7,6 @@ runs yet: two on one machine disturb each other.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import programs
 from tests.running import ROOT, Store, environment, pipeline, start
 from tests.shared import place_store
 from tests.sweep.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
@@ -54,10 +54,8 @@ MODES = "+training.callbacks.trouble={_target_:mine.Trouble,mode:none},{_target_
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """Starts Slurm; gives the variables of the environment that make its commands find it."""
+    programs.need(*NEEDED)
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
-    missing = [name for name in NEEDED if shutil.which(name, path=path) is None]
-    if missing:
-        pytest.skip(f"no Slurm on this machine: {', '.join(missing)} not found")
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons want to be started by root")
     if {process.info["name"] for process in psutil.process_iter(["name"])} & {"slurmctld", "slurmd"}:

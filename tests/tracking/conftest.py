@@ -43,4 +43,4 @@ def forked_shippers(monkeypatch) -> None:
     from tests import shared, warm
 
     monkeypatch.setattr(subprocess, "Popen", subprocess.Popen)  # is put back
-    warm._fork_shippers(shared.warm_address())
+    warm.fork_children(shared.warm_address())

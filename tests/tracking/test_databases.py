@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.tracking.journal import Journal
-from tests import shared
+from tests import programs, shared
 from tests.disks import disk, fill, free
 from tests.running import wait
 from tests.tracking.shipped import UPDATES, begin, fields, opened, train
@@ -78,6 +78,7 @@ def test_locked_in_the_middle(tmp_path, undisturbed):
     assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
+@pytest.mark.slow
 def test_locked_at_the_end(tmp_path, undisturbed):
     journal = half_shipped(tmp_path)
     journal.patience = 3.0
@@ -92,7 +93,7 @@ def test_locked_at_the_end(tmp_path, undisturbed):
     assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
-@pytest.mark.parametrize("how", ["moved", "deleted"])
+@pytest.mark.parametrize("how", ["moved", pytest.param("deleted", marks=pytest.mark.slow)])
 def test_gone_in_the_middle(tmp_path, undisturbed, how):
     journal = half_shipped(tmp_path)
     store = tmp_path / "mlruns"
@@ -166,15 +167,17 @@ class Postgres:
         subprocess.run(command, check=True, cwd="/", stdout=subprocess.DEVNULL, timeout=120, **account)
 
 
-def _programs() -> Path | None:
-    found = [Path("/usr/bin"), *Path("/usr/lib/postgresql").glob("*/bin")]
-    return next((folder for folder in found if (folder / "initdb").exists()), None)
+def _folders() -> list[Path]:
+    return [Path("/usr/bin"), *Path("/usr/lib/postgresql").glob("*/bin")]
+
+
+def _programs() -> Path:
+    return next(folder for folder in _folders() if (folder / "initdb").exists())
 
 
 @pytest.fixture(scope="module")
 def postgres(tmp_path_factory):
-    if _programs() is None:
-        pytest.skip("PostgreSQL (Debian's package) is needed")
+    programs.need("initdb", path=os.pathsep.join(map(str, _folders())))
     pytest.importorskip("psycopg")
     with tempfile.TemporaryDirectory(prefix="pipeline-postgres-") as name:  # pytest's are root's alone
         if os.geteuid() == 0:
@@ -185,8 +188,10 @@ def postgres(tmp_path_factory):
         server.stop()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seconds", [1, 12], ids=["at once", "for longer than a try"])
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(1, id="at once", marks=pytest.mark.slow), pytest.param(12, id="longer", marks=pytest.mark.soak)],
+)
 def test_postgresql_restarted_in_the_middle(tmp_path, undisturbed, postgres, monkeypatch, seconds):
     monkeypatch.chdir(tmp_path)  # MLflow puts artifacts of such a store here
     experiment = f"restarted {seconds}"

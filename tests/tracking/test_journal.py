@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -18,9 +16,11 @@ import pytest
 from pipeline.common.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
-from tests.running import Store, environment, one_process, pipeline, wait
-from tests.shared import place_store
+from tests.running import Store, environment, one_process, pipeline, python, wait
+from tests.shared import place_store, warm_address
+from tests.warm import Python
 
+pytestmark = pytest.mark.usefixtures("forked_shippers")
 RUN = {
     **{"experiment": "pipeline", "name": "one", "params": {"a": "1"}, "tags": {}, "system_metrics": False},
     "segment": {"after": 0, "cut": {"effective_batch_size": 8}},
@@ -147,8 +147,7 @@ def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
 
 
 def _sync_process(folder):
-    command = [sys.executable, "-m", "pipeline", "sync", str(folder)]
-    return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, timeout=120).returncode
+    return pipeline("sync", str(folder), cwd=folder, status=None).returncode
 
 
 def test_points_that_the_store_lost_are_sent_again(tmp_path):
@@ -182,7 +181,7 @@ write(journal, *range(1, 20))
 for pid in (journal.shipper.pid, os.getpid()):
     os.kill(pid, signal.SIGKILL)
 """
-    subprocess.run([sys.executable, "-c", code], env=environment(), timeout=120)
+    python("-c", code, cwd=tmp_path).communicate(timeout=120)
     assert points(tmp_path)[0] == "RUNNING"
     with (tmp_path / NAME).open("a") as file:
         file.write('{"crc":"12')  # of the next row
@@ -261,9 +260,9 @@ def test_a_user_without_a_name_is_recorded():
         "os.setuid(54321); print(provenance.origin()['mlflow.user'])"
     )
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
-    nameless = {key: value for key, value in environment().items() if key not in names}
-    done = subprocess.run(
-        [sys.executable, "-c", asked], cwd="/", env=nameless, capture_output=True, text=True, timeout=60
+    process = Python(
+        warm_address(), ["-c", asked], env={key: value for key, value in environment().items() if key not in names}
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "unknown\n"
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == "unknown\n"

@@ -56,6 +56,7 @@ def test_down_at_the_start_is_refused_in_a_line(tmp_path, proxy, capsys):
     assert not (tmp_path / NAME).exists()
 
 
+@pytest.mark.slow
 def test_down_at_the_start_and_waited_for(tmp_path, proxy, whole, capsys, request):
     proxy.down()
     threading.Timer(3, proxy.up).start()
@@ -95,7 +96,7 @@ def test_away_in_the_middle(tmp_path, proxy, whole, mlflow_server, request, mode
     whole()
 
 
-@pytest.mark.parametrize("mode", ["down", "hanging"])
+@pytest.mark.parametrize("mode", ["down", pytest.param("hanging", marks=pytest.mark.slow)])
 def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request, mode):
     journal = opened(proxy.address, tmp_path, request.node.name)
     train(journal, 1, UPDATES)
@@ -121,7 +122,9 @@ def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
     assert not (tmp_path / NAME).exists()
 
 
-@pytest.mark.parametrize("mode", ["failing", "cutting", pytest.param("slow", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("failing", marks=pytest.mark.slow), "cutting", pytest.param("slow", marks=pytest.mark.soak)]
+)
 def test_a_bad_server(tmp_path, proxy, whole, request, mode):
     """Also while the run is created: a request that was done and not answered leaves no second run."""
     proxy.mode = mode
@@ -132,7 +135,7 @@ def test_a_bad_server(tmp_path, proxy, whole, request, mode):
     whole()
 
 
-@pytest.mark.parametrize("mode", ["hanging", "down"])
+@pytest.mark.parametrize("mode", [pytest.param("hanging", marks=pytest.mark.slow), "down"])
 def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, mode):
     """The store answered, and is gone when the run is to begin."""
     journal = Journal(proxy.address, request.node.name, patience=4.0)
@@ -147,6 +150,7 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
     assert (found["status"], found["metrics"]) == ("KILLED", {})
 
 
+@pytest.mark.slow
 def test_away_while_the_run_is_created_and_trained_offline(tmp_path, proxy, whole, capsys, request):
     journal = Journal(proxy.address, request.node.name, patience=4.0, when_unreachable="offline")
     journal.ready()
@@ -160,6 +164,7 @@ def test_away_while_the_run_is_created_and_trained_offline(tmp_path, proxy, whol
     whole()
 
 
+@pytest.mark.slow
 def test_away_while_the_run_is_created_and_waited_for(tmp_path, proxy, whole, request):
     journal = Journal(proxy.address, request.node.name, patience=4.0, when_unreachable="wait")
     journal.ready()
@@ -179,6 +184,7 @@ def test_a_wrong_password_at_the_start(tmp_path, proxy, monkeypatch):
         opened(proxy.address, tmp_path, "wrong")
 
 
+@pytest.mark.slow
 def test_a_password_that_changes_in_the_middle(tmp_path, proxy, whole, request, monkeypatch, mlflow_server):
     proxy.password = "right"
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")

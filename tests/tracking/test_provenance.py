@@ -32,6 +32,7 @@ from pipeline.rerun.recorded_run import relinked
 from pipeline.tracking import provenance
 from tests.browser import server
 from tests.running import one_process, pipeline
+from tests.shared import place_store
 
 PASSWORD = "pass@wörd-Hunter7"  # in a URI it is percent-encoded, but for the @ that people forget
 TOKEN = """tok'en "Zaphod9" with: spaces, a\\backslash and so many words that YAML would fold it into two lines"""
@@ -125,6 +126,25 @@ def contents(folder: Path):
                         yield path / name, archive.read(name)
 
 
+def test_no_secret_is_in_the_store_or_the_run_directory_of_a_run_that_fails(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    place_store(tmp_path)
+    model = "model={_target_: mine.tiny, token: ${oc.env:SOME_API_TOKEN}}"
+    boom = '"+training.callbacks.boom={_target_: mine.Boom, token: ${oc.env:SOME_API_TOKEN}}"'
+    small = "training.updates=2 tracking.system_metrics=false tracking.log_model=false hydra.run.dir=failing"
+    line = f'train {small} "~model" "+{model}" {boom}'
+    answer = one_process({"failing": line}, tmp_path, **SECRETS)["failing"]
+    assert answer["status"] == 1, answer["err"]
+    (run,) = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db").search_runs(["1"])
+    assert run.data.params["model.token"] == "***"
+    assert "RuntimeError: refused: ***" in run.data.tags["failure"]
+    files = dict(contents(tmp_path))
+    assert {"config.yaml", "overrides.yaml", "mlflow.db", "traceback.log"} <= {path.name for path in files}
+    for place, content in [*files.items(), ("said", (answer["out"] + answer["err"]).encode())]:
+        assert not any(fragment.encode() in content for fragment in FRAGMENTS), place
+
+
+@pytest.mark.slow
 def test_the_runs_with_secrets_did_what_they_should(told):
     folder, served, statuses, said, runs = told
     status = {"named": 0, "fine": 0, "failing": 1, "wrong": 2, "nobody": 2, "no such run": 2, "scheme": 2}
@@ -140,6 +160,7 @@ def test_the_runs_with_secrets_did_what_they_should(told):
     assert {"mlflow.db", "config.yaml", "overrides.yaml", "MLmodel", "model.keras"} <= set(files)
 
 
+@pytest.mark.slow
 def test_no_secret_is_anywhere(told):
     folder, served, _, said, runs = told
     seen = 0
@@ -163,6 +184,7 @@ def test_no_secret_is_anywhere(told):
     assert "refused: ***" in said["sweep"]
 
 
+@pytest.mark.slow
 def test_a_rerun_asks_for_what_was_masked(told):
     last = told[3]["masked"].splitlines()[-1]
     rule = "was a secret and is not in the record: give it again as an override"

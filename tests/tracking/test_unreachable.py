@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
-from tests.test_kills import RUN, UPDATES
 
+from tests.checkpoints.test_kills import RUN, UPDATES
 from tests.running import pipeline, start, wait
 from tests.tracking.shipped import fields
 

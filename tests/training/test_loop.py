@@ -13,8 +13,9 @@ from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.config.sizes import Batching, Plan
-from pipeline.training.evaluator import evaluator
-from pipeline.training.loop import train
+from pipeline.dataset.batches import iterating
+from pipeline.training.evaluator import Evaluations, Evaluator
+from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import NonFiniteError, Recorder
 
@@ -64,6 +65,8 @@ class Run:
         validate=True,
         rows: Rows | None = None,
         through=lambda batches: batches,
+        stop=lambda: None,
+        fit=True,
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -76,21 +79,21 @@ class Run:
         plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, epochs * PER_EPOCH)
         self.rows = rows or Rows()
         recorder = Recorder(self.rows, plan, log_every, lambda: 0, Progress(plan.updates))
-        self.evaluate = evaluator(Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE)))
-        self.loss = train(
-            self.model,
-            through(examples.batch(SIZE)).repeat(),
+        self.evaluate = Evaluator(Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE)))
+        self.trainer = Trainer(
             Update(self.model, loss, optimizer, SIZE),
-            plan,
+            through(examples.batch(SIZE)).repeat(),
             recorder,
-            evaluate=self.evaluate if validate else None,
-            evaluate_every=evaluate_every,
+            evaluations=Evaluations(self.evaluate if validate else None, every=evaluate_every),
             callbacks={str(number): callback for number, callback in enumerate(callbacks)},
+            stop=stop,
         )
+        self.loss = self.trainer.fit() if fit else None
 
 
-@pytest.mark.parametrize("evaluate_every", ["epoch", 100, 2])
-@pytest.mark.parametrize("use_ema", [False, True])
+@pytest.mark.parametrize(
+    ("evaluate_every", "use_ema"), [("epoch", False), (100, True), pytest.param(2, True, marks=pytest.mark.slow)]
+)
 def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(evaluate_every, use_ema):
     stopped = Run([StopAt(1)], evaluate_every=evaluate_every, use_ema=use_ema)
     whole = Run(epochs=2, evaluate_every=evaluate_every, use_ema=use_ema)
@@ -165,7 +168,44 @@ def test_a_callback_that_looks_at_updates_sees_each():
     assert seen == [(update - 1, pytest.approx(row["loss"])) for update, row in rows.updates]
 
 
-class Interrupted(Rows):
+def test_the_steps_of_an_epoch_can_be_called_one_by_one():
+    run = Run(epochs=1, fit=False)
+    trainer = run.trainer
+    with iterating(trainer.batches) as iterator:
+        for update in range(1, PER_EPOCH + 1):
+            assert not trainer.ended
+            trainer.record(trainer.update_once(iterator))
+            assert (trainer.done, trainer.pending) == (update, True)
+            trainer.evaluate()
+            assert (trainer.pending, bool(trainer.validation)) == (False, update == PER_EPOCH)
+    assert trainer.ended
+    assert run.rows.validations == Run(epochs=1).rows.validations
+
+
+def test_only_who_asks_for_it_interrupts_the_run():
+    """It ends with the reason that was given; the same exception out of a callback is an error."""
+    rows, reason = [Rows(), Rows()], KeyboardInterrupt()
+
+    def raises(epoch, logs):
+        raise reason
+
+    with pytest.raises(KeyboardInterrupt) as asked:
+        Run(rows=rows[0], stop=lambda: reason)
+    with pytest.raises(KeyboardInterrupt):
+        Run([keras.callbacks.LambdaCallback(on_epoch_end=raises)], rows=rows[1])
+    assert asked.value is reason
+    assert rows[0].end == (1, None, None)
+    assert not hasattr(rows[1], "end")
+
+
+def test_an_evaluation_after_the_last_callbacks_is_not_interrupted():
+    trainer = Run(fit=False, stop=KeyboardInterrupt).trainer
+    with pytest.raises(Interrupted):
+        trainer.validate()
+    assert trainer.validate(pending=False)["loss"] > 0
+
+
+class CtrlC(Rows):
     """Ctrl-C while the rows of a group are written."""
 
     def update(self, update, results, performance, at) -> None:
@@ -185,7 +225,7 @@ def recorder(rows: Rows, losses: list[float]) -> Recorder:
 
 
 def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
-    rows = Interrupted()
+    rows = CtrlC()
     kept = recorder(rows, [0.5] * 6)
     with pytest.raises(KeyboardInterrupt):
         kept.fetch()

@@ -13,8 +13,8 @@ from keras import layers
 
 from pipeline.accumulation import Evaluation, Update, trace_forward
 from pipeline.common.errors import OutOfMemoryError
-from pipeline.training.evaluator import evaluator
-from pipeline.training.oom_retry import Smaller
+from pipeline.training.evaluator import Evaluator
+from pipeline.training.oom_retry import OomRetry
 from tests.running import Store, pipeline
 
 SCARCE = """
@@ -104,7 +104,7 @@ def trained(folder, at, most, *more, status=0):
     return store.histories(run, "train/", "val/", "perf/micro_batch_size"), run, said.stderr
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, replicas):
     more = (f"hardware.replicas={replicas}",)
     whole, _, _ = trained(tmp_path / "whole", 10**9, 1, *more)
@@ -131,6 +131,7 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, rep
         assert "equal within rounding: " in rerun.stdout + rerun.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_tries_the_micro_batch_of_the_config_again(tmp_path):
     trained(tmp_path / "run", 10 * 8 + 16 + 6, 4, "training.updates=14")
     pipeline("resume", "run", "training.updates=18", cwd=tmp_path / "run", AT=str(10**9), MOST="1")
@@ -185,13 +186,13 @@ def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
 def in_steps(update, changed, x, y):
     """A function that does the next update on these data, and one that does it again after it failed."""
     batches = tf.data.Dataset.from_tensors((x, y)).repeat()
-    smaller = Smaller(update, changed, batches.element_spec)
+    retry = OomRetry(update, changed, batches.element_spec)
 
     def loss(batch):
         return update(batch)["loss"]
 
-    step, iterator = tf.function(lambda each: smaller.begin(each, loss), autograph=False), iter(batches)
-    return lambda: smaller.tried(step, iterator), lambda error: smaller.again(error, 2, loss)
+    step, iterator = tf.function(lambda each: retry.hold_batch(each, loss), autograph=False), iter(batches)
+    return lambda: retry.run(step, iterator), lambda error: retry.retry_halved(error, 2, loss)
 
 
 def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
@@ -272,15 +273,15 @@ def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
     optimizer = keras.optimizers.SGD()
     optimizer.build(model.trainable_variables)
     update = Update(model, keras.losses.MeanSquaredError(), optimizer, 2)
-    smaller = Smaller(update, [], batches.element_spec)
+    retry = OomRetry(update, [], batches.element_spec)
     loss = lambda batch: update(batch)["loss"]  # noqa: E731
-    step, iterator = tf.function(lambda each: smaller.begin(each, loss), autograph=False), iter(batches)
-    smaller.tried(step, iterator)
+    step, iterator = tf.function(lambda each: retry.hold_batch(each, loss), autograph=False), iter(batches)
+    retry.run(step, iterator)
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
-        smaller.tried(step, iterator)
+        retry.run(step, iterator)
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
-        smaller.again(caught.value, 2, loss)
+        retry.retry_halved(caught.value, 2, loss)
     assert update.micro_batch_size == 2
-    batches_read = evaluator(Evaluation(model, keras.losses.MeanSquaredError(), 2), batches)
+    batches_read = Evaluator(Evaluation(model, keras.losses.MeanSquaredError(), 2), batches)
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
         batches_read()

@@ -1,11 +1,13 @@
 """What everyone who accumulates gets wrong, put into the kernel: each function takes a monkeypatch and changes it.
 
-`python -m tests.verify.mutations` runs `pipeline verify` under each and prints, as JSON, what tests/refused.py says.
+`python -m tests.verify.mutations NAME…` runs `pipeline verify` without one, then under each that is named, and prints,
+as JSON, what tests/refused.py says.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 
 import keras
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, evaluation, sums, update, weighting
+from pipeline.accumulation import Update, evaluation, gradient_sums, loss_reduction, loss_sums, objective, update
 from tests import refused
 
 TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
@@ -35,10 +37,10 @@ def masked():
 
 def mean_of_means(patch):
     def means(*arguments):
-        total, weight, _ = weighting.weighted_sum(*arguments)
-        return weighting.WeightedSum(total / weight, tf.ones_like(weight), None)
+        total, weight, _ = loss_reduction.weighted_sum(*arguments)
+        return loss_reduction.WeightedSum(total / weight, tf.ones_like(weight), None)
 
-    patch.setattr(sums, "weighted_sum", means)
+    patch.setattr(loss_sums, "weighted_sum", means)
 
 
 def lost_tail(patch, module=update):
@@ -67,26 +69,26 @@ def schedule_by_micro_step(patch):
 
 
 def clip_before_the_sum(patch):
-    gradients = update._gradients
+    gradients = update.gradients_by
 
     def clipped(*arguments):
         return tuple(tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g for g in gradients(*arguments))
 
-    patch.setattr(update, "_gradients", clipped)
+    patch.setattr(update, "gradients_by", clipped)
 
 
 def divide_by_replicas(patch):
-    means = sums.means
-    patch.setattr(sums, "means", lambda *given: [gradient / 2 for gradient in means(*given)])
+    means = gradient_sums.means
+    patch.setattr(gradient_sums, "means", lambda *given: [gradient / 2 for gradient in means(*given)])
 
 
 def dropped_mask(patch):
-    patch.setattr(weighting, "mask_of", lambda nest: None)
+    patch.setattr(loss_reduction, "mask_of", lambda nest: None)
 
 
 def dropped_weights(patch):
-    whole = sums.weighted_sum
-    patch.setattr(sums, "weighted_sum", lambda loss, y, outputs, weight, known: whole(loss, y, outputs))
+    whole = loss_sums.weighted_sum
+    patch.setattr(loss_sums, "weighted_sum", lambda loss, y, outputs, weight, known: whole(loss, y, outputs))
 
 
 def doubled_regulariser(patch):
@@ -100,9 +102,9 @@ def doubled_regulariser(patch):
 
 
 def wrong_labels(patch):
-    whole = update.update_metrics
+    whole = objective.update_metrics
     zeros = lambda y: {name: 0 * labels for name, labels in y.items()}  # noqa: E731
-    patch.setattr(update, "update_metrics", lambda metrics, y, *more: whole(metrics, zeros(y), *more))
+    patch.setattr(objective, "update_metrics", lambda metrics, y, *more: whole(metrics, zeros(y), *more))
 
 
 def stale_metric(patch):
@@ -144,9 +146,9 @@ VERIFY = (
 )
 
 if __name__ == "__main__":
-    # Two first: TensorFlow takes devices before its first operation alone.
-    said = {"two replicas": refused.run(f"{VERIFY} hardware.replicas=2"), "one replica": refused.run(VERIFY)}
-    for mutation in MUTATIONS:
+    # Two replicas first: TensorFlow takes devices before its first operation alone.
+    said = {"none": refused.run(f"{VERIFY} hardware.replicas=2")}
+    for mutation in (each for each in MUTATIONS if each.__name__ in sys.argv[1:]):
         with pytest.MonkeyPatch.context() as patch:
             mutation(patch)
             line = f"{VERIFY} hardware.replicas=2" if mutation is divide_by_replicas else VERIFY

@@ -16,16 +16,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update
+from pipeline.accumulation import Objective, Update
 from pipeline.verify import engine
 
 EXACT = 1e-12
 E, TAIL = 12, 5  # examples of an update, and of the epoch's last one
 CUTS = [
-    pytest.param(4, id="factor 3"),
-    pytest.param(12, id="factor 1", marks=pytest.mark.slow),
-    pytest.param(5, id="ragged", marks=pytest.mark.slow),
-]
+    pytest.param(5, id="ragged")
+]  # 5 + 5 + 2; how else an update may be cut is in tests/accumulation/test_matrix.py
 KINDS = ("losses", "metrics", "optimizers", "regularizers", "constraints", "layers")
 
 
@@ -68,11 +66,11 @@ class EachUpdate(keras.callbacks.Callback):
 
 
 def check(case: Case, micro_batch_size: int) -> None:
-    """One update beside `train_on_batch`, then an epoch of two, the second shorter, beside `fit`."""
+    """Three updates, the last one of fewer examples, beside Keras' `fit` on whole batches."""
     theirs, ours = case.model(), case.model()
     parts = [part for part in (case.x, case.y, case.weights) if part is not None]
     cut = lambda start, stop: tuple(tf.nest.map_structure(lambda a: a[start:stop], part) for part in parts)  # noqa: E731
-    batches = [cut(0, E), cut(E, E + TAIL)]
+    batches = [cut(0, E), cut(0, E), cut(E, E + TAIL)]
     for model in (theirs, ours):
         if not model.built or not model.weights:
             model(batches[0][0])
@@ -83,16 +81,20 @@ def check(case: Case, micro_batch_size: int) -> None:
         model.optimizer.build(model.trainable_variables)  # in `fit` ScheduleFreeAdamW is built without its start
     given = case.compiled()
     own = [metric for layer in ours.layers for metric in layer.metrics]
-    update = Update(ours, given.pop("loss", None), ours.optimizer, micro_batch_size, layer_metrics=own, **given)
+    objective = Objective(given.pop("loss", None), layer_metrics=own, **given)
+    update = Update(ours, objective, ours.optimizer, micro_batch_size)
     if case.verified:
         (findings,) = engine.compare(update, batches[:1])
         assert [finding for finding in findings if not finding.holds] == []
-    step = tf.function(update, autograph=False)
-    expected = [theirs.train_on_batch(*batches[0], return_dict=True)]
-    epoch = dict(zip(("x", "y", "sample_weight"), cut(0, E + TAIL), strict=False))
-    theirs.fit(**epoch, batch_size=E, shuffle=False, verbose=0, callbacks=[EachUpdate(expected)])
-    for batch, of_keras in zip([batches[0], *batches], expected, strict=True):
-        results = step(tf.nest.map_structure(tf.convert_to_tensor, batch))
+    tensors = [tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in batches]
+    specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), tensors[0])
+    step = tf.function(update, input_signature=[specs], autograph=False)
+    epoch = tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *batches)
+    expected: list[dict[str, float]] = []
+    given = dict(zip(("x", "y", "sample_weight"), epoch, strict=False))
+    theirs.fit(**given, batch_size=E, shuffle=False, verbose=0, callbacks=[EachUpdate(expected)])
+    for batch, of_keras in zip(tensors, expected, strict=True):
+        results = step(batch)
         found = {name: float(results[name]) for name in of_keras}
         assert found == pytest.approx({name: float(value) for name, value in of_keras.items()}, rel=EXACT, abs=EXACT)
     ours.optimizer.finalize_variable_values(ours.trainable_variables)  # as `fit` ends
@@ -145,6 +147,7 @@ def heads(entries: dict[str, str | None]) -> keras.Model:
     )
 
 
+@pytest.mark.slow  # in `make test` each is in tests/accumulation/test_weighting_and_slicing.py
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 def test_every_loss(micro_batch_size):
     make = lambda: {name: getattr(keras.losses, name)(**arguments) for name, (arguments, _, _) in LOSSES.items()}  # noqa: E731
@@ -306,7 +309,9 @@ def layer(name, arguments):
 
 
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize("shape", LAYERS, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6,), *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYERS if shape != (6,))], ids=str
+)
 def test_every_layer(shape, micro_batch_size):
     def model():
         inputs = keras.Input(shape)
@@ -318,6 +323,7 @@ def test_every_layer(shape, micro_batch_size):
     check(Case(model, random(N, *shape), y if len(y) > 1 else random(N, 1), verified=False), micro_batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 def test_every_merging_and_attending_layer(micro_batch_size):
     def model():
@@ -354,7 +360,7 @@ class Residual(keras.Model):
 class Tied(keras.Model):
     def __init__(self):
         super().__init__()
-        self.embedding, self.mix = layers.Embedding(7, 4), layers.GRU(4, return_sequences=True)
+        self.embedding, self.mix = layers.Embedding(7, 4), layers.Dense(4)
 
     def build(self, shape):
         self.embedding.build(shape)
@@ -442,8 +448,13 @@ SHAPES = {
 }  # fmt: skip
 
 
+QUICK = ("two inputs, a shared tower", "two outputs", "recurrent with mask", "texts", "adds a loss and a metric")
+
+
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK)]
+)
 def test_every_shape_of_model(name, micro_batch_size):
     check(SHAPES[name](), micro_batch_size)
 

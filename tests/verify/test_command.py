@@ -86,6 +86,7 @@ def test_every_experiment_and_example_is_exact(folder, overrides):
 TOP = "keras.metrics.SparseTopKCategoricalAccuracy"
 
 
+@pytest.mark.slow
 def test_a_metric_that_does_not_run_in_float64_is_left_out_and_named(tmp_path):
     said = pipeline("verify", "model=mlp", f"+training.metrics.top._target_={TOP}", cwd=tmp_path)
     assert "not compared, as it does not run in float64: training.metrics.top\n" in said.stdout
@@ -94,6 +95,7 @@ def test_a_metric_that_does_not_run_in_float64_is_left_out_and_named(tmp_path):
     assert said.stdout.endswith("are equal within rounding\n")
 
 
+@pytest.mark.slow
 def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
     (tmp_path / "mine.py").write_text(POOLED)
     own = (

@@ -1,6 +1,6 @@
-"""One HTML page that needs no other file: Plotly is inside and draws the plots in the reader's browser.
+"""A self-contained HTML page with plots: it includes Plotly, which draws them in the reader's browser.
 
-A plot is traces and a layout as Plotly has them. The template adds the colours, which depend on the reader's theme.
+A plot has traces and a layout of Plotly. The template adds the colors, which depend on the reader's theme.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Wong 2011, Nature Methods 8:441, made darker or lighter until each has a contrast of 3:1 (WCAG 2.2, 1.4.11) on
-# the page's ground; the hues are the same, so a description of a plot holds in both themes.
+# Wong 2011, Nature Methods 8:441, with the lightness adjusted to a contrast of 3:1 with the background (WCAG 2.2,
+# 1.4.11). Both themes have the same hues, so a description of a plot fits both.
 LIGHT = ("#0072b2", "#c44e00", "#00805d", "#a8327d", "#806600", "#4b4bc8", "#1f7f9f", "#444444")
 DARK = ("#56b4e9", "#ff9752", "#34c79a", "#ee8fc4", "#e6d34a", "#a9a4ff", "#7fd3e0", "#d0d0d0")
-# Colour is not the only sign: dashes and marks repeat after another number of series each.
+# Color is not the only distinction: dashes and marks repeat with other periods.
 DASHES = ("solid", "9px,5px", "3px,4px", "9px,4px,3px,4px", "14px,4px", "14px,4px,3px,4px")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot: `data` are traces as `trace` makes them, `layout` is Plotly's, `key` its ID on the page."""
+    """One plot: `data` has traces of `trace`, `layout` is Plotly's, `key` is the ID on the page."""
 
     key: str
     section: str
@@ -43,22 +43,22 @@ def trace(
     group: str | None = None,
     faint: bool = False,
 ) -> dict[str, Any]:
-    """Return points, joined by a line or not; `meta` holds the index of the colour and the group.
+    """Return a Plotly trace; its `meta` holds the index of the color and the group.
 
     Args:
         name: in the legend.
         x: numbers, or labels.
         mode: `lines`, `markers` or `lines+markers`.
-        error: half the length of the bar at each point, in units of y.
-        group: of the sweep, whose legend the page draws once.
-        faint: it is one repetition behind its group's mean.
+        error: half the length of each error bar, in units of y.
+        group: of the sweep; the page has one legend of all groups.
+        faint: draw one repetition behind its group's mean.
     """
-    name = html.escape(name, quote=False)  # Plotly reads a few tags in texts
+    name = html.escape(name, quote=False)  # Plotly interprets some tags
     where = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
     made = {
         "type": "scatter",
         "mode": mode,
-        # Seven digits are more than a screen shows; all of them would make the page a third longer.
+        # A screen shows fewer than seven digits; all digits would make the page a third longer.
         "x": [html.escape(value, quote=False) if isinstance(value, str) else float(f"{value:.7g}") for value in x],
         "y": [float(f"{value:.7g}") for value in y],
         "name": name,
@@ -74,7 +74,7 @@ def trace(
 
 
 def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
-    """Return an axis, with no other `ticks` where they are given."""
+    """Return a Plotly axis; `ticks` replace the default ones."""
     made: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": "log" if log else "linear"}
     if ticks:
         made["tickvals"] = list(ticks)
@@ -83,11 +83,8 @@ def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str
     return made
 
 
-def document(title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any) -> str:
-    """Return the page that `report.html` makes; all text is plain, as the template escapes it.
-
-    `sweep` is what else the page of a sweep shows: see the template.
-    """
+def render(title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any) -> str:
+    """Render the template `report.html`, which escapes all text; its first lines list the variables in `sweep`."""
     from jinja2 import Environment, FileSystemLoader
     from plotly.offline import get_plotlyjs
 
@@ -98,7 +95,7 @@ def document(title: str, about: str, plots: Sequence[Plot], footer: str, **sweep
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with text in the place of numbers that are not finite, which JSON does not have."""
+    """Return `value` with non-finite numbers as text, since JSON has none."""
     if isinstance(value, dict):
         return {str(key): finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from .batch import examples_in, slice_specs
 from .keras_internals import global_seed, layers_of
 from .same_noise import drawn, noisy_layers
-from .slicing import examples_in, slice_specs
 
 # Operations of TensorFlow's that draw from a state of their own, as `tf.random.normal` and `tf.random.Generator` do.
 _DRAWING = re.compile(

@@ -1,4 +1,4 @@
-"""The report of a sweep: words, a table and plots, from what MLflow holds.
+"""Writes the files of a sweep's report.
 
 read (comparison.py) ─► summarize (summary.py) ─► report.html, jobs.csv, findings.json
                      └► draw (plots.py) ─────────┘
@@ -19,8 +19,8 @@ from pipeline.common.errors import printable
 from pipeline.report import comparison, numbers, plots, target_loss
 from pipeline.report.comparison import Comparison, Measure, comparable_jobs, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.document import Plot, document, finite
 from pipeline.report.findings import Finding
+from pipeline.report.html_page import Plot, finite, render
 from pipeline.report.summary import summarize
 from pipeline.report.target_loss import TargetLoss
 
@@ -39,19 +39,19 @@ _MEASURED = ("train/loss", "train/learning_rate", "train/examples_seen", "perf/u
 
 @dataclass(frozen=True)
 class Report:
-    """What was written about the sweep `run_id`: the findings, in the order of reading, and the HTML page."""
+    """The findings about the sweep `run_id`, in reading order, and the path of the HTML page."""
 
     run_id: str
     findings: list[Finding]
     page: Path
 
     def __str__(self) -> str:
-        """Return the findings as plain text for a terminal, one a line."""
+        """Return the findings as text for a terminal, one per line."""
         return "\n".join([printable(f"{_TOPICS[finding.topic]}: {finding.text}") for finding in self.findings])
 
 
 def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
-    """Write `report.html`, `jobs.csv` and `findings.json` to the folder `out`; the rest is for `comparison.read`."""
+    """Write `report.html`, `jobs.csv` and `findings.json` to the folder `out`; the other arguments select the sweep."""
     read = comparison.read(uri, sweep, allow)
     found, drawn, columns = summarize(read), plots.draw(read), _columns(read, target_loss.choose(read))
     out.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     return Report(read.run_id, found, page)
 
 
-Column = tuple[str, Measure, numbers.Scale]  # its name, its value for a job, and how that is written
+Column = tuple[str, Measure, numbers.Scale]  # name, value for a job, unit
 
 
 def _columns(sweep: Comparison, target: TargetLoss | None) -> list[Column]:
@@ -89,7 +89,7 @@ def _columns(sweep: Comparison, target: TargetLoss | None) -> list[Column]:
 
 
 def _csv(sweep: Comparison, columns: list[Column]) -> list[list[Any]]:
-    """Return a header and a row for each job, in plain units: seconds, bytes, examples."""
+    """Return a header and a row for each job, in base units: seconds, bytes, examples."""
     rows: list[list[Any]] = [["job", "status", "run", "seed", *(name for name, *_ in columns), "failure"]]
     for job in sweep.jobs:
         values = [value(job) for _, value, _ in columns]
@@ -100,14 +100,14 @@ def _csv(sweep: Comparison, columns: list[Column]) -> list[list[Any]]:
 
 
 def _cell(text: str) -> str:
-    """Quote what a spreadsheet would take for a formula."""
+    """Quote text that a spreadsheet would evaluate as a formula."""
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
 def _page(sweep: Comparison, found: list[Finding], drawn: list[Plot], columns: list[Column]) -> str:
     jobs, varied = numbers.count(len(sweep.jobs), "job"), ", ".join(sweep.varied) or "nothing"
     columns = [column for column in columns if any(math.isfinite(column[1](job)) for job in sweep.jobs)]
-    return document(
+    return render(
         f"Sweep {sweep.name}",
         f"{jobs}, varied: {varied} · {sweep.status.lower()} · MLflow run {sweep.run_id}",
         drawn,

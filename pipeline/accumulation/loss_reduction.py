@@ -1,4 +1,4 @@
-"""What a loss divides: its weighted sum over a part of a batch, and the weight of that part."""
+"""The reduction of a loss: its weighted sum over a part of a batch, and the weight that divides it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from .batch import Nest
 from .keras_internals import mask_of
-
-Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on axis 0
 
 
 class WeightedSum(NamedTuple):
@@ -20,12 +19,12 @@ class WeightedSum(NamedTuple):
     Attributes:
         total: Σ wᵢ·lossᵢ.
         weight: Σ wᵢ; 0 for the reduction `sum`, to be read as 1.
-        whole: `weight` of the whole batch, where it is known before a forward pass; else None.
+        batch_weight: `weight` of the whole batch, where it is known before a forward pass; else None.
     """
 
     total: tf.Tensor
     weight: tf.Tensor
-    whole: tf.Tensor | None
+    batch_weight: tf.Tensor | None
 
 
 def weighted_sum(
@@ -33,7 +32,7 @@ def weighted_sum(
     y_true: Nest,
     outputs: Nest,
     sample_weight: tf.Tensor | None = None,
-    whole: tuple[tf.Tensor, tf.Tensor | None] | None = None,
+    totals: tuple[tf.Tensor, tf.Tensor | None] | None = None,
 ) -> WeightedSum:
     """Return the numerator and the denominator of the mean `loss(y_true, outputs, sample_weight)`.
 
@@ -45,8 +44,8 @@ def weighted_sum(
         loss: its `call` gives one value per example, or per element of an example.
         y_true, outputs: as `loss` takes them, with the examples on axis 0.
         sample_weight: (examples,) or of the values' shape.
-        whole: the number of examples and the sum of the sample weights of the batch that these are a part of, where
-            `whole` of the result is wanted.
+        totals: the number of examples and the sum of the sample weights of the batch that these are a part of, where
+            `batch_weight` is wanted.
 
     Raises:
         ValueError: the loss reduces nothing, or has already reduced its values to a scalar, or the sample weights do
@@ -59,41 +58,40 @@ def weighted_sum(
     outputs, y_true = _cast(outputs, dtype), _cast(y_true, dtype)
     values = loss.call(y_true, outputs)
     mask = _both(mask, mask_of(values))
-    if isinstance(values, tf.RaggedTensor):
-        values = values.flat_values
     dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
-    values = tf.cast(values, dtype)
+    values = _dense(values, dtype)
     if values.shape.rank == 0:
         raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
     weights, count = None, tf.cast(tf.size(values), dtype)
     if mask is not None:
         weights = tf.cast(mask, dtype)
         count *= tf.math.divide_no_nan(tf.reduce_sum(weights), tf.cast(tf.size(weights), dtype))
-    if sample_weight is not None:
-        sample_weight = tf.cast(sample_weight, dtype)
-        if isinstance(sample_weight, tf.RaggedTensor):
-            sample_weight = sample_weight.flat_values
-        if weights is None:
-            weights = sample_weight
-        else:
-            rank = max(weights.shape.rank, sample_weight.shape.rank)
-            weights = _aligned(weights, rank) * _aligned(sample_weight, rank)
+    weights = _product(weights, None if sample_weight is None else _dense(sample_weight, dtype))
     if weights is not None:
-        weights = _aligned(weights, values.shape.rank)
-        pairs = zip(weights.shape[1:], values.shape[1:], strict=False)
-        if weights.shape.rank > values.shape.rank or any(size not in (1, None, of or size) for size, of in pairs):
-            raise ValueError(f"sample weights of shape {weights.shape} do not fit values of shape {values.shape}")
+        weights = _fitted(weights, values)
         values *= weights
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype))
     by_weights, ahead = loss.reduction == "mean_with_sample_weight" and weights is not None, None
-    if whole is not None and mask is None:
+    if totals is not None and mask is None:
         if by_weights:
-            ahead = tf.cast(whole[1], dtype)
+            ahead = tf.cast(totals[1], dtype)
         elif (per_example := _values_per_example(loss, y_true, outputs)) is not None:
-            ahead = tf.cast(whole[0], dtype) * per_example
+            ahead = tf.cast(totals[0], dtype) * per_example
     return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead)
+
+
+def nonzero(weight: tf.Tensor) -> tf.Tensor:
+    """Return the weight, 1 where it is 0."""
+    return tf.where(weight == 0, tf.ones_like(weight), weight)
+
+
+def divide(value: Any, weight: tf.Tensor) -> Any:
+    """Return a tensor or `tf.IndexedSlices` divided by a weight, of which 0 divides by nothing."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(divide(value.values, weight), value.indices, value.dense_shape)
+    return value / tf.cast(nonzero(weight), value.dtype)
 
 
 def _values_per_example(loss: keras.losses.Loss, y_true: Nest, outputs: Nest) -> int | None:
@@ -118,6 +116,26 @@ def _both(first: tf.Tensor | None, second: tf.Tensor | None) -> tf.Tensor | None
     if first is None or second is None:
         return second if first is None else first
     return tf.logical_and(first, second)
+
+
+def _dense(values: Any, dtype: tf.DType) -> tf.Tensor:
+    values = tf.cast(values, dtype)
+    return values.flat_values if isinstance(values, tf.RaggedTensor) else values
+
+
+def _product(mask: tf.Tensor | None, weights: tf.Tensor | None) -> tf.Tensor | None:
+    if mask is None or weights is None:
+        return weights if mask is None else mask
+    rank = max(mask.shape.rank, weights.shape.rank)
+    return _aligned(mask, rank) * _aligned(weights, rank)
+
+
+def _fitted(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    weights = _aligned(weights, values.shape.rank)
+    pairs = zip(weights.shape[1:], values.shape[1:], strict=False)
+    if weights.shape.rank > values.shape.rank or any(size not in (1, None, of or size) for size, of in pairs):
+        raise ValueError(f"sample weights of shape {weights.shape} do not fit values of shape {values.shape}")
+    return weights
 
 
 def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:

@@ -11,18 +11,18 @@ loop over `Update`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from .batch import Nest, parts_of, share_of
 from .evaluation import Evaluation
+from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, layers_of, loss_mean
-from .outputs import Losses, by_name
-from .slicing import Nest, parts_of, share_of
-from .sums import GradientSums
+from .objective import Objective
+from .outputs import by_name
 from .update import Update
 
 # What `fit` and `evaluate` of a plain model call, and the sums do not.
@@ -115,7 +115,7 @@ class AccumulatingModel(keras.Model):
                     f"Received: {steps}"
                 )
         self._micro_steps_by_xla = jit_compile is True
-        self._objective: _Objective | None = None
+        self._objective: Objective | None = None
         self._update: Update | None = None
         self._evaluation: Evaluation | None = None
         with self._strategy.scope():
@@ -153,15 +153,14 @@ class AccumulatingModel(keras.Model):
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
             raise ValueError("fit must be called outside of the strategy's scope; the model is made inside of it")
         if self._update is None:
-            objective = self._seen(data)
+            objective = self._compiled_objective(data)
             with tf.init_scope():  # variables are made outside of what is traced
                 self.optimizer.build(self.inner.trainable_variables)
                 self._update = Update(
                     self.inner,
-                    objective.losses,
+                    objective,
                     self.optimizer,
                     self.micro_batch_size,
-                    **objective.measured,
                     strategy=self._strategy,
                     same_noise=self.same_noise,
                     jit_compile=self._micro_steps_by_xla,
@@ -173,14 +172,8 @@ class AccumulatingModel(keras.Model):
     def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
         """Evaluate one batch in micro-batches; return the running means so far."""
         if self._evaluation is None:
-            objective = self._seen(data)
-            self._evaluation = Evaluation(
-                self.inner,
-                objective.losses,
-                self.micro_batch_size,
-                **objective.measured,
-                strategy=self._strategy,
-            )
+            objective = self._compiled_objective(data)
+            self._evaluation = Evaluation(self.inner, objective, self.micro_batch_size, strategy=self._strategy)
         return self._means(self._evaluation(data))
 
     def predict_step(self, data: Nest) -> Nest:
@@ -190,14 +183,13 @@ class AccumulatingModel(keras.Model):
         return self._strategy.run(lambda: self.inner.predict_step(share_of(data, replicas)[0]))
 
     def _means(self, sums: GradientSums) -> dict[str, tf.Tensor]:
-        assert self._objective is not None
         loss_mean(self).update_state(sums.mean_loss(), sums.examples)
         for key, value in sums.output_losses().items():
-            self._objective.means[key].update_state(value, sums.examples)
+            self._output_means[key].update_state(value, sums.examples)
         return self.get_metrics_result()
 
-    def _seen(self, data: Nest) -> _Objective:
-        """Return what `compile` makes of its arguments once it has seen a batch; nothing is computed."""
+    def _compiled_objective(self, data: Nest) -> Objective:
+        """Return what `compile` makes of its arguments, which Keras does at the first batch; nothing is computed."""
         if self._objective is None:
             _check_whole(data)
             x, y, sample_weight = parts_of(data)
@@ -209,7 +201,7 @@ class AccumulatingModel(keras.Model):
                 return outputs
 
             outputs = tf.function(see, autograph=False).get_concrete_function().structured_outputs
-            self._objective = _objective(self, outputs)
+            self._objective, self._output_means = _objective(self, outputs)
             self.built = True
         return self._objective
 
@@ -234,22 +226,8 @@ class _Undistributed:
         return step(*args)
 
 
-@dataclass(frozen=True)
-class _Objective:
-    """What is minimised and measured, by output, as an `Update` takes it.
-
-    Attributes:
-        losses: that of each output.
-        measured: `loss_weights`, `metrics` and `weighted_metrics`.
-        means: of each `<output>_loss` over an epoch.
-    """
-
-    losses: Losses
-    measured: dict[str, Any]
-    means: dict[str, keras.metrics.Mean]
-
-
-def _objective(model: AccumulatingModel, outputs: Nest) -> _Objective:
+def _objective(model: AccumulatingModel, outputs: Nest) -> tuple[Objective, dict[str, keras.metrics.Mean]]:
+    """Return what a compiled model minimises and measures, and the mean of each `<output>_loss` over an epoch."""
     names = list(by_name(model.inner, outputs))
     of_path = dict(zip((path for path, _ in keras.tree.flatten_with_path(outputs)), names, strict=True))
     losses, scales, means = dict[str, Any](), dict[str, float | None](), dict[str, Any]()
@@ -265,8 +243,7 @@ def _objective(model: AccumulatingModel, outputs: Nest) -> _Objective:
         losses[name], scales[name], means[f"{name}_loss"] = loss, scale, mean
     metrics, weighted_metrics = compiled_metrics(model, names)
     every = {name: losses.get(name) for name in names} if losses else None
-    measured = {"loss_weights": scales, "metrics": metrics, "weighted_metrics": weighted_metrics}
-    return _Objective(every, measured, means)
+    return Objective(every, scales, metrics, weighted_metrics), means
 
 
 def _check_inner(inner: Any) -> None:

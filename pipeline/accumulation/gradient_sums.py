@@ -1,0 +1,122 @@
+"""Gradients of micro-batches and their sums: of weights in half precision in float32, of embeddings row by row.
+
+An embedding's gradient is `tf.IndexedSlices`, the rows that were looked up. Its sum has each row once, so it is as
+large as the rows that were looked up, and never larger than the dense sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from .loss_reduction import divide
+from .loss_sums import LossSum
+from .moving_statistics import Moves
+
+Gradients = tuple[Any, ...]  # of each variable a tensor; `()` for one that the losses do not depend on
+
+
+class GradientSums(NamedTuple):
+    """The sums over one effective batch, or over one replica's share of it.
+
+    A weight of zero divides by one: its sum is zero too, or the loss' reduction is `sum`, which divides by nothing.
+    An evaluation has no more than the first three.
+
+    Attributes:
+        losses: of each output that has a loss, by its name.
+        added: Σₖ nₖ·Aₖ, scalar: the model's own losses on micro-batch k times its examples; of those that have one
+            value per example, N·Σᵢ aᵢ, because Keras sums them over the batch.
+        examples: Σₖ nₖ, scalar.
+        gradient_sums: the gradient of each group of losses that are divided by one weight.
+        weights: that weight, scalar, of each group.
+        noise: what `noise_scale.estimate` takes of the micro-batches: Σₖ Wₖ|gₖ|², their number, Σₖ Wₖ; zeros where
+            it was not measured.
+        moves: by how much BatchNormalization would have moved its statistics; empty where it has moved them itself.
+    """
+
+    losses: dict[str, LossSum]
+    added: tf.Tensor
+    examples: tf.Tensor
+    gradient_sums: tuple[Gradients, ...] = ()
+    weights: tuple[tf.Tensor, ...] = ()
+    noise: tuple[tf.Tensor, ...] = ()
+    moves: Moves = ()
+
+    def mean_loss(self) -> tf.Tensor:
+        """Return the loss that one large batch would have shown, scalar."""
+        means = [divide(loss.scaled, loss.weight) for loss in self.losses.values()]
+        return sum(means, divide(self.added, self.examples))
+
+    def output_losses(self) -> dict[str, tf.Tensor]:
+        """Return the loss of each of several outputs, as `<output>_loss`, before `loss_weights` scale it."""
+        means = {f"{name}_loss": divide(loss.total, loss.weight) for name, loss in self.losses.items()}
+        return means if len(means) > 1 else {}
+
+    def gradients(self) -> list[tf.Tensor | None]:
+        """Return the gradients of one large batch, in the order of `model.trainable_variables`.
+
+        Returns:
+            One gradient of its variable's shape for each; of an embedding `tf.IndexedSlices` with each row that was
+            looked up once; None where the loss does not depend on it.
+        """
+        return means(self.gradient_sums, self.weights)
+
+
+def means(sums: Sequence[Gradients], weights: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+    """Return Σ sum/weight for each variable; None where no sum depends on it."""
+    found: list[tf.Tensor | None] = []
+    for of_variable in zip(*sums, strict=True):
+        both = zip(of_variable, weights, strict=True)
+        terms = [divide(value, weight) for value, weight in both if not isinstance(value, tuple)]
+        found.append(tf.add_n(terms) if len(terms) > 1 else next(iter(terms), None))
+    return found
+
+
+def gradients_by(
+    tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: tf.Tensor | None
+) -> Gradients:
+    """Return the gradient of `target` by each variable, in float32 at least, times a scalar where one is given."""
+
+    def scaled(gradient: tf.Tensor) -> tf.Tensor:
+        if gradient.dtype in (tf.float16, tf.bfloat16):
+            gradient = tf.cast(gradient, tf.float32)
+        return gradient if times is None else gradient * tf.cast(times, gradient.dtype)
+
+    def shaped(gradient: Any, variable: tf.Variable) -> Any:
+        if gradient is None:
+            return ()
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, tf.constant(variable.shape.as_list()))
+        gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
+        return scaled(gradient)
+
+    return tuple(map(shaped, tape.gradient(target, variables), variables))
+
+
+def empty_sum(output: Any) -> tuple[Any, Any]:
+    """Return the sum of no micro-batches, and the shapes of a sum: of rows and their indices, or of a dense tensor."""
+    if not isinstance(output, tf.IndexedSlices):  # zeros of its size would take the memory of a second gradient
+        rank = output.shape.rank
+        return tf.zeros([1] * rank, output.dtype), tf.TensorShape([None] * rank)
+    row = output.shape[1:]
+    rows = tf.zeros([0, *row], output.dtype), tf.zeros([0], output.indices.dtype)
+    return rows, (tf.TensorShape([None, *row]), tf.TensorShape([None]))
+
+
+def add(total: Any, value: Any) -> Any:
+    """Return a sum, as `empty_sum` began it, with one micro-batch more."""
+    if not isinstance(value, tf.IndexedSlices):
+        return total + value
+    rows, indices = total
+    indices, places = tf.unique(tf.concat([indices, value.indices], 0))
+    rows = tf.math.unsorted_segment_sum(tf.concat([rows, value.values], 0), places, tf.size(indices))
+    return rows, indices
+
+
+def as_output(output: Any, total: Any) -> Any:
+    """Return a sum in the form of the outputs that were summed."""
+    if not isinstance(output, tf.IndexedSlices):
+        return tf.broadcast_to(total, output.shape)  # for a share without an example: else it has that shape
+    return tf.IndexedSlices(*total, tf.constant(output.shape.as_list()))

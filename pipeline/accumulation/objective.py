@@ -1,0 +1,151 @@
+"""What is minimised and measured: the losses, loss weights and metrics of each output, as `compile` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+
+from .batch import Nest
+from .keras_internals import mask_of
+from .outputs import spread
+
+# One `keras.losses.Loss` for every output, or a dict or list of one for each, None for an output without; None for
+# a model that learns from `add_loss` alone.
+Losses = Any
+Metrics = Sequence[keras.metrics.Metric] | Mapping[str, Sequence[keras.metrics.Metric]]
+
+
+class Term(NamedTuple):
+    """One output's part of the loss."""
+
+    name: str  # of the output
+    loss: keras.losses.Loss
+    scale: float | None  # of `loss_weights`
+    y: Nest
+    output: Nest
+    sample_weight: Nest
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised and measured.
+
+    Attributes:
+        loss: as `compile` takes it.
+        loss_weights: a number for each output, by name or in order.
+        metrics, weighted_metrics: of the only output, or by the output's name. The mask of the outputs weighs the
+            former, the sample weights weigh the latter.
+        layer_metrics: those that the model's layers update in their calls.
+    """
+
+    loss: Losses
+    loss_weights: Any = None
+    metrics: Metrics = ()
+    weighted_metrics: Metrics = ()
+    layer_metrics: Sequence[keras.metrics.Metric] = ()
+
+    @classmethod
+    def of(cls, loss: Losses | Objective) -> Objective:
+        """Return the objective to minimise `loss` alone, or the objective that is given in its place."""
+        return loss if isinstance(loss, Objective) else cls(loss)
+
+    def terms(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest) -> list[Term]:
+        """Return the parts of the loss, as the function `terms` does."""
+        return [] if self.loss is None else terms(self.loss, self.loss_weights, y, outputs, sample_weight)
+
+    def update_metrics(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest) -> None:
+        """Update the metrics with one micro-batch."""
+        labels = labels_by_name(self.loss, y, outputs)
+        update_metrics(self.metrics, labels, outputs)
+        update_metrics(self.weighted_metrics, labels, outputs, sample_weight)
+
+    def measured(self) -> dict[str, keras.metrics.Metric]:
+        """Return all metrics by their names, as the function `measured` does."""
+        return measured(self.metrics, self.weighted_metrics, self.layer_metrics)
+
+
+def terms(
+    loss: Losses, loss_weights: Any, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None
+) -> list[Term]:
+    """Return the parts of the loss as `compile(loss=…, loss_weights=…)` has them, in the order of the outputs.
+
+    Args:
+        loss: as `Losses` says; every output has an entry.
+        loss_weights: a number for each output, 1 where there is none.
+        y: labels for each output that has a loss; those of the others are ignored.
+        outputs: as `by_name` returns them.
+        sample_weight: one for all outputs, or one for each.
+
+    Raises:
+        ValueError: they do not fit the outputs, or each other.
+    """
+    names = list(outputs)
+    losses = spread(loss, names, to_all=True)
+    if missing := [name for name in names if name not in losses]:
+        raise ValueError(f"must name every output, with null for one without a loss. Missing: {', '.join(missing)}")
+    learned = [name for name in names if losses[name] is not None]
+    labels = labels_by_name(loss, y, names)
+    scales, weights = spread(loss_weights, names), spread(sample_weight, names, to_all=True)
+    if isinstance(sample_weight, dict) and (unweighted := [name for name in learned if name not in weights]):
+        raise ValueError(f"there must be sample weights for each output. Missing: {', '.join(unweighted)}")
+    if unlabelled := [name for name in learned if labels.get(name) is None]:
+        of = f"for the output {unlabelled[0]}" if unlabelled[0] else "for the loss"
+        raise ValueError(f"there must be labels {of}")
+    return [
+        Term(name, losses[name], scales.get(name), labels[name], outputs[name], weights.get(name)) for name in learned
+    ]
+
+
+def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:
+    """Return the labels by output; a list that has none for outputs without a loss is in the order of the others."""
+    names = list(outputs)
+    all_given = loss is None or isinstance(y, dict) or (isinstance(y, list | tuple) and len(y) == len(names))
+    if all_given:
+        return spread(y, names)
+    losses = spread(loss, names, to_all=True)
+    return spread(y, [name for name in names if losses.get(name) is not None])
+
+
+def measured(*given: Metrics) -> dict[str, keras.metrics.Metric]:
+    """Return each metric under the name that `fit` gives it: `<output>_<metric>` where it is of one of several."""
+    flat = [pair for metrics in given for pair in _flat(metrics)]
+    return {f"{output}_{metric.name}" if output else metric.name: metric for output, metric in flat}
+
+
+def update_metrics(metrics: Metrics, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None) -> None:
+    """Update the metrics with one micro-batch, weighted by the mask of their output where there is one.
+
+    Args:
+        metrics: of the only output, or by the output's name.
+        y: as `labels_by_name` returns them.
+        outputs: as `terms` takes them.
+        sample_weight: as `terms` takes it; for `weighted_metrics` alone.
+
+    Raises:
+        ValueError: a metric is of no output, or of one that has no labels.
+    """
+    if not metrics:
+        return
+    names = list(outputs)
+    if len(names) > 1 and not isinstance(metrics, Mapping):
+        raise ValueError(f"must be given by the name of an output, one of {', '.join(names)}")
+    labels, weights = spread(y, names), spread(sample_weight, names, to_all=True)
+    for output, metric in _flat(metrics):
+        name = names[0] if output is None else output
+        if name not in outputs:
+            raise ValueError(f"must be of an output, one of {', '.join(names)}. Received: {name}")
+        if labels.get(name) is None:
+            raise ValueError("there must be labels for it")
+        mask, weight = mask_of(outputs[name]), weights.get(name)
+        if weight is None:
+            weight = mask  # Keras' own look for it themselves
+        metric.update_state(labels[name], outputs[name], **({} if weight is None else {"sample_weight": weight}))
+
+
+def _flat(metrics: Metrics) -> list[tuple[str | None, keras.metrics.Metric]]:
+    if not isinstance(metrics, Mapping):
+        return [(None, metric) for metric in metrics]
+    return [(output, metric) for output, listed in metrics.items() for metric in listed]
