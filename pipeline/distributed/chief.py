@@ -9,20 +9,18 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, RunError, say
-from pipeline.config import cluster, compose, resolve
+from pipeline.config import cluster, compose
 from pipeline.config.cluster import Cluster
 from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous
@@ -194,28 +192,18 @@ class Chief:
             raise WorkerError(f"{who} does not take part any more: {why}") from error
 
 
-def resolve_together(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
-    """Return the spec of a composed config; if it is refused, tell the other workers."""
-    try:
-        return resolve.resolve(composed, overrides)
-    except ConfigError as error:
-        if _tell_workers(composed, error):
-            raise SystemExit(2) from None
-        raise
+def tell_workers(count: int | None, error: ConfigError) -> bool:
+    """Tell the workers that run elsewhere that this one refuses; return whether the chief prints the error.
 
-
-def _tell_workers(composed: DictConfig, error: ConfigError) -> bool:
-    """Tell the workers that run elsewhere that this one refuses; return whether the chief prints the error."""
-    try:
-        found = cluster.resolve(composed.hardware.workers, os.environ)
-        if found is None or found.started:
-            return False
-        if found.is_chief:
-            rendezvous.Server(found).refuse(error)
-            return False
-        return rendezvous.Client(found).refuse(error)
-    except Exception:  # the environment is what is wrong, or the config too wrong to say
+    `count` is `hardware.workers` of the config that is refused.
+    """
+    found = cluster.resolve(count, os.environ)
+    if found is None or found.started:
         return False
+    if found.is_chief:
+        rendezvous.Server(found).refuse(error)
+        return False
+    return rendezvous.Client(found).refuse(error)
 
 
 def _gate() -> dict[str, Any] | None:

@@ -19,12 +19,12 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
-from pipeline.common.errors import NotShippedError, first_line, say
+from pipeline.common.errors import ConfigError, NotShippedError, first_line, say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Interruption, Terminated
 from pipeline.config import sizes
 from pipeline.config.plain import leaves
-from pipeline.config.resolve import RunSpec
+from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
@@ -69,7 +69,7 @@ def run(
         NotShippedError: it trained, but the store did not get all of it.
     """
     with Interruption().listening() as interruption:
-        spec = chief.resolve_together(composed, overrides)
+        spec = resolve_for_all(composed, overrides)
         if spec.workers is not None and not spec.workers.is_chief:
             worker.run(spec)
             return "", math.inf
@@ -95,6 +95,17 @@ def run(
     where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
     say(" ".join(["open it with: pipeline ui", *where]))
     return tracker.run_id, loss
+
+
+def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
+    """Return the spec of a composed config; if it is refused, tell the other workers."""
+    try:
+        return resolve(composed, overrides)
+    except ConfigError as error:
+        with suppress(Exception):  # the environment may be wrong, or the config too wrong to name the workers
+            if chief.tell_workers(composed.hardware.workers, error):
+                raise SystemExit(2) from None
+        raise
 
 
 def _finished(before: Continuation, workers: Chief) -> float:

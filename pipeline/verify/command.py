@@ -18,6 +18,7 @@ from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
+from pipeline.run.run import resolve_for_all
 
 if TYPE_CHECKING:
     from pipeline.accumulation import Update
@@ -36,7 +37,7 @@ def verify(arguments: Sequence[str]) -> int:
     parser = Parser(prog="pipeline verify", description=verify.__doc__, allow_abbrev=False)
     parser.add_argument("--log", action="store_true", help="log the result to MLflow")
     options, given = parser.parse_known_args(list(arguments))
-    spec = chief.resolve_together(compose.composed([*given, "hardware.precision=float64"]), given)
+    spec = resolve_for_all(compose.composed([*given, "hardware.precision=float64"]), given)
     if spec.searches:
         size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, "must be a number: what is verified is that cut, in float64", size)
