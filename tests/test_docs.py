@@ -210,13 +210,6 @@ def test_every_path_that_is_named_exists(page):
     ] == []
 
 
-def test_every_room_says_what_it_is_for():
-    """The tree of the documentation is made from the docstrings of the doors."""
-    for room in ROOMS[1:]:
-        tree = ast.parse((ROOT / "pipeline" / room / "__init__.py").read_text(encoding="utf-8"))
-        assert ast.get_docstring(tree), room
-
-
 def test_no_block_is_wider_than_the_column():
     """A block is fenced, or indented by four spaces."""
     shown = [(page, line) for page, _, text in BLOCKS for line in text.split("\n")]
@@ -245,6 +238,13 @@ def test_the_config_reference_describes_every_key():
     files = [path.relative_to(ROOT / "conf").with_suffix("").as_posix() for path in (ROOT / "conf").glob("*/*.yaml")]
     alone = {"accumulation/default", "training/default"}
     assert {"/".join(choice) for choice in choices} == set(files) - alone
+
+
+def test_every_room_says_what_it_is_for():
+    """The tree of the documentation is made from the docstrings of the doors."""
+    for room in ROOMS[1:]:
+        tree = ast.parse((ROOT / "pipeline" / room / "__init__.py").read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), room
 
 
 def site(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:

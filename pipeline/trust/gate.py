@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -214,21 +214,19 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
 def _check_reader(node: dict[Any, Any], target: str, key: str, roots: Sequence[Path]) -> None:
     """Check the arguments of a target that reads files; `_args_` or `_partial_` would hide a path from this check."""
 
-    def refuse(name: str, rule: str, *received: object) -> NoReturn:
-        raise ConfigError(_join(key, name), f"of {target} must be {rule}", *received)
-
+    rule = f"of {target} must be"
     for name in ("_args_", "_partial_"):
         if node.get(name):
-            refuse(name, "left out: give its arguments by name")
+            raise ConfigError(_join(key, name), f"{rule} left out: give its arguments by name")
     if target.startswith(allowlist.APPLICATIONS) and node.get("weights") not in (None, "imagenet"):
-        refuse("weights", "null or 'imagenet'", node["weights"])
+        raise ConfigError(_join(key, "weights"), f"{rule} null or 'imagenet'", node["weights"])
     if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
-        rule = "a dataset of TFDS itself: name, name/config or name:version"
-        refuse("name", rule, str(node.get("name")))
+        rule += " a dataset of TFDS itself: name, name/config or name:version"
+        raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
     name = allowlist.READERS.get(target, "")
     path = node.get(name)
     if isinstance(path, dict):  # what it builds could be any text
-        refuse(name, "given as it is", path)
+        raise ConfigError(_join(key, name), f"{rule} given as it is", path)
     if type(path) is str:  # a vocabulary may be a list; null is the reader's default
         confine(path, roots, _join(key, name))
 

@@ -224,6 +224,22 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     assert points(tmp_path) == ("FINISHED", list(range(1, 20)))
 
 
+def test_a_sync_that_fails_keeps_no_lock(tmp_path):
+    """Else the shipper of a run that is resumed in this process would wait for it in vain."""
+    from pipeline.tracking.uploader import Uploader
+
+    class Away:
+        def client(self):
+            raise ConnectionError("it is away")
+
+    path = tmp_path / NAME
+    path.write_bytes(_shipped_journal())
+    with pytest.raises(ConnectionError):
+        Uploader(Away(), path, may_exist=True)
+    opened = [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
+    assert os.path.realpath(path) not in opened  # closing it has released the lock
+
+
 def test_a_wrong_sync_changes_nothing(tmp_path):
     for name, text in {"old": b'{"time":1,"start":{}}\n', "here": _shipped_journal()}.items():
         (tmp_path / name).mkdir()
