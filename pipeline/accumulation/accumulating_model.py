@@ -1,10 +1,10 @@
-"""`compile` and `fit` over the update: a `keras.Model` around another one, fed with effective batches.
+"""`compile` and `fit` with the update: a `keras.Model` around another one, fed with effective batches.
 
 Keras hands each effective batch to `train_step`. There, outside of any replica, the sums of an `Update` are reduced,
-divided once and applied once. The running means of an epoch are those that `compile` makes.
+divided once and applied once. The running means of an epoch are those that `compile` creates.
 
-The dataset is not distributed: TensorFlow would bring whole shares to the devices, and a plain `fit` raises where those
-of the first batch are not of one size. Here each replica takes its share of a batch that stays on the host, as in any
+The dataset is not distributed: TensorFlow would copy whole shares to the devices, and a plain `fit` raises where the
+shares of the first batch differ in size. Here each replica takes its share of a batch that stays on the host, as in any
 loop over `Update`.
 """
 
@@ -25,26 +25,26 @@ from .objective import Objective
 from .outputs import by_name
 from .update import Update
 
-# What `fit` and `evaluate` of a plain model call, and the sums do not.
+# Methods that a plain model's `fit` and `evaluate` call, and the sums do not.
 NOT_CALLED = ("train_step", "test_step", "compute_loss", "compute_metrics")
 
 
 class AccumulatingModel(keras.Model):
     """A `keras.Model` around any other one that trains on effective batches in micro-batches.
 
-    `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` are as ever. One batch of `fit` is one effective batch
-    and one step of the optimizer: weights and history are those of a plain `fit` on the same batches. `evaluate` takes
-    micro-batches too; `predict` takes its batches whole. Under a strategy each replica has its share of every batch.
+    `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as in Keras. One batch of `fit` is one effective
+    batch and one step of the optimizer: weights and history are those of a plain `fit` on the same batches. `evaluate`
+    uses micro-batches too; `predict` takes whole batches. Under a strategy each replica takes its share of a batch.
 
     Args:
-        inner: any model, with no `train_step` or `compute_loss` of its own; it stays there as the attribute `inner`,
-            a plain Keras model with the same weights, to be saved or used alone.
+        inner: any model, with no `train_step` or `compute_loss` of its own; the attribute `inner` remains a plain Keras
+            model with the same weights, to be saved or used alone.
         micro_batch_size: examples per forward+backward on one replica.
-        same_noise: have Keras' dropout and noise layers draw for each example what they draw for it in any other cut.
+        same_noise: make the noise of Keras' dropout and noise layers independent of the micro-batch size.
         name, dtype, trainable: as of any model.
 
     Raises:
-        ValueError: `inner` is no model that can be trained so, or the micro-batch size is no positive whole number.
+        ValueError: `inner` cannot be trained this way, or the micro-batch size is not a positive integer.
     """
 
     inner: keras.Model
@@ -57,7 +57,7 @@ class AccumulatingModel(keras.Model):
         if not isinstance(micro_batch_size, Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}")
         with inner.distribute_strategy.scope():  # that of `inner`, wherever this is called
-            super().__init__(autocast=False, **arguments)  # `inner` casts what it is given
+            super().__init__(autocast=False, **arguments)  # `inner` casts its inputs
         if not all(map(self._strategy.extended.variable_created_in_scope, (v.value for v in inner.variables))):
             raise ValueError("inner must be made in the scope of the strategy that it is to be trained under")
         self.inner = inner
@@ -126,7 +126,7 @@ class AccumulatingModel(keras.Model):
                 metrics,
                 weighted_metrics,
                 steps_per_execution=steps_per_execution,
-                jit_compile=False,  # of all that is around the micro-steps
+                jit_compile=False,  # of everything around the micro-steps
                 auto_scale_loss=auto_scale_loss,
             )
 
@@ -211,7 +211,7 @@ keras.saving.register_keras_serializable("accumulation")(AccumulatingModel)
 
 
 class _Undistributed:
-    """A strategy that distributes no dataset and runs a step as it is: the steps above distribute themselves."""
+    """A strategy that distributes no dataset and runs a step unchanged: the steps above distribute themselves."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy

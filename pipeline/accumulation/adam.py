@@ -1,14 +1,14 @@
-"""Adam's step by one operation of TensorFlow, where Keras takes a dozen, each of them a pass over memory.
+"""Adam's step as one TensorFlow operation, where Keras runs a dozen, each of them a pass over memory.
 
     m += (g − m)·(1 − β₁);   v += (g² − v)·(1 − β₂);   w −= rate·√(1 − β₂ᵗ)/(1 − β₁ᵗ) · m/(√v + ε)
 
 Keras' own `apply` does the rest: clipping, weight decay, constraints, averages of weights, the loss scale, the count.
 
-In float32 the two have 1 − β apart. Keras rounds the difference; the operation takes it from a β that is rounded, which
-for 0.999 gives 1.3e-5 less. After t updates a moment holds 1 − (1 − d)ᵗ of an even gradient, where d is its 1 − β. The
-rate and ε make up for the quotient of what the two hold: that of v under the root, that of m. What is left shows where
-gradients are not even: at most half of 1.3e-5 of a step, for a weight that gets its first one after thousands of
-updates. In float64 nothing is apart.
+In float32 the two differ in 1 − β. Keras rounds the difference; the operation subtracts a rounded β, which for 0.999
+gives 1.3e-5 less. After t updates of a constant gradient a moment holds 1 − (1 − d)ᵗ of it, where d is its 1 − β. The
+learning rate and ε compensate for the ratio of the two: that of v under the root, that of m. The remaining error shows
+where gradients are not constant: at most half of 1.3e-5 of a step, for a weight whose first gradient comes after
+thousands of updates. In float64 there is no difference.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ import tensorflow as tf
 
 from .keras_internals import adam_moments
 
-OF_KERAS = ("update_step", "assign_add", "assign_sub")  # what the operation takes the place of
-APART = 2e-5  # how far apart both 1 − β may be, relative: 1.3e-5 with 0.999, 1.7e-4 with 0.9999
-# Elements of a variable. Of a smaller one a CPU's threads take longer to begin than to compute: 0.7 times the speed at
+REPLACED = ("update_step", "assign_add", "assign_sub")  # methods of Keras that the operation replaces
+TOLERANCE = 2e-5  # of the relative difference in 1 − β: 1.3e-5 with 0.999, 1.7e-4 with 0.9999
+# Elements of a variable. For smaller ones a CPU's threads take longer to start than to compute: 0.7 times the speed at
 # 16,000 on two cores, 1.2 to 1.4 times at this size, 2.7 at a million.
 SMALL = 1 << 16
 
 
 @contextmanager
 def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Have one `optimizer.apply` take Adam's step by one operation for each variable.
+    """Make `optimizer.apply` take Adam's step as one operation for each variable inside the `with` block.
 
-    It does so for `Adam` and `AdamW`, also inside a `LossScaleOptimizer`. All else applies as ever: other optimizers,
-    `amsgrad`, a subclass with a step of its own, variables in half precision, small ones on a CPU, and a β of whose
-    1 − β float32 leaves too little, such as 0.9999.
+    Applies to `Adam` and `AdamW`, also inside a `LossScaleOptimizer`. Keras takes its own step for other optimizers,
+    `amsgrad`, a subclass with its own step, variables in half precision, small ones on a CPU, and a β for which 1 − β
+    is too inaccurate in float32, such as 0.9999.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
     if not _steps_as_keras(adam):
         yield
         return
-    # Once for all variables, and here: Keras applies in a branch of the graph, or on each device.
+    # Here, once for all variables: Keras applies in a branch of the graph, or on each device.
     scalars = {dtype: _scalars(adam, dtype) for dtype in (tf.float32, tf.float64) if _near(adam, dtype)}
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -57,7 +57,7 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
             **scalars[variable.dtype],
         )
 
-    object.__setattr__(adam, "update_step", update_step)  # past the optimizer's own, which tracks what it is given
+    object.__setattr__(adam, "update_step", update_step)  # bypasses the optimizer's own, which tracks attributes
     try:
         yield
     finally:
@@ -69,8 +69,8 @@ def _steps_as_keras(optimizer: Any) -> bool:
     return (
         isinstance(optimizer, kind)
         and not optimizer.amsgrad
-        and all(getattr(type(optimizer), name) is getattr(kind, name) for name in OF_KERAS)
-        and vars(optimizer).keys().isdisjoint(OF_KERAS)
+        and all(getattr(type(optimizer), name) is getattr(kind, name) for name in REPLACED)
+        and vars(optimizer).keys().isdisjoint(REPLACED)
     )
 
 
@@ -79,20 +79,20 @@ def _worth_it(variable: Any) -> bool:
 
 
 def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
-    """Return whether the operation's 1 − β are near enough to Keras'."""
+    """Return whether the operation's 1 − β are close enough to those of Keras."""
     for beta in (adam.beta_1, adam.beta_2):
         if not isinstance(beta, (float, int)) or not 0 <= beta < 1:
             return False
         ours, theirs = _differences(beta, dtype)
-        if abs(ours - theirs) > APART * theirs:
+        if abs(ours - theirs) > TOLERANCE * theirs:
             return False
     return isinstance(adam.epsilon, (float, int))
 
 
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
-    """Return what the operation takes beside variables and a gradient."""
+    """Return the scalar arguments of the operation."""
 
-    def cast(value: Any) -> tf.Tensor:  # as Keras does: of a Python number through float32
+    def cast(value: Any) -> tf.Tensor:  # as Keras does: a Python number through float32
         return keras.ops.cast(value, dtype.name)
 
     count = adam.iterations + 1
@@ -109,7 +109,7 @@ def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tenso
 
 
 def _quotient(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
-    """Return what the operation's moment holds of an even gradient ÷ what Keras' holds; scalar, float64."""
+    """Return the operation's moment of a constant gradient ÷ that of Keras; scalar, float64."""
     ours, theirs = _differences(beta, dtype)
     if ours == theirs:
         return tf.ones((), tf.float64)
@@ -118,6 +118,6 @@ def _quotient(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
 
 
 def _differences(beta: float, dtype: tf.DType) -> tuple[float, float]:
-    """Return 1 − β as the operation has it and as Keras has it."""
+    """Return 1 − β as the operation computes it and as Keras does."""
     number = dtype.as_numpy_dtype
     return float(number(1) - number(beta)), float(number(1 - beta))

@@ -1,9 +1,9 @@
-"""The gradient of wide dense layers by their inputs, as the matrix product that a CPU computes faster.
+"""The gradient of wide dense layers with respect to their inputs, as the matrix product that a CPU computes faster.
 
     Y = X·W        dW = Xᵀ·dY        dX = dY·Wᵀ = (W·dYᵀ)ᵀ
 
-TensorFlow computes dX as dY·Wᵀ. On a CPU in float32 that is slow for the few rows of a micro-batch. How many times as
-fast the transpose of W·dYᵀ is, by kernel and rows of dY, on two cores:
+TensorFlow computes dX as dY·Wᵀ. On a CPU in float32 that is slow for the few rows of a micro-batch. The
+speedup of (W·dYᵀ)ᵀ by kernel and rows of dY, on two cores:
 
     rows             8    12    15    16    32    64   128   256   512
     256×256        0.8   0.8         0.8   0.8   0.8   0.8   0.8   0.8
@@ -13,10 +13,9 @@ fast the transpose of W·dYᵀ is, by kernel and rows of dY, on two cores:
     1024×1024      0.6   0.7   0.7   2.9   2.6   1.9   1.5   1.1   0.8
     4096×4096      1.0   1.2         5.1   3.5   2.0   1.5   1.1   0.9
 
-So it was with oneDNN, TensorFlow's default; without it 1024×1024 gains 3.9 times at 16 rows and 1.5 times at 128.
+Measured with oneDNN, TensorFlow's default; without it the speedup of 1024×1024 is 3.9 at 16 rows and 1.5 at 128.
 
-Each element is the same sum, in which the order of the terms may be another one. The forward pass is Keras', dW is
-TensorFlow's.
+Each element is the same sum; the order of its terms may differ. The forward pass is Keras', dW is TensorFlow's.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ import tensorflow as tf
 from .keras_internals import layers_of
 from .layer_calls import calling, graph, keeps_call_of
 
-# Where nearly all that was measured gains, also rows that are no multiple of 16: the least is 0.9, 768×768 at 100 rows.
+# Where nearly all measurements gain, also for rows that are no multiple of 16: the worst is 0.9, 768×768 at 100 rows.
 LARGE = 1 << 19  # elements of a kernel
-WIDE = 512  # of its shorter axis: the transpose is a pass over rows × inputs, which few units do not make up for
+WIDE = 512  # of its shorter axis: the transpose is a pass over rows × inputs, too expensive for few units
 ROWS = range(16, 129)  # examples of a micro-batch
 
 
@@ -50,13 +49,13 @@ def wide_layers(model: keras.Model, micro_batch_size: int) -> list[keras.layers.
 
 @contextmanager
 def transposed_gradients(layers: Sequence[keras.layers.Dense]) -> Iterator[None]:
-    """Have gradients by the inputs of the layers be (W·dYᵀ)ᵀ where they are called meanwhile on inputs of rank 2."""
+    """Compute gradients by inputs of rank 2 as (W·dYᵀ)ᵀ where the layers are called inside the `with` block."""
     with calling((layer, _call(layer)) for layer in layers):
         yield
 
 
 def _is_wide(layer: keras.layers.Dense) -> bool:
-    # Not `layer.kernel`: with LoRA that is computed, and a layer that is not built has none.
+    # Not `layer.kernel`: with LoRA it is computed, and an unbuilt layer has none.
     return layer.compute_dtype == "float32" and any(map(_is_wide_kernel, layer.weights))
 
 
@@ -70,11 +69,11 @@ def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
 
     def call(inputs: Any, training: Any = None) -> Any:
         fits = isinstance(inputs, tf.Tensor) and inputs.dtype == tf.float32 and inputs.shape.rank == 2
-        if not fits or graph() is not here:  # in a layer's own loop or function Keras' own
+        if not fits or graph() is not here:  # Keras' own, in a layer's own loop or function
             return type(layer).call(layer, inputs, training=training)
         kernel = tf.convert_to_tensor(layer.kernel)
         outputs = _product(inputs, kernel)
-        # Not `ensure_shape`: TensorFlow would no more fuse the bias and the activation as it does for Keras.
+        # Not `ensure_shape`: TensorFlow would no longer fuse the bias and the activation as it does for Keras.
         outputs.set_shape([inputs.shape[0], kernel.shape[1]])
         if layer.bias is not None:
             outputs = keras.ops.add(outputs, layer.bias)
@@ -83,7 +82,7 @@ def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
     return call
 
 
-# A function, which is traced once: TensorFlow keeps each trace of a custom gradient for ever, and all that it captures.
+# A function, traced once: TensorFlow keeps each trace of a custom gradient forever, with all that it captures.
 @tf.function(input_signature=[tf.TensorSpec([None, None])] * 2, autograph=False)
 @tf.custom_gradient
 def _product(x: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]]:

@@ -1,4 +1,4 @@
-"""What a forward pass in training does beside its outputs: which variables it assigns, and which layers draw noise."""
+"""The side effects of a forward pass in training: which variables it assigns, and which layers draw noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .batch import examples_in, slice_specs
 from .keras_internals import global_seed, layers_of
 from .same_noise import drawn, noisy_layers
 
-# Operations of TensorFlow's that draw from a state of their own, as `tf.random.normal` and `tf.random.Generator` do.
+# TensorFlow operations that draw from a state of their own, as `tf.random.normal` and `tf.random.Generator` do.
 _DRAWING = re.compile(
     "(?!Stateless).*Random.*|Rng.*|Stateful(Standard|Uniform|Truncated).*|.*TruncatedNormal|Multinomial"
 )
@@ -22,12 +22,12 @@ _DRAWING = re.compile(
 
 @dataclass(frozen=True)
 class Forward:
-    """What a trace of a forward pass in training shows.
+    """The side effects of a forward pass in training.
 
     Attributes:
         assigned: moving statistics, and the seeds of layers.
-        cut_dependent_noise: the names of what draws for each micro-batch anew.
-        placed: the layers that draw for each example by its place in the effective batch.
+        cut_dependent_noise: names of layers and operations that draw new noise for each micro-batch.
+        placed: the layers that draw for each example by its position in the effective batch.
     """
 
     assigned: list[keras.Variable]
@@ -36,11 +36,11 @@ class Forward:
 
 
 def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
-    """Trace a forward pass of a built model, which does not change.
+    """Trace a forward pass of a built model, without changing it.
 
     Args:
-        model: traced on `x`, the inputs of a few examples.
-        x: see above.
+        model: to be traced.
+        x: the inputs of a few examples.
         same_noise: as an `Update` takes it.
     """
     placed = noisy_layers(model, x) if same_noise else []
@@ -64,9 +64,9 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
 
 
 def batch_dependent_layers(model: keras.Model, forward: Forward) -> list[str]:
-    """Return the names of the layers that assign state while they train, random seeds left out.
+    """Return the names of the layers that assign state in training, random seeds excluded.
 
-    They look at a micro-batch, so what they give differs between factors at one effective batch.
+    The state depends on the micro-batch, so their outputs differ between factors at one effective batch.
     """
     ids = {id(variable) for variable in forward.assigned}
 
@@ -118,7 +118,7 @@ def _drawing(model: keras.Model, assigned: list[keras.Variable]) -> Iterator[str
 
 
 def _operations(graph: tf.Graph) -> Iterator[str]:
-    """Yield the names of the operations that draw from a state of TensorFlow's, those in functions included."""
+    """Yield the names of the operations that draw from TensorFlow's own state, those in functions included."""
     definition = graph.as_graph_def()
     for node in (*definition.node, *(node for function in definition.library.function for node in function.node_def)):
         if _DRAWING.fullmatch(node.op):

@@ -58,7 +58,7 @@ class CompiledLoss(NamedTuple):
     path: tuple[Any, ...]  # of the output, in the nest of the outputs
     loss: keras.losses.Loss
     scale: float | None  # of `loss_weights`
-    mean: keras.metrics.Mean | None  # over an epoch, as the history shows it; None where there is one loss alone
+    mean: keras.metrics.Mean | None  # over an epoch, as the history shows it; None for a single loss
 
 
 def compiled_losses(model: keras.Model) -> list[CompiledLoss]:

@@ -1,4 +1,4 @@
-"""Layers whose `call` is another function for a while."""
+"""Temporary replacements of layers' `call`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Call = Callable[..., Any]
 
 @contextmanager
 def calling(calls: Iterable[tuple[keras.Layer, Call]]) -> Iterator[None]:
-    """Have the `call` of each layer be the given function meanwhile.
+    """Replace the `call` of each layer by the given function inside the `with` block.
 
-    The layers keep their class, config and weights: a model that is saved has Keras' own.
+    The layers keep their class, config and weights: a model saved meanwhile has Keras' own `call`.
     """
     replaced = []
     try:
         for layer, call in calls:
-            call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras looks at it
-            object.__setattr__(layer, "call", call)  # past the layer's own, which tracks what it is given
+            call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras reads it
+            object.__setattr__(layer, "call", call)  # bypasses the layer's own, which tracks attributes
             replaced.append(layer)
         yield
     finally:
@@ -32,10 +32,10 @@ def calling(calls: Iterable[tuple[keras.Layer, Call]]) -> Iterator[None]:
 
 
 def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
-    """Return whether the layer is called as `kind` is, so no subclass or wrapper has changed that."""
+    """Return whether the layer's `call` is that of `kind`, not overridden by a subclass or a wrapper."""
     return isinstance(layer, kind) and type(layer).call is kind.call and "call" not in vars(layer)
 
 
 def graph() -> tf.Graph:
-    """Return the graph that is traced now: in a layer's own loop or function it is another one than around it."""
+    """Return the graph that is being traced: a layer's own loop or function has a graph of its own."""
     return tf.compat.v1.get_default_graph()

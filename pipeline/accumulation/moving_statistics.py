@@ -1,14 +1,14 @@
-"""The moving statistics of BatchNormalization, moved once an update by those of the effective batch.
+"""The moving statistics of BatchNormalization, moved once per update by the statistics of the effective batch.
 
 Each micro-batch k is normalised by its own mean μₖ and variance σₖ², as in every library. Moved by each of them, the
-moving statistics would follow K times as fast, and never see how far the μₖ lie apart. With wₖ the number of values
+moving statistics would follow K times as fast, and miss the variance between the μₖ. With wₖ the number of values
 in micro-batch k, those of the effective batch are
 
     μ = Σ wₖμₖ / Σ wₖ        σ² = Σ wₖσₖ² / Σ wₖ + Σ wₖ(μₖ − μ)² / Σ wₖ
 
-What is summed, in float64, is by how much each micro-batch alone would have moved them, dₖ = (1 − m)(μₖ − old). The
-variance of the means is Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)², divided by (1 − m)²: before the statistics have settled all
-dₖ are alike, and in float32 nothing would be left of their difference.
+The sums, in float64, are over the steps that each micro-batch alone would have made, dₖ = (1 − m)(μₖ − old). The
+variance of the means is Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)², divided by (1 − m)²: before the statistics have converged,
+all dₖ are nearly equal, and in float32 their difference would be lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .layer_calls import calling, graph, keeps_call_of
 
 
 class Moved(NamedTuple):
-    """By how much calls of a layer would have moved its statistics, each alone; float64 of shape (channels,).
+    """The steps that calls of a layer would have moved its statistics by, each alone; float64 of shape (channels,).
 
     Attributes:
         weight: Σ wₖ, the number of values that each mean is taken of; a scalar where it is that of all channels.
@@ -51,7 +51,7 @@ def normalising_layers(model: keras.Model) -> list[keras.layers.BatchNormalizati
 
 @contextmanager
 def observed(layers: Sequence[keras.layers.BatchNormalization]) -> Iterator[Callable[[], Moves]]:
-    """Have calls of the layers move no statistics meanwhile; yield what returns by how much they would have."""
+    """Keep calls of the layers from moving statistics; yield a function that returns the steps they would have made."""
     seen: list[list[Moved]] = [[] for _ in layers]
     with calling((layer, _call(layer, moved)) for layer, moved in zip(layers, seen, strict=True)):
         yield lambda: tuple(map(tuple, seen))
@@ -68,7 +68,7 @@ def assign_moving_statistics(model: keras.Model, moves: Moves) -> None:
             weight = tf.where(moved.weight == 0, tf.ones_like(moved.weight), moved.weight)
             by = moved.mean / weight
             apart = tf.maximum(moved.square / weight - tf.square(by), 0) / rest if rest else tf.zeros_like(by)
-            if index:  # from where the call before has moved them to
+            if index:  # from where the previous call has moved them to
                 mean += rest * (old_mean - mean)
                 variance += rest * (old_variance - variance)
             mean += by
@@ -83,7 +83,7 @@ def _call(layer: keras.layers.BatchNormalization, seen: list[Moved]) -> Callable
 
     def call(inputs: tf.Tensor, training: Any = None, mask: tf.Tensor | None = None) -> tf.Tensor:
         plain = keras.layers.BatchNormalization.call
-        # In a loop of its own nothing can be handed out of a call: Keras moves them.
+        # In a layer's own loop nothing can be returned from a call: Keras moves them.
         if not training or not layer.trainable or graph() is not here:
             return plain(layer, inputs, training=training, mask=mask)
         state: Sequence[keras.Variable] = (layer.moving_mean, layer.moving_variance)
@@ -103,11 +103,11 @@ def _call(layer: keras.layers.BatchNormalization, seen: list[Moved]) -> Callable
 
 
 def _values(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Return of how many values each mean is taken."""
+    """Return the number of values that each mean is taken over."""
     channels = layer.axis % inputs.shape.rank
     if mask is None:
         return tf.size(inputs) // inputs.shape[channels]
     if channels == inputs.shape.rank - 1:
         return tf.math.count_nonzero(mask)
-    whole = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))  # as Keras spreads it
-    return tf.math.count_nonzero(whole, [axis for axis in range(inputs.shape.rank) if axis != channels])
+    spread = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))  # as Keras does
+    return tf.math.count_nonzero(spread, [axis for axis in range(inputs.shape.rank) if axis != channels])

@@ -1,7 +1,7 @@
 """The gradient noise scale: how large a batch is before more examples stop helping.
 
 McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1: the simple noise scale is B = tr(Σ)/|G|², Σ the covariance
-of one example's gradient, G the true gradient. Two batch sizes give two equations; accumulation has both at hand,
+of one example's gradient, G the true gradient. Two batch sizes give two equations; accumulation has both,
 the gradients gₖ of the K micro-batches of bₖ examples and the gradient g of their union of B = Σ bₖ:
 
     E|gₖ|² = |G|² + tr(Σ)/bₖ        E|g|² = |G|² + tr(Σ)/B
@@ -24,18 +24,18 @@ import tensorflow as tf
 from .gradient_sums import Gradients, GradientSums, means
 from .loss_sums import Part
 
-DECAY = 0.9  # of the moving averages, for each update that is measured
+DECAY = 0.9  # of the moving averages, per measured update
 
 
 def square(gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None]) -> tf.Tensor:
-    """Return the sum of the squares of all entries, scalar; `()` or None stands for a gradient that is not there."""
-    # In one pass over each: squares that are written down first cost three times as much.
+    """Return the sum of the squares of all entries, scalar; `()` or None stands for a missing gradient."""
+    # In one pass over each: materialized squares cost three times as much.
     halves = [tf.nn.l2_loss(_entries(gradient)) for gradient in gradients if tf.is_tensor(gradient)]
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
 
 def _entries(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Return the entries that are not zero: of slices each row once, summed."""
+    """Return the entries that are not zero: of `IndexedSlices` each row once, summed."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows, places = tf.unique(gradient.indices)
@@ -55,7 +55,7 @@ def estimate(
         examples: Σₖ nₖ, which turns the unit of weight into examples.
 
     Returns:
-        Two scalars; not a number where there are fewer than two micro-batches, or none was measured.
+        Two scalars; NaN where there are fewer than two micro-batches, or none was measured.
     """
     weight = tf.cast(weight, squares.dtype)
     nan = tf.constant(math.nan, squares.dtype)
@@ -66,7 +66,7 @@ def estimate(
 def of_micro_batch(
     measure: tf.Tensor | bool, sums: Sequence[Gradients], minimised: Sequence[Part]
 ) -> tuple[tf.Tensor, ...]:
-    """Return W|g|², 1 and W of one micro-batch; zeros where they are not wanted or nothing in it counts.
+    """Return W|g|², 1 and W of one micro-batch; zeros where they are not wanted or all weights are zero.
 
     g is the mean gradient of the micro-batch: the mean of all gₖ is the gradient that is applied.
     """
@@ -76,7 +76,7 @@ def of_micro_batch(
         return nothing
 
     def measure_now() -> tuple[tf.Tensor, ...]:
-        if len(sums) == 1:  # a pass over the gradient less
+        if len(sums) == 1:  # saves a pass over the gradient
             weighted = tf.cast(square(sums[0]), size.dtype) / size
             weighted *= 1 if minimised[0].unit is None else tf.square(minimised[0].unit)
         else:
@@ -89,12 +89,12 @@ def of_micro_batch(
 
 
 def estimates(sums: GradientSums, of_mean: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return what `estimate` gives of an update, by name: scalars.
+    """Return the results of `estimate` for an update by name, scalars.
 
     Args:
         sums: of the update.
         of_mean: |g|², scalar.
-        scale: by which the gradients in `sums` are too large, squared; scalar.
+        scale: the square of the loss scale that the gradients in `sums` have; scalar.
     """
     squares, parts, weight = sums.noise
     squares, of_mean = squares / tf.cast(scale, squares.dtype), tf.cast(of_mean, squares.dtype)
@@ -109,7 +109,7 @@ class NoiseScale:
         self._variance = self._square = self._weight = 0.0
 
     def add(self, variance: float, square: float) -> None:
-        """Add one update's estimates; a pair that is not finite is left out."""
+        """Add one update's estimates; a pair that is not finite is ignored."""
         if math.isfinite(variance) and math.isfinite(square):
             self._variance = DECAY * self._variance + (1 - DECAY) * variance
             self._square = DECAY * self._square + (1 - DECAY) * square

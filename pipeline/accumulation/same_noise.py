@@ -2,7 +2,7 @@
 
 Philox is a counter-based generator: block c of key k is a function of (k, c) alone (Salmon et al., Parallel random
 numbers: as easy as 1, 2, 3, 2011). A layer takes one key an update. The example at place p of the effective batch
-has the blocks from p·⌈m/4⌉ on, where m is the number of values it needs and a block has four:
+takes the blocks from p·⌈m/4⌉ on, where m is the number of values it needs and a block has four:
 
     place     0              1              2          …      in the effective batch, over all replicas
     blocks    0 … ⌈m/4⌉−1    ⌈m/4⌉ …        2⌈m/4⌉ …
@@ -25,15 +25,15 @@ from keras import layers
 from .keras_internals import layers_of
 from .layer_calls import calling, graph, keeps_call_of
 
-Draw = Callable[[Sequence[Any]], tf.Tensor]  # of a shape, whose sizes may be scalars: float32 from 0 to below 1
-_BLOCK = 4  # values of 32 bits
-_PHILOX = 1  # as raw operations name it
+Draw = Callable[[Sequence[Any]], tf.Tensor]  # a shape, whose sizes may be scalars → float32 in [0, 1)
+_BLOCK = 4  # 32-bit values in a block
+_PHILOX = 1  # its number in raw operations
 
 
 def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
     """Return the layers whose noise can be drawn example by example: Keras' own dropout and noise layers.
 
-    None where an input in `x` is ragged: how many values an example needs may follow the longest of its micro-batch.
+    None if an input in `x` is ragged: an example may then need as many values as the longest of its micro-batch.
     """
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
         return []
@@ -47,12 +47,12 @@ def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
 
 @contextmanager
 def drawn(noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor) -> Iterator[None]:
-    """Have noisy layers draw what some examples of an effective batch have, on which their model is called meanwhile.
+    """Make noisy layers draw the noise of some examples of an effective batch, on which their model is called.
 
     Args:
-        noisy: as `noisy_layers` gives them; without any nothing is changed.
+        noisy: as `noisy_layers` returns them.
         keys: as `keys_of` gave them for this effective batch.
-        place: of the first example in the effective batch, scalar.
+        place: position of the first example in the effective batch, scalar.
         examples: their number, scalar.
     """
     with calling((layer, _call(layer, key, place, examples)) for layer, key in zip(noisy, keys, strict=True)):
@@ -65,8 +65,8 @@ def _call(layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor) -
 
     def call(inputs: tf.Tensor, training: Any = False) -> tf.Tensor:
         nonlocal calls
-        # In a loop of its own, as a cell of a recurrent layer is, each step wants other noise; and what has a known
-        # number of rows has not the examples on its first axis. There Keras draws.
+        # Keras draws in a layer's own loop, as for a recurrent cell, where each step needs new noise, and for inputs
+        # with a known number of rows, whose first axis is not that of the examples.
         shared = _shares(layer)
         if not training or graph() is not here or (inputs.shape[0] is not None and not shared):
             return type(layer).call(layer, inputs, training=training)
@@ -82,27 +82,27 @@ def _call(layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor) -
 def _drawn(sizes: Sequence[Any], shared: bool, seed: tf.Tensor, place: Any, examples: tf.Tensor) -> tf.Tensor:
     draw = tf.raw_ops.StatelessRandomUniformV2
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    if shared:  # by all examples: the same in every micro-batch
+    if shared:  # by all examples: the same noise in every micro-batch
         return draw(shape=sizes, key=key, counter=counter, alg=_PHILOX)
     values = math.prod(sizes[1:])
     blocks = -(-values // _BLOCK)
     with tf.device("CPU:0"):  # where the place is known
-        # An example has several rows where a layer before has joined the first axes.
-        strange = tf.debugging.assert_equal(sizes[0] % examples, 0, "same_noise: rows that are of no example")
-        with tf.control_dependencies([strange] if strange is not None else []):
+        # An example has several rows where a previous layer has merged the first axes.
+        check = tf.debugging.assert_equal(sizes[0] % examples, 0, "same_noise: rows that are of no example")
+        with tf.control_dependencies([check] if check is not None else []):
             row = tf.cast(place, tf.int64) * tf.cast(sizes[0] // examples, tf.int64)
         first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
         start = tf.stack([first, tf.zeros((), tf.uint64)])
     # The counter's lower half is zero: TensorFlow makes the upper one of the seed.
     noise = draw(shape=[sizes[0], blocks * _BLOCK], key=key, counter=counter + start, alg=_PHILOX)
-    whole = any(isinstance(size, int) and size % _BLOCK == 0 for size in sizes[1:])
-    return tf.reshape(noise if whole else noise[:, :values], sizes)
+    full = any(isinstance(size, int) and size % _BLOCK == 0 for size in sizes[1:])
+    return tf.reshape(noise if full else noise[:, :values], sizes)
 
 
 def _formula(layer: keras.Layer) -> Callable[[keras.Layer, tf.Tensor, Draw], tf.Tensor] | None:
-    """Return what the layer computes, given what draws for it; None where it draws nothing, or in a way of its own."""
+    """Return the formula of the layer, given its draws; None if it draws nothing, or is not Keras' own."""
     amount = getattr(layer, "stddev" if isinstance(layer, layers.GaussianNoise) else "rate", 0)
-    if not amount or amount == 1:  # of a dropout at 1 nothing is left
+    if not amount or amount == 1:  # dropout at 1 leaves nothing
         return None
     return next((formula for kind, formula in _FORMULAS.items() if keeps_call_of(layer, kind)), None)
 
@@ -113,8 +113,8 @@ def _dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _alpha_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    # Klambauer et al., Self-normalizing neural networks, 2017: what is dropped takes the value -α·λ, and an affine
-    # map puts the mean and the variance back.
+    # Klambauer et al., Self-normalizing neural networks, 2017: dropped units take the value -α·λ, and an affine
+    # map restores the mean and the variance.
     dropped = -1.6732632423543772 * 1.0507009873554805
     scale = ((1 - layer.rate) * (1 + layer.rate * dropped**2)) ** -0.5
     kept = draw(_sizes(x, _noise_shape(layer, x))) >= layer.rate
@@ -132,7 +132,7 @@ def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
     """Return normal noise for `x` after Box and Muller, 1958.
 
-    XLA has an operation for it, in which a value depends on how many are drawn.
+    In XLA's own operation a value depends on how many are drawn.
     """
     # In float64 where the layer computes in it: the last bit of a logarithm depends on its place in a vector register.
     pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), tf.float64 if x.dtype == tf.float64 else tf.float32)

@@ -34,10 +34,9 @@ from pipeline.config import sizes
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
 from pipeline.config.sizes import Plan
-from pipeline.dataset import batches as batching
-from pipeline.dataset import load, residency
+from pipeline.dataset import cache, load
 from pipeline.dataset.bad_example import located
-from pipeline.dataset.batches import Reader
+from pipeline.dataset.batches import Reader, effective_batches, in_order, one_class
 from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
 from pipeline.tracking import provenance
@@ -117,10 +116,10 @@ class Parts:
         split, size = self.data.splits.get(name), self.plan.batching.effective_batch_size
         if split is None:
             return None
-        return batching.in_order(split, size, self.spec.dataset.get("pad"), reader, self.data.made_of(name))
+        return in_order(split, size, self.spec.dataset.get("pad"), reader, self.data.made_of(name))
 
     def _in_order(self, split: tf.data.Dataset, size: int) -> tf.data.Dataset:
-        return batching.in_order(split, size, self.spec.dataset.get("pad"))
+        return in_order(split, size, self.spec.dataset.get("pad"))
 
     def evaluate(
         self,
@@ -211,15 +210,15 @@ def assemble(
     files = Files(data.files)
     # TensorFlow traces what the config names, and runs it to read the data.
     with refused("dataset", "must give examples", spec.dataset._target_), located(data, files):
-        decided, kept = residency.resolve(spec.dataset, data, used.agree, spec.workers_on_machine)
+        decided, kept = cache.resolve(spec.dataset, data, used.agree, spec.workers_on_machine)
         spec = spec.changed({f"dataset.{key}": value for key, value in decided.items()})
-        notes = [kept, batching.one_class(spec.dataset, data, seed)]
+        notes = [kept, one_class(spec.dataset, data, seed)]
         checksum = spec.dataset.get("checksum", "full")
         recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
     node, cut = spec.dataset, spec.batching
     if data.shards:  # what is kept in memory is read once
         held = ("train",) if node.get("in_memory", True) else ()
-        files.again = tuple({s.path for name, shards in data.shards.items() if name not in held for s in shards})
+        files.reread = tuple({s.path for name, shards in data.shards.items() if name not in held for s in shards})
     if check_dataset is not None:
         check_dataset(recorded_data)
     plan = sizes.plan(cut, data.examples, spec.horizon)
@@ -236,7 +235,7 @@ def assemble(
         goal = objective.build(spec.node("training"))
         stepping = optimizer.build(spec, plan.updates)
         with refused("dataset", "must give examples", node._target_), located(data, files):
-            first = next(iter(batching.in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
+            first = next(iter(in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
             if workers is not None and not used.same(_digest(first, data)):
                 raise ConfigError(
                     "dataset", "must be the same for all workers, whose first examples are not", data.name
@@ -261,7 +260,7 @@ def assemble(
 def _batches(
     spec: RunSpec, data: Data, plan: Plan, first_update: int = 0, reader: Reader | None = None
 ) -> tf.data.Dataset:
-    return batching.effective_batches(
+    return effective_batches(
         spec.dataset,
         data,
         seed=spec.config.seed,

@@ -1,6 +1,6 @@
 """Composed config → `RunSpec`: what was asked, and what follows from it, decided once.
 
-    composed config ─ resolve ─► RunSpec ─ resume, search, residency, verify: `changed` ─► RunSpec ─► the run
+    composed config ─ resolve ─► RunSpec ─ resume, search, cache, verify: `changed` ─► RunSpec ─► the run
 
 `resolve` checks the config and decides what the command line and the environment decide: the horizon, the sizes, the
 workers. What depends on the machine or on the data is decided later, by functions that take a spec and return

@@ -1,4 +1,4 @@
-"""Stateless augmentations: functions of one input and a seed, which `batching` makes from (seed, epoch, example)."""
+"""Stateless augmentations: functions of one input and a seed, which follows from (seed, epoch, example number)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 class Shift:
-    """Move an image by up to `pixels` in each direction; what comes in from outside is zero."""
+    """Move an image by up to `pixels` in each direction; pixels from outside the image are zero."""
 
     def __init__(self, pixels: int):
         if pixels < 1:
@@ -20,7 +20,7 @@ class Shift:
 
 
 class Flip:
-    """Mirror an image left to right, every other time."""
+    """Mirror an image left to right with probability ½."""
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         """`image` of (height, width, channels) and a seed of shape (2,) → the image or its mirror image."""

@@ -1,4 +1,4 @@
-"""Which example of which file could not be read: TensorFlow says what was wrong with it, and not where it is."""
+"""Finds which example of which file could not be read: TensorFlow reports what is wrong, but not where."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeline.common.signals import Terminated
 from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
 
-SECONDS = 120.0  # of reading the splits once more
-SILENCE = 5.0  # seconds of it, before it is said
+SECONDS = 120.0  # limit of the search, which reads the splits once more
+SILENCE = 5.0  # seconds of searching before a line says so
 
 
 @contextmanager
 def located(data: Data, files: Files) -> Iterator[None]:
-    """Raise an error of reading `data` as one line that names the example, where one is found that cannot be read.
+    """Turn an error of reading `data` into one line that names the example that cannot be read, where one is found.
 
     Raises:
         DataError: the data could not be read.
@@ -34,16 +34,16 @@ def located(data: Data, files: Files) -> Iterator[None]:
         files.check()
         try:
             found = "" if "[dataset.pad" in str(error) else _first(data)  # that is of a whole batch
-        except (KeyboardInterrupt, Terminated):  # of the search alone
+        except (KeyboardInterrupt, Terminated):  # interrupts only the search
             found = ""
         if not found and not of_data:
-            raise  # of the model, too: an error after the batch was got may name that step
+            raise  # of the model, too: an error after the batch was read may name that step
         raise DataError(f"the data cannot be read: {found or cause(error)}") from error
 
 
 def _first(data: Data) -> str:
     """Return the first example that cannot be read, and why; empty where all can, or the search takes too long."""
-    begun, silent = time.monotonic(), True
+    start, silent = time.monotonic(), True
     for name, split in data.splits.items():
         examples = iter(split)
         for number in itertools.count():
@@ -51,13 +51,13 @@ def _first(data: Data) -> str:
                 if next(examples, None) is None:
                     break
             except tf.errors.OpError as error:
-                # One split is shorter than it says: no example of a file is at fault.
+                # The split is shorter than its cardinality: no example of a file is at fault.
                 place = "" if "expected to contain" in str(error) else _file(data, name, number)
                 return f"example {number} of the {name} split{place}, counted from 0: {cause(error)}"
-            taken = time.monotonic() - begun
-            if taken > SECONDS:
+            elapsed = time.monotonic() - start
+            if elapsed > SECONDS:
                 return ""
-            if silent and taken > SILENCE:
+            if silent and elapsed > SILENCE:
                 say("an example could not be read: looking for it")
                 silent = False
     return ""
@@ -66,7 +66,7 @@ def _first(data: Data) -> str:
 def _file(data: Data, name: str, number: int) -> str:
     shards = data.shards.get(name, ())
     if sum(shard.examples for shard in shards) != int(data.splits[name].cardinality()):
-        return ""  # some were left out, or others added
+        return ""  # examples were filtered out or added
     for shard in shards:
         if number < shard.examples:
             return f", which is example {shard.first + number} of {shard.path}"

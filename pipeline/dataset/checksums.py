@@ -1,6 +1,6 @@
-"""Checksums of data files, computed beside the training; those of files that have not changed since are remembered.
+"""Checksums of data files, computed while the run trains, and remembered until a file changes.
 
-A file is the one that was read when its size, its dates and its inode are what they were, as Git and rsync have it.
+A file is unchanged if its size, dates and inode are, as in Git and rsync.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from pipeline.common import disk_cache
 from pipeline.common.errors import DataError, described, say
 
-SETTLED = 2.0  # seconds for which a file must not have changed: its date may be as coarse
-SILENCE = 10.0  # seconds of waiting, before it is said
+SETTLED = 2.0  # seconds for which a file must not have changed: the resolution of its date may be as coarse
+SILENCE = 10.0  # seconds of waiting before a line says so
 
 
 def of(path: Path) -> str:
-    """Return a SHA-256 of a file's size and content: 0.7 s for a GiB that the system still holds, on two busy cores."""
+    """Return a SHA-256 of a file's size and content: 0.7 s for a GiB in the page cache, on two busy cores."""
     known, stat = disk_cache.place("checksums", str(path.absolute())), _stat(path)
     entry = disk_cache.recall(known)
     if entry.get("stat") == stat and "sha256" in entry:
@@ -34,18 +34,18 @@ def of(path: Path) -> str:
 
 
 class Files:
-    """The files that a run's data are read from, as they are when this is made.
+    """The files that a run's data are read from, as they are when the object is created.
 
     Args:
         paths: of the files.
 
     Attributes:
         checksums: by the files' names, where they are known.
-        again: those that are read again while the run trains.
+        reread: the files that are read again while the run trains.
     """
 
     def __init__(self, paths: Sequence[Path] = ()):
-        self.paths = self.again = tuple(paths)
+        self.paths = self.reread = tuple(paths)
         self.checksums: dict[str, str] = {}
         self._of: dict[Path, str] = {}
         self._stats: dict[Path, list[int]] = {}
@@ -60,7 +60,7 @@ class Files:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once they are computed, or could not be."""
+        """Wait until the checksums are computed, or could not be."""
         if self._thread is None:
             return
         self._thread.join(SILENCE)
@@ -69,16 +69,16 @@ class Files:
             self._thread.join()
 
     def check(self) -> None:
-        """Return if those that are read `again` hold what they held.
+        """Check that the files in `reread` have not changed.
 
         Raises:
             DataError: one has changed.
         """
-        if changed := self._changed(self.again):
+        if changed := self._changed(self.reread):
             raise DataError(f"{changed} has changed since the run began: not all of it was on the same data")
 
     def known(self) -> dict[str, str]:
-        """Compute the checksums here, and return them."""
+        """Compute the checksums in this thread and return them."""
         self.checksums = self._computed()
         return self.checksums
 
@@ -89,18 +89,18 @@ class Files:
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
             found = self._computed()
-            if changed := self._changed(self.paths):  # so what was read here may be other than what was trained on
+            if changed := self._changed(self.paths):  # so the checksum may not be that of the data that was trained on
                 say(f"{changed} has changed since the run began: its checksum is not known")
-                found[changed.name] = "changed while the run began"  # which is that of no file
+                found[changed.name] = "changed while the run began"  # the checksum of no file
             then(found)
-            self.checksums = found  # last: a run that ends now logs what `then` has written
-        except Exception as error:  # the training needs none
+            self.checksums = found  # last: a run that ends now logs what `then` wrote
+        except Exception as error:  # training does not need them
             say(f"the data have no checksums: {described(error)}")
 
     def _changed(self, paths: Sequence[Path]) -> Path | None:
-        """Return the first that has changed, by its size and date, and by its checksum where that is known.
+        """Return the first file that has changed, by its size and date, and by its checksum where that is known.
 
-        One that is gone has been read for the last time before.
+        A file that was deleted has been read for the last time.
         """
         for path in paths:
             with suppress(OSError):

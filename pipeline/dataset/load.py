@@ -12,13 +12,13 @@ import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.dataset import tfds as prepared
+from pipeline.dataset import tfds_files
 from pipeline.dataset.split_checks import as_parts, checked
 from pipeline.dataset.splits import Data as Data
 from pipeline.dataset.splits import Stored as Stored
 from pipeline.trust import gate, instantiate
 
-# Of the program; all other keys go to the target.
+# Keys of the program; all others are arguments of the target.
 _OURS = ("augment", "checksum", "in_memory", "pad", "shuffle_buffer", "shuffle_files")
 
 
@@ -29,15 +29,15 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
     """
     target = instantiate.locate(node, "dataset")
-    own = node.copy()  # the target's alone
+    own = node.copy()  # reduced to the target's arguments
     with open_dict(own):
         for key in _OURS if prepare else (*_OURS, "download"):
             own.pop(key, None)
-        if own.get("test_split") is None:  # as all of ours have by default, and other targets need not know
+        if own.get("test_split") is None:  # the default in conf/; targets need not have it
             own.pop("test_split", None)
     offers = {} if prepare else instantiate.accepted(target, own, download=False)
-    # What TFDS and its downloader print about a dataset that is not there, the error says in one line.
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads go on when one has failed
+    # TFDS and its downloader print much about a missing dataset, which the error says in one line.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # for good: other downloads continue after one has failed
     absl = logging.getLogger("absl")
     level = absl.level
     absl.setLevel(logging.ERROR)
@@ -68,14 +68,14 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
 def digits(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
     """Load scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1.
 
-    Further 180 are its split `test`.
+    Another 180 are its split `test`.
     """
     from pipeline.dataset.builtin.digits import Digits
 
     builder = Digits(data_dir=data_dir)
-    prepared.prepare(builder, download)
+    tfds_files.prepare(builder, download)
     make = _features("image", "label", 1 / 16, None)
-    return prepared.read(builder, ("train", "validation", test_split), make)
+    return tfds_files.read(builder, ("train", "validation", test_split), make)
 
 
 def topics(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
@@ -86,14 +86,14 @@ def topics(data_dir: str | None = None, download: bool = True, test_split: str |
     from pipeline.dataset.builtin.topics import Topics
 
     builder = Topics(data_dir=data_dir)
-    prepared.prepare(builder, download)
+    tfds_files.prepare(builder, download)
 
     @tf.autograph.experimental.do_not_convert
     def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
         tokens = tf.cast(features["bytes"], tf.int32) + 1
         return tokens[:-1], tokens[1:]
 
-    return replace(prepared.read(builder, ("train", "validation", test_split), preprocess), classes=257)
+    return replace(tfds_files.read(builder, ("train", "validation", test_split), preprocess), classes=257)
 
 
 def breast_cancer() -> Data:
@@ -104,7 +104,7 @@ def breast_cancer() -> Data:
 
 
 def diabetes() -> Data:
-    """Load scikit-learn's diabetes table: 10 measurements of a patient, and how far the disease went in a year."""
+    """Load scikit-learn's diabetes table: 10 measurements of a patient, and its progression within a year."""
     from pipeline.dataset.builtin import tables
 
     return _from_table(tables.diabetes(), "diabetes")
@@ -166,8 +166,8 @@ def from_tfds(
         if resize is None and len(sizes) == 3 and None in sizes:
             raise ConfigError("dataset.resize", f"must be [height, width]: the images of {made.name} differ in size")
         preprocess = _features(input_key, label_key, scale, resize)
-    prepared.prepare(made, download and gate.downloads())
-    return prepared.read(made, (train_split, validation_split, test_split), preprocess, label_key)
+    tfds_files.prepare(made, download and gate.downloads())
+    return tfds_files.read(made, (train_split, validation_split, test_split), preprocess, label_key)
 
 
 def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None) -> Callable:

@@ -1,4 +1,4 @@
-"""The batch that takes most memory: of the longest examples, where they are of unequal length."""
+"""The batch that takes the most memory: the longest examples, where they are of unequal length."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 from pipeline.common.errors import ConfigError
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import MICRO
-from pipeline.dataset import batches
+from pipeline.dataset.batches import effective_batches, in_order
 from pipeline.dataset.splits import Data
 
 
 def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
-    """Return effective batches without end as the training has them, each as long as its longest one.
+    """Return an endless dataset of effective batches as in training, each made of the longest examples.
 
     Raises:
         ConfigError: which example is the longest is not known.
@@ -23,7 +23,7 @@ def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.D
     node, examples = spec.dataset, _longest(spec, data.train, effective_batch_size)
     if examples is not None:
         data = replace(data, train=examples, shuffled=None)
-    return batches.effective_batches(
+    return effective_batches(
         node,
         data,
         seed=spec.config.seed,
@@ -34,20 +34,20 @@ def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.D
 
 
 def of_evaluation(spec: RunSpec, split: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-    """Return one batch of a split that is evaluated, as long as its longest one.
+    """Return one batch of a split as it is evaluated, made of the longest examples.
 
     Raises:
         ConfigError: which example is the longest is not known.
     """
     examples = _longest(spec, split, batch_size)
-    return batches.in_order(split if examples is None else examples, batch_size, spec.dataset.get("pad")).take(1)
+    return in_order(split if examples is None else examples, batch_size, spec.dataset.get("pad")).take(1)
 
 
 def _longest(spec: RunSpec, split: tf.data.Dataset, count: int) -> tf.data.Dataset | None:
-    """Return so many copies of the longest examples of a split; None where all are of one size.
+    """Return `count` copies of the longest examples of a split; None where all are of one size.
 
-    With `dataset.pad` an example is the longest where it has the longest of any axis, as a batch is padded to the
-    longest of each: copies of these alternate. Without, it is the one with most elements.
+    With `dataset.pad`, which pads a batch to the longest of each axis, these are the examples with the longest of any
+    axis, alternating. Without it, it is the example with the most elements.
     """
     specs = tf.nest.flatten(split.element_spec)
     if not any(map(_varies, specs)):
@@ -87,7 +87,7 @@ def _rank(spec: Any) -> int:
 
 
 def _lengths(leaf: Any) -> tf.Tensor:
-    """Return the number of a part's elements, of a text that of its bytes; then the length of each of its axes."""
+    """Return the number of elements of a part, bytes for a text, and then the length of each of its axes."""
     if isinstance(leaf, tf.SparseTensor):
         return tf.reshape(tf.size(leaf.values, tf.int64), [1])
     values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf

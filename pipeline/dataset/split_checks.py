@@ -1,4 +1,4 @@
-"""Whether a split is one of single examples, of a known number; its examples as tuples."""
+"""Checks that a split has a known number of single examples, and converts them to tuples."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _is_batched(dataset: tf.data.Dataset, leaves: list[Any]) -> bool:
-    """Return whether each part has a first axis that is not fixed and yet as long in one element as in the next.
+    """Return whether the first axis of each part has an unknown size and yet the same one in all elements but the last.
 
-    That of sequences differs from example to example; the last batch may be smaller.
+    The length of sequences differs from example to example; the last batch may be smaller.
     """
     if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
         return False

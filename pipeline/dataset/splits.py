@@ -11,7 +11,7 @@ import tensorflow as tf
 
 @dataclass(frozen=True)
 class Shard:
-    """What a split has of a file: so many of its examples, after `first` others."""
+    """The part of a file that belongs to a split: `examples` of them, from number `first` on."""
 
     path: Path
     first: int
@@ -20,14 +20,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a split is made of: records as they are stored, each one tensor.
+    """The stored records that a split is made from, each one tensor.
 
     Attributes:
-        split: that they make; whatever takes its place in a `Data` is made of something else.
+        split: the examples that they make; a split that replaces it in a `Data` is not made from them.
         records: in the order of the split.
-        make: takes a record, gives its example: a tuple, as the split has it.
-        shuffled: takes a seed, a scalar of int64, and gives the records with their files in an order that follows from
-            it; None where they lie in no files.
+        make: one record → its example, a tuple as in the split.
+        shuffled: a seed, scalar of int64 → the records with their files in an order that follows from it; None where
+            they are not in files.
     """
 
     split: tf.data.Dataset
@@ -44,13 +44,13 @@ class Data:
         train, validation, test: elements are `(x, y)`, `(x, y, sample_weight)` or, without labels, `(x,)` of one
             example; each is a tensor or a nest of tensors without a batch axis. The number of examples is known.
         classes: number of labels, where the labels are classes.
-        name, version: as the dataset calls itself.
+        name, version: of the dataset.
         files: that the examples are read from, where they are prepared files.
         shards: of the splits, by their names, in the order in which they are read.
-        shuffled: takes a seed, a scalar of int64, and gives the training split with its files in an
-            order that follows from the seed; None where it is not read from files, or these are `stored` ones.
-        stored: what splits are made of, by their names: what is streamed is made after it was shuffled, and one of
-            several workers makes its share alone.
+        shuffled: a seed, scalar of int64 → the training split with its files in an order that follows from the seed;
+            None where it is not read from files, or they are in `stored`.
+        stored: the records that splits are made from, by their names: streamed examples are made after shuffling, and
+            each of several workers makes its share alone.
     """
 
     train: tf.data.Dataset
@@ -66,12 +66,12 @@ class Data:
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
-        """The splits that there are, by their names."""
+        """The splits that are not None, by their names."""
         found = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in found.items() if split is not None}
 
     def made_of(self, name: str) -> Stored | None:
-        """Return what a split is made of; None where that is not known."""
+        """Return the records that a split is made from; None where they are not known."""
         found = self.stored.get(name)
         return None if found is None or found.split is not self.splits.get(name) else found
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from omegaconf import OmegaConf
 
-from pipeline.dataset import Data, batches, residency
+from pipeline.dataset import Data, batches, cache
 from pipeline.dataset import load as dataset
 
 AUTO = {"in_memory": "auto", "shuffle_buffer": None}
@@ -26,19 +26,19 @@ def split(**parts: object) -> Data:
 
 def settled(data: Data, **node: object) -> tuple[dict, str]:
     made = OmegaConf.create({**AUTO, **node})
-    decided, said = residency.resolve(made, data)
+    decided, said = cache.resolve(made, data)
     return {**AUTO, **node, **decided}, said
 
 
 def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
-    assert 0 < residency.limit() <= psutil.virtual_memory().total
+    assert 0 < cache.limit() <= psutil.virtual_memory().total
     data = split(x=np.zeros((1000, 100), np.float32), y=np.zeros(1000, np.int64))  # 408 bytes each
     assert settled(data) == (
         {"in_memory": True, "shuffle_buffer": None},
         "398 KiB of training examples are kept in memory",
     )
-    monkeypatch.setattr(residency, "limit", lambda: 4 * 408_000 - 4)
-    monkeypatch.setattr(residency, "BUFFER", 408 * 50)
+    monkeypatch.setattr(cache, "limit", lambda: 4 * 408_000 - 4)
+    monkeypatch.setattr(cache, "BUFFER", 408 * 50)
     node, said = settled(data)
     assert node == {"in_memory": False, "shuffle_buffer": 50}
     assert re.fullmatch(

@@ -107,15 +107,15 @@ def test_the_first_update_does_not_wait_for_the_data(big, tmp_path):
 
 def test_auto_streams_what_is_too_large(big):
     """The files hold 1 GiB of bytes, which are 4 GiB of floats."""
-    from pipeline.dataset import residency
+    from pipeline.dataset import cache
 
     said = pipeline(
         "train", "dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={big}", "--cfg", "job", cwd=big
     )
     assert "in_memory: auto" in said.stdout
-    held = residency.limit() / residency.SHARE >= 4 * GIB
+    held = cache.limit() / cache.SHARE >= 4 * GIB
     if held:
-        pytest.skip(f"a quarter of this machine's memory is {residency.limit() / residency.SHARE / GIB:.0f} GiB")
+        pytest.skip(f"a quarter of this machine's memory is {cache.limit() / cache.SHARE / GIB:.0f} GiB")
     given = ("dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={big}", "dataset.validation_split=null")
     small = (
         "model.filters=[4]",

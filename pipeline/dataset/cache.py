@@ -1,4 +1,4 @@
-"""How much of the data is kept in memory: `dataset.in_memory=auto`."""
+"""Whether the training split is cached in memory or streamed from its files: `dataset.in_memory=auto`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 from pipeline.common.memory_budget import limit, readable
 from pipeline.dataset.splits import Data
 
-SHARE = 4  # the training split is kept in memory where it fits in one part of so many
-BUFFER = 128 * 2**20  # bytes of examples among which those that are streamed are shuffled
-_SAMPLE = 64  # examples that are read where their size is not known from their shapes
+SHARE = 4  # the training split is cached if it fits in 1/4 of the memory
+BUFFER = 128 * 2**20  # bytes of the shuffle buffer of streamed examples
+_SAMPLE = 64  # examples that are read if their size does not follow from their shapes
 
 
 def resolve(
@@ -49,7 +49,7 @@ def resolve(
 
 
 def _example_bytes(split: tf.data.Dataset) -> float:
-    """Return the size of an example: by its shapes, or the mean of the first ones."""
+    """Return the bytes of an example: by its shapes, or as the mean of the first examples."""
     specs = tf.nest.flatten(split.element_spec)
     dense = all(isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string for spec in specs)
     if dense and all(spec.shape.is_fully_defined() for spec in specs):
