@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.hydra_errors import as_config_error
+from pipeline.config.hydra_errors import refusing
 from pipeline.trust import allowlist
 from pipeline.trust.artifact_locations import is_inside
 
@@ -89,7 +89,7 @@ def downloads() -> bool:
 def check(node: DictConfig, key: str) -> None:
     """Refuse a `node` that is not trusted before anything of it is imported; do nothing outside of `strict`."""
     if _gate is not None:
-        with as_config_error():
+        with refusing():
             check_config({key: OmegaConf.to_container(node, resolve=True)}, _gate)
 
 
@@ -214,19 +214,21 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
 def _check_reader(node: dict[Any, Any], target: str, key: str, roots: Sequence[Path]) -> None:
     """Check the arguments of a target that reads files; `_args_` or `_partial_` would hide a path from this check."""
 
-    rule = f"of {target} must be"
+    def refuse(name: str, rule: str, received: object) -> NoReturn:
+        raise ConfigError(_join(key, name), f"of {target} must be {rule}", received)
+
     for name in ("_args_", "_partial_"):
         if node.get(name):
-            raise ConfigError(_join(key, name), f"{rule} left out: give its arguments by name")
+            raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
     if target.startswith(allowlist.APPLICATIONS) and node.get("weights") not in (None, "imagenet"):
-        raise ConfigError(_join(key, "weights"), f"{rule} null or 'imagenet'", node["weights"])
+        refuse("weights", "null or 'imagenet'", node["weights"])
     if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
-        rule += " a dataset of TFDS itself: name, name/config or name:version"
-        raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
+        rule = "a dataset of TFDS itself: name, name/config or name:version"
+        refuse("name", rule, str(node.get("name")))
     name = allowlist.READERS.get(target, "")
     path = node.get(name)
     if isinstance(path, dict):  # what it builds could be any text
-        raise ConfigError(_join(key, name), f"{rule} given as it is", path)
+        refuse(name, "given as it is", path)
     if type(path) is str:  # a vocabulary may be a list; null is the reader's default
         confine(path, roots, _join(key, name))
 
