@@ -10,7 +10,7 @@ STAMP  := .venv/$(LOCK).installed
 PEERS  := .venv-peers/requirements-peers.lock.installed
 RUN    := .venv/bin/python -m
 # Tests that share something go to one worker, see tests/conftest.py; all others to the first that is free.
-PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadgroup --durations 10
+PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadscope --durations 10
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links
 # PyTorch for Linux on PyPI links CUDA's libraries and is not imported without them; it runs on a CPU without these.

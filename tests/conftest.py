@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import programs, shared
 
@@ -27,24 +32,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what needs a browser to `make test-all`; let one worker run what shares something.
-
-    That is a file's fixtures, or what TensorFlow has traced for it.
-
-    All else is given out test by test, after the groups: a worker that gets a long one last does not work on alone.
-    """
-    together = {item.path for item in items if _shares(item)}
+    """Leave what needs a browser to `make test-all`."""
     for item in items:
         if "chromium" in item.fixturenames:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
-        if item.path in together:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-def _shares(item: pytest.Item) -> bool:
-    fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-    scopes = {each.scope for found in fixtures for each in found}
-    return "module" in scopes or hasattr(item.module, "tf") or hasattr(item.module, "keras")  # type: ignore[attr-defined]
+class Scheduling(LoadScopeScheduling):
+    """Gives one worker what shares something; all else is given out test by test, after these groups.
+
+    A file shares its fixtures, or what TensorFlow has traced for it. xdist's own `loadgroup` finds no group with
+    pytest 9.2, whose IDs of tests are not text.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if _shares(file) else nodeid
+
+
+@cache
+def _shares(file: str) -> bool:
+    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    return bool(re.search(r'scope="module"|mlflow_server|^(import|from) (tensorflow|keras)\b', text, re.MULTILINE))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -14,6 +14,7 @@ PACKAGES = {  # program → Debian's package
     "slurmd": "slurmd",
     **dict.fromkeys(("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol"), "slurm-client"),
     "initdb": "postgresql",
+    "ss": "iproute2",
 }
 INSTALLED = "PIPELINE_TEST_INSTALLED"  # environment variable: packages for whose want no test may be skipped
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from pipeline.accumulation import Update
+from tests import programs
 from tests.accumulation.matrix_workers import pair
 
 EFFECTIVE, WIDTH, CLASSES = 64, 5, 3
@@ -109,8 +109,7 @@ def test_workers_reduce_each_gradient_once_an_update(factor):
 
 def test_workers_send_as_much_at_any_factor():
     """Their gradients of 180,003 numbers, once an update; 1% is for heartbeats and what frames a message."""
-    if shutil.which("ss") is None:
-        pytest.skip("no `ss` on this machine, which counts the bytes of a connection")
+    programs.need("ss")
     sent = {}
     for factor in (1, 8):
         pair().ask("updates", factor=factor, count=1)

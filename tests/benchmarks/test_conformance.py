@@ -51,6 +51,7 @@ def test_ours_is_right(float64, case):
     assert outcome.rows == (1 if case.logged else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "verdict", "least"),
     [("equal", "right", 0), ("ragged", "wrong", 1e-2), ("tail", "wrong", 1e-1), ("devices", "raises", None)],

@@ -183,7 +183,6 @@ def test_the_parent_says_what_the_sweep_was(troubles):
 LATER = (((), 0.5), ((), 1), (("+hydra.job.env_set.A=b",), 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_group", "at_once"),
     [
@@ -213,6 +212,7 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, numb
     wait(lambda: processes_in(tmp_path) == [], 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "seconds"),
     [((), 0), *LATER],
