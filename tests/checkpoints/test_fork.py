@@ -66,8 +66,8 @@ def last_weights(folder, name, update=UPDATES):
     return snapshot.read(found.folder, found.meta).arrays
 
 
-def test_a_fork_that_changes_nothing_is_the_run_itself_and_one_with_its_weights_alone_is_not(folder):
-    """The second is the negative control: without the rest of the state another run follows."""
+def test_a_fork_that_changes_nothing_is_the_run_itself(folder):
+    """With its weights alone another run follows: the negative control."""
     said = pipeline("train", *begun(f"start.run=run@{AT}"), cwd=folder)
     one, other = run_in(folder, "run"), run_in(folder, "fork")
     assert f"goes on with the state of run {one.info.run_id} after update {AT}" in said.stderr
