@@ -1,7 +1,7 @@
-"""python -m docs.mean_of_means — writes docs/mean_of_means.png: what the mean of micro-batch means does to a training.
+"""python -m docs.mean_of_means — writes docs/mean_of_means.png: how the mean of micro-batch means changes training.
 
-The model and the data of `experiment=text`, in float64, at an effective batch of 32 texts of unequal length: as one
-large batch, accumulated in 16 micro-batches, and with the mean of the micro-batches' mean gradients. Takes minutes.
+It trains the model of `experiment=text` in float64 with an effective batch of 32 texts of unequal length: as one large
+batch, accumulated in 16 micro-batches, and with the mean of the micro-batches' mean gradients. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def main() -> None:
     exact = losses(lambda network, loss, batch: accumulate_gradients(network, loss, batch, MICRO).gradients())
     wrong = losses(mean_of_means)
     draw(whole, exact, wrong)
-    print("largest difference of the loss from the large batch's:")
+    print("largest difference from the loss of the large batch:")
     for name, found in (("accumulated", exact), ("mean of means", wrong)):
         print(f"  {name}: {max(abs(a - b) for a, b in zip(found, whole, strict=True)):.2g}")
 
 
 def mean_of_means(network: keras.Model, loss: keras.losses.Loss, batch: Any) -> list[tf.Tensor]:
-    """What most recipes do: the mean gradient of each micro-batch, and the mean of these."""
+    """Return the mean of the micro-batches' mean gradients, as most recipes compute it."""
     parts = range(0, EFFECTIVE, MICRO)
     means = [
         accumulate_gradients(network, loss, tuple(each[at : at + MICRO] for each in batch), MICRO).gradients()

@@ -1,9 +1,11 @@
 """python -m docs.screenshot [run|sweep|trajectories] — trains, and writes docs/run.png, sweep.png or trajectories.png.
 
-run, the default: the charts of one run in MLflow's UI; about two minutes. sweep: the page that compares the 15 runs of
-`pipeline sweep factor_at_fixed_micro_batch`; about eight minutes. trajectories: the plot in the report of `pipeline
-sweep factor_at_fixed_effective_batch`, in float32 and float64; about four minutes. All need Debian's chromium and
-chromium-driver.
+- run (the default): the charts of one run in MLflow's UI; about two minutes.
+- sweep: the page that compares the 15 runs of `pipeline sweep factor_at_fixed_micro_batch`; about eight minutes.
+- trajectories: the plot in the report of `pipeline sweep factor_at_fixed_effective_batch` in float32 and float64; about
+  four minutes.
+
+Debian's packages chromium and chromium-driver are needed.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from pipeline.sweep import mlflow_view
 from tests.browser import browser, picture, server
 
 HERE = Path(__file__).resolve().parent
-CHARTS = "train/(acc|eff|exam|grad|learn|loss)"  # what is typed into the page's search box
-# How many charts are drawn; none while one of them is empty.
+CHARTS = "train/(acc|eff|exam|grad|learn|loss)"  # the text for the page's search box
+# The number of charts that are drawn; 0 while one of them is empty.
 DRAWN = """
 const charts = [...document.querySelectorAll('.js-plotly-plot')];
 return charts.every(chart => chart.querySelector('.trace path')) ? charts.length : 0"""
@@ -54,12 +56,12 @@ def main(of: str = "run") -> None:
 
 
 def photograph_trajectories(page: Path) -> None:
-    """Writes the plot of the differences between trajectories, as the report shows it."""
+    """Save the report's plot of the differences between trajectories."""
     with browser(900, 640) as chrome:
         chrome.get(page.as_uri())
         WebDriverWait(chrome, 120).until(lambda c: c.execute_script("return document.body.dataset.drawn"))
         plot = chrome.find_element(By.ID, "difference")
-        # One plot fills the window: on the page there are two or three beside each other.
+        # Let the plot fill the window: on the page two or three are side by side.
         chrome.execute_script("document.querySelector('.plots:has(#difference)').style.display = 'block'")
         chrome.execute_script("arguments[0].style.height = '480px'; Plotly.Plots.resize(arguments[0])", plot)
         time.sleep(SETTLE)
@@ -67,7 +69,7 @@ def photograph_trajectories(page: Path) -> None:
 
 
 def photograph_run(chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str) -> None:
-    """Writes the charts of the only run there is."""
+    """Save the charts of the only run."""
     (run,) = client.search_runs([experiment_id])
     chrome.get(f"{address}/#/experiments/{experiment_id}/runs/{run.info.run_id}/model-metrics")
     wait = WebDriverWait(chrome, 120)
@@ -77,7 +79,7 @@ def photograph_run(chrome: webdriver.Chrome, address: str, client: MlflowClient,
 
 
 def photograph_sweep(chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str) -> None:
-    """Writes the page on which the link of the only sweep opens."""
+    """Save the page that the link of the only sweep opens."""
     (parent,) = client.search_runs([experiment_id], "tags.`sweep.name` != ''")
     name, varied = parent.data.tags["sweep.name"], json.loads(parent.data.tags["sweep.varied"])
     fragment = mlflow_view.saved_view(client, experiment_id, parent.info.run_id, varied, ["accuracy"], name)
@@ -86,8 +88,8 @@ def photograph_sweep(chrome: webdriver.Chrome, address: str, client: MlflowClien
 
 
 def photograph_charts(chrome: webdriver.Chrome, charts: range, path: Path) -> None:
-    """Writes the open page to `path` once as many charts as `charts` allows are drawn on it."""
-    # A chart's toolbar shows under a mouse; a headless browser has none, and then shows all of them.
+    """Save the open page to `path` once the number of charts on it is in `charts`."""
+    # A chart shows its toolbar under the mouse; a headless browser has no mouse and shows all toolbars.
     chrome.execute_script(
         "document.head.append(Object.assign(document.createElement('style'), {textContent: arguments[0]}))",
         ".modebar { display: none }",

@@ -14,7 +14,7 @@ from pipeline.tracking.foreign_store import ForeignStore
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Compare the jobs of a sweep, as plots and a table, from MLflow alone."""
+    """Write the report of a sweep from what MLflow recorded: findings, a table and plots."""
     parser = Parser(prog="pipeline report", description=report.__doc__, allow_abbrev=False)
     parser.add_argument("sweep", metavar="SWEEP", help="run ID of the sweep, its start, or the name of its run")
     parser.add_argument("--allow", action="append", default=[], metavar="PLACE", help="a place where artifacts may be")
