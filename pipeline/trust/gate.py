@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.hydra_errors import refusing
+from pipeline.config.hydra_errors import as_config_error
 from pipeline.trust import allowlist
 from pipeline.trust.artifact_locations import is_inside
 
@@ -89,7 +89,7 @@ def downloads() -> bool:
 def check(node: DictConfig, key: str) -> None:
     """Refuse a `node` that is not trusted before anything of it is imported; do nothing outside of `strict`."""
     if _gate is not None:
-        with refusing():
+        with as_config_error():
             check_config({key: OmegaConf.to_container(node, resolve=True)}, _gate)
 
 
