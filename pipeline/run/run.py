@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,16 +17,16 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
-from pipeline.common.errors import ConfigError, NotShippedError, first_line, say
+from pipeline.common.errors import ConfigError, NotShippedError, say
 from pipeline.common.secrets import mask
-from pipeline.common.signals import Interruption, Terminated
+from pipeline.common.signals import Interruption
 from pipeline.config import sizes
-from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
 from pipeline.run.batch_size_search import Found
+from pipeline.run.closing import closing, log_model, unshipped_line
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
@@ -116,7 +114,7 @@ def _finished(before: Continuation, workers: Chief) -> float:
     last, tracking = before.past.last, before.spec.config.tracking
     loss = last.get("val/loss", last.get("train/loss", math.inf))
     if sync_run(str(before.run_dir), tracking.uri, tracking.patience, named=False):
-        raise NotShippedError(_unshipped(before.run_dir), loss)
+        raise NotShippedError(unshipped_line(before.run_dir), loss)
     return loss
 
 
@@ -260,7 +258,7 @@ def _train(
     from pipeline.components import fitting
 
     recorder = fitting.recorder(parts, tracker)
-    with _closing(tracker, recorder) as unshipped, fitting.checkpoints(parts, tracker.run_dir) as checkpoints:
+    with closing(tracker, recorder) as unshipped, fitting.checkpoints(parts, tracker.run_dir) as checkpoints:
         beginning.begin(tracker, parts)
         beginning.continue_cuts(recorder)
         recorder.restart_clock()
@@ -270,61 +268,7 @@ def _train(
         tracker.check_files()
         beginning.link(tracker)  # again: two runs that begin at one moment may have overwritten each other's link
         if parts.spec.config.tracking.log_model:
-            _log_model(parts, tracker)
+            log_model(parts, tracker)
     if unshipped:
         raise NotShippedError(unshipped[0], loss)
     return loss
-
-
-@contextmanager
-def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
-    """Close the run as FINISHED, FAILED or KILLED, with all that it has logged.
-
-    Yield a list, which afterwards has a line if the run has finished but the store did not get all of it.
-    """
-    unshipped: list[str] = []
-    try:
-        yield unshipped
-    except BaseException as error:
-        killed = isinstance(error, KeyboardInterrupt | Terminated)
-        failure = "".join(traceback.format_exception_only(error)).strip()
-        with suppress(Exception):  # a second failure, such as of a lost device, must not hide the first
-            recorder.fetch()
-        say(*_end(tracker, recorder, "KILLED" if killed else "FAILED", failure))
-        raise
-    unshipped += _end(tracker, recorder, "FINISHED")
-
-
-def _end(tracker: Tracker, recorder: Recorder, status: str, failure: str | None = None) -> list[str]:
-    """Close the run if it has begun; return a line that says what to do if something could not be shipped."""
-    recorder.progress.close()
-    try:
-        why = tracker.end(status, failure) if tracker.begun else None
-    except BaseException:
-        say(_unshipped(tracker.run_dir))
-        raise
-    return [_unshipped(tracker.run_dir, f" ({why})")] if why else []
-
-
-def _unshipped(run_dir: Path, why: str = "") -> str:
-    return f"not all of the run is in the store{why}: {shlex.join(['pipeline', 'sync', str(run_dir)])}"
-
-
-def _log_model(parts: Parts, tracker: Tracker) -> None:
-    from pipeline.tracking import logged_model
-
-    spec, tracking = parts.spec, parts.spec.config.tracking
-    if not tracker.reaches_store():
-        tracker.journal.write({"tags": {"model.not_logged": "the store was away"}})
-        say("the model was not logged, as the store is away: its weights are in the last checkpoint")
-        return
-    try:
-        code = tracking.code
-        if code is None:
-            targets = [str(value) for key, value in leaves(spec.resolved).items() if key.endswith("_target_")]
-            code = logged_model.own_code(parts.model, targets)
-        logged_model.log(tracking.uri, tracker.experiment_id, tracker.run_id, parts.model, parts.example(), code)
-    except Exception as error:  # the run is trained and recorded all the same
-        first = first_line(error)
-        tracker.journal.write({"tags": {"model.not_logged": mask(first)}})
-        say(f"the model was not logged: {first}")
