@@ -69,7 +69,7 @@ def test_the_table_of_commands_has_every_verb():
     assert set(re.findall(r"^\| `pipeline (\w+)", table, re.MULTILINE)) == set(VERBS)
 
 
-def tests_in(file: Path) -> dict[str, bool]:
+def named_in(file: Path) -> dict[str, bool]:
     """Return the tests in a file by name, and whether all of one is left to `make test-all`."""
     if not file.is_file():
         return {}
@@ -86,8 +86,8 @@ def lacking(table: str) -> list[str]:
     for _, *cells in rows:
         for wider, cell in enumerate(cells):
             file, name = cell.strip(" |`").split("::")
-            if tests_in(ROOT / "tests" / file).get(name, True) and (
-                not wider or name not in tests_in(ROOT / "tests" / file)
+            if named_in(ROOT / "tests" / file).get(name, True) and (
+                not wider or name not in named_in(ROOT / "tests" / file)
             ):
                 found.append(f"{file}::{name}")
     return found
