@@ -1,6 +1,6 @@
-"""The loop: update, record, evaluate, checkpoint.
+"""The training loop: update, record, evaluate, checkpoint.
 
-In: the parts of a run. Out: rows for a tracker, and the last loss.
+In: an update, effective batches, a recorder. Out: rows for the tracker, checkpoints, the last loss.
 """
 
 __all__ = ["best_evaluation", "evaluator", "loop", "oom_retry", "progress", "recorder"]
