@@ -66,8 +66,13 @@ def augmentation():
     return lambda image, seed: tf.ensure_shape(tf.py_function(noting_shift, [image, seed], image.dtype), image.shape)
 
 
-@pytest.mark.parametrize("augment", [{}, {"augment": {"_target_": f"{__name__}.augmentation"}}], ids=["plain", "shift"])
+SHIFTING = {"augment": {"_target_": f"{__name__}.augmentation"}}
+
+
 @pytest.mark.parametrize("node", [IN_MEMORY, STREAMED, BUFFERED], ids=["in_memory", "streamed", "buffered"])
+@pytest.mark.parametrize(
+    "augment", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(SHIFTING, id="shift")]
+)
 def test_what_comes_before_an_update_is_left_out(node, augment):
     """Of 3 updates an epoch, the last one of 7 examples: the rest is what it was, and nothing before it is made."""
     read = []
@@ -113,9 +118,21 @@ def assert_shares(whole, of_workers, replicas):
             assert np.array_equal(np.concatenate(parts), part)
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2), (9, 1)])
-@pytest.mark.parametrize("augment", [{}, {"augment": {"_target_": f"{__name__}.augmentation"}}], ids=["plain", "shift"])
-@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED, BUFFERED], ids=["in_memory", "streamed", "buffered"])
+@pytest.mark.parametrize(
+    ("node", "augment", "workers", "replicas"),
+    [
+        *((IN_MEMORY, {}, 3, 1), (STREAMED, SHIFTING, 2, 2), (BUFFERED, {}, 9, 1), (IN_MEMORY, SHIFTING, 9, 1)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (IN_MEMORY, {}, 2, 2),
+                (STREAMED, {}, 3, 1),
+                (STREAMED, SHIFTING, 9, 1),
+                (BUFFERED, SHIFTING, 3, 1),
+            )
+        ),
+    ],
+)
 def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
     """Of 23 examples in batches of 8: the last one has 7, so that one of nine workers has two times none."""
 
