@@ -70,6 +70,7 @@ def _serve(opening: dict[str, Any]) -> None:
 def _follow(uploader: Uploader) -> None:
     """Ship what is written until the trainer closes standard input; what fails is tried again at the next interval."""
     more = failing = False
+    uploader.sample()  # now: a run may be shorter than the interval
     while True:
         if select.select([sys.stdin], [], [], 0 if more and not failing else INTERVAL)[0]:
             command = _command()
