@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation import AccumulatingModel, Update, fused_adam
+from tests.parameters import mostly_slow
 
 UPDATES = 8
 SHAPES = {"matrix": (256, 256), "table": (4096, 16), "bias": (256,)}  # the last one is too small to gain
@@ -109,12 +110,14 @@ def apart(got, expected):
     )
 
 
+QUICK = ("adamw", "schedule", "global_clipnorm", "ema", "loss scale")
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, "float64") for name in STEPS),
-        *(("adamw", "float32"), ("schedule", "float32")),
-        *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in STEPS if n not in ("adamw", "schedule")),
+        *mostly_slow(((name, "float64") for name in STEPS), [(name, "float64") for name in QUICK]),
+        *mostly_slow(((name, "float32") for name in STEPS), [("adamw", "float32")]),
     ],
 )
 def test_the_step_is_that_of_keras(precision, name, dtype):
@@ -272,7 +275,9 @@ def same(got, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(("name", "devices"), [("adamw", 2), ("schedule", 1), ("loss scale", 2)])
+@pytest.mark.parametrize(
+    ("name", "devices"), mostly_slow([("adamw", 2), ("schedule", 1), ("loss scale", 2)], [("adamw", 2)])
+)
 def test_an_update_applies_by_it_on_each_replica(float64, name, devices):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else tf.distribute.get_strategy()
     with strategy.scope():
@@ -290,6 +295,7 @@ def test_an_update_applies_by_it_on_each_replica(float64, name, devices):
         assert all(np.array_equal(copy, copies[0]) for copy in copies)
 
 
+@pytest.mark.slow
 def test_fit_applies_by_it(float64, monkeypatch):
     made = []
     operation = tf.raw_ops.ResourceApplyAdam

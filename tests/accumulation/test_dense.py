@@ -14,6 +14,7 @@ from keras import layers, losses, ops
 
 from pipeline.accumulation import AccumulatingModel, Update, accumulate_gradients
 from pipeline.accumulation.dense import transposed_gradients, wide_layers
+from tests.parameters import mostly_slow
 
 ROWS, INPUTS = 16, 512
 # Each element of a gradient is a sum of at most 1024 products, taken in two orders. Each order rounds 1024 times by up
@@ -249,7 +250,7 @@ def test_a_layer_that_is_called_twice(precision):
     assert apart(by_keras(once, data)[1], expected) > 0.1
 
 
-@pytest.mark.parametrize("steps", [3, None], ids=["unrolled", "vectorised"])
+@pytest.mark.parametrize("steps", mostly_slow([3, None], [None]), ids=["unrolled", "vectorised"])
 def test_a_layer_of_a_layer(precision, steps):
     """TimeDistributed calls it for each step, or in TensorFlow's vectorised map."""
     precision("float32")
@@ -333,8 +334,9 @@ def test_the_layers_have_no_call_of_their_own_afterwards(precision):
     assert wide_layers(model, ROWS) == found
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("same_noise", [False, True])
+@pytest.mark.parametrize(
+    ("same_noise", "devices"), mostly_slow([(False, 1), (False, 2), (True, 1), (True, 2)], [(True, 2)])
+)
 def test_an_update_on_each_replica(precision, monkeypatch, devices, same_noise):
     """With layers that are replaced for other reasons; the last slice has 8 rows, and is computed likewise."""
     precision("float32")
@@ -362,6 +364,7 @@ def test_an_update_on_each_replica(precision, monkeypatch, devices, same_noise):
     assert apart([-one for one in moved], expected) > 1
 
 
+@pytest.mark.slow
 def test_fit_has_it(precision, monkeypatch):
     precision("float32")
 
@@ -389,6 +392,7 @@ def test_fit_has_it(precision, monkeypatch):
     assert abs(expected[1] - expected[0]) > 0.01 * expected[0]
 
 
+@pytest.mark.slow
 def test_no_trace_is_kept(precision):
     """As TensorFlow keeps that of a custom gradient, with the variables of the model: here it is one for all models."""
     precision("float32")

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from pipeline.accumulation import Update, accumulate_gradients
+from tests.parameters import mostly_slow
 
 ROWS, WIDTH, LENGTH, EXAMPLES = 30, 4, 5, 24
 OPTIMIZERS = [
@@ -90,7 +91,11 @@ def deviation(ones: list[np.ndarray], others: list[np.ndarray]) -> float:
     return max(float(np.abs(one - other).max()) for one, other in zip(ones, others, strict=True))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Of each way that an optimizer may treat rows: its own state, clipped, averaged, in matrices, and without moments.
+QUICK = ("SGD", "Adam", "RMSprop", "Nadam", "Adafactor", "Muon", "ScheduleFreeAdamW")
+
+
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, QUICK))
 def test_every_optimizer_takes_the_step_of_the_dense_large_batch(name):
     # Rounding of 1e-16, divided by a root of a second moment that may be 1e-3 of the gradient.
     assert deviation(accumulated(name, build, 7), large_batch(name, build(), dense=True)) < 1e-12
@@ -102,6 +107,7 @@ def test_what_keras_itself_makes_of_rows_that_were_looked_up_twice_is_another_st
     assert deviation(large_batch("SGD", build(), dense=False), large_batch("SGD", build(), dense=True)) < 1e-2
 
 
+@pytest.mark.slow
 def test_a_tied_table_xla_and_replicas():
     dense = large_batch("Adam", build(tied=True), dense=True)
     assert deviation(accumulated("Adam", partial(build, tied=True), 5), dense) < 1e-12

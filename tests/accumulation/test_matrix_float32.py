@@ -23,6 +23,7 @@ from tests.accumulation.matrix import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", ["factor 1", "ragged"])  # the two sizes of a first batch
 def test_no_gradient_is_so_near_zero_that_its_rounding_shows(precision, kind, cut):
@@ -44,6 +45,7 @@ def test_every_value_is_in_a_row():
         assert {row[index] for row in ROWS} == set(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*ROWS, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)], ids="-".join
 )

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation import AccumulatingModel
+from tests.parameters import mostly_slow
 
 EXACT = 1e-12  # of float64: some tens of updates of 1e-15 each, at rates that do not amplify
 
@@ -165,8 +166,7 @@ def assert_equal(ours, theirs, tolerance=EXACT):
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        *((name, 1) for name in ("sample_weights", "masked", "regularised", "two_in_a_dict")),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("names", "built_late", "two_in_a_list")),
+        *mostly_slow(((name, 1) for name in CASES), [("sample_weights", 1), ("regularised", 1)]),
         *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("sample_weights", "masked", "built_late")),
     ],
 )
@@ -190,8 +190,8 @@ def test_fit_is_that_of_the_large_batches(name, devices):
 
 def test_the_loss_of_each_output():
     make, data, compiled = CASES["two_in_a_list"]
-    theirs = trained(made(make), compiled, data, batch_size=11)
-    ours = trained(AccumulatingModel(made(make), 4), compiled, data, batch_size=11)
+    theirs = trained(made(make), compiled, data, batch_size=11, epochs=2)
+    ours = trained(AccumulatingModel(made(make), 4), compiled, data, batch_size=11, epochs=2)
     assert_equal(ours, theirs)
     assert {"kind_loss", "size_loss", "kind_accuracy", "size_mae"} < ours[0].keys()
 
@@ -263,6 +263,7 @@ def test_callbacks_see_what_they_see_in_a_plain_fit(tmp_path):
     assert our_files == their_files == ["1.weights.h5", "2.weights.h5", "3.weights.h5"]
 
 
+@pytest.mark.slow
 def test_class_weights():
     make, (x, y, _), compiled = CASES["sample_weights"]
     weights = {"class_weight": {0: 1.0, 1: 5.0, 2: 0.2}}
@@ -271,7 +272,7 @@ def test_class_weights():
     assert abs(theirs[0]["loss"][0] - trained(made(make), compiled, (x, y))[0]["loss"][0]) > 1e-3
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_single_batches_and_predictions(devices):
     make, data, compiled = CASES["sample_weights"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
@@ -314,6 +315,7 @@ class Interpreted(layers.Layer):
         return tf.ensure_shape(tf.numpy_function(lambda value: value, [x], x.dtype), x.shape)
 
 
+@pytest.mark.slow
 def test_xla_compiles_the_micro_steps_where_it_is_asked_for():
     make, data, compiled = CASES["sample_weights"]
     theirs = trained(made(make), compiled, data, epochs=1)

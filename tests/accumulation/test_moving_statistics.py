@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update
+from tests.parameters import mostly_slow
 
 # A moving average of 8 updates: 1e-15 each, of values near 3 and of the squares of deviations, ten times that.
 EXACT = 1e-12
@@ -103,9 +104,8 @@ def accumulated(kind, micro_batch_size, devices=1, **options):
 @pytest.mark.parametrize(
     ("kind", "micro_batch_size", "devices"),
     [
-        *((kind, 7, 1) for kind in KINDS),
-        *((kind, 5, 2) for kind in (normalised, masked_on_the_first_axis)),
-        *(pytest.param(kind, 5, 2, marks=pytest.mark.slow) for kind in (masked, twice, on_the_first_axis)),
+        *mostly_slow(((kind, 7, 1) for kind in KINDS), [(normalised, 7, 1), (twice, 7, 1)]),
+        *mostly_slow(((kind, 5, 2) for kind in KINDS), [(masked_on_the_first_axis, 5, 2)]),
     ],
 )
 def test_they_are_those_of_effective_batches(kind, micro_batch_size, devices):
@@ -115,6 +115,7 @@ def test_they_are_those_of_effective_batches(kind, micro_batch_size, devices):
     for variable in model.non_trainable_variables:
         first, *others = (copy.numpy() for copy in strategy.experimental_local_results(variable.value))
         assert all(np.array_equal(first, other) for other in others)
+    assert not any("call" in vars(layer) for layer in model.layers)  # they are as Keras made them
 
 
 def test_moved_with_every_micro_batch_they_are_others():
@@ -160,8 +161,3 @@ def test_layers_that_do_not_move_stay_as_they_are():
     for value, was in zip(still, before, strict=True):
         np.testing.assert_array_equal(value, was)
     assert np.abs(model.get_layer("moving").moving_mean).min() > 0
-
-
-def test_a_model_stays_as_keras_made_it():
-    model, _ = accumulated(normalised, 16)
-    assert not any("call" in vars(layer) for layer in model.layers)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation import Evaluation, Objective, Update, accumulate_gradients
+from tests.parameters import mostly_slow
 
 EXACT = 1e-12  # of float64: some 10 operations of 1e-16 for each of 10 examples
 N = 10  # in fours: 4 + 4 + 2
@@ -89,11 +90,8 @@ def metrics(**more):
     }
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("wrap", [list, dict])
+@pytest.mark.parametrize(("wrap", "devices"), mostly_slow([(list, 1), (list, 2), (dict, 1)], [(list, 2), (dict, 1)]))
 def test_everything_by_output(wrap, devices):
-    if devices == 2 and wrap is dict:
-        return
     batch = (X, NAMED, dict(zip(NAMED, WEIGHTS, strict=True))) if wrap is dict else (X, Y, WEIGHTS)
     ours = assert_equal(
         two_heads(wrap, kernel_regularizer=keras.regularizers.L2(0.03)),
@@ -112,19 +110,30 @@ def test_everything_by_output(wrap, devices):
 @pytest.mark.parametrize(
     ("loss", "batch"),
     [
-        (lambda: [cross_entropy(), losses.MeanSquaredError()], (X, Y)),
-        (lambda: [None, losses.MeanSquaredError()], (X, Y)),
+        pytest.param(lambda: [cross_entropy(), losses.MeanSquaredError()], (X, Y), marks=pytest.mark.slow),
+        pytest.param(lambda: [None, losses.MeanSquaredError()], (X, Y), marks=pytest.mark.slow),
         (lambda: [None, losses.MeanSquaredError()], (X, Y[1:])),
         (lambda: [cross_entropy(), losses.MeanSquaredError()], (X, Y, WEIGHTS[0])),
         (lambda: {"kind": cross_entropy(reduction="sum"), "size": losses.MeanSquaredError()}, (X, Y)),
-        (lambda: {"kind": cross_entropy(reduction="sum"), "size": losses.Huber(reduction="sum")}, (X, Y)),
+        pytest.param(
+            lambda: {"kind": cross_entropy(reduction="sum"), "size": losses.Huber(reduction="sum")},
+            (X, Y),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_losses_as_compile_takes_them(loss, batch):
     assert_equal(two_heads(), batch, loss=loss)
 
 
-@pytest.mark.parametrize("weights", [(WEIGHTS[0], None), [None, WEIGHTS[0]], (None, None)])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param((WEIGHTS[0], None), marks=pytest.mark.slow),
+        [None, WEIGHTS[0]],
+        pytest.param((None, None), marks=pytest.mark.slow),
+    ],
+)
 def test_an_output_without_sample_weights(weights):
     loss = lambda: [cross_entropy(reduction="mean_with_sample_weight"), losses.MeanSquaredError()]  # noqa: E731
     weighted = {"weighted_metrics": metrics}
@@ -145,7 +154,9 @@ def test_one_loss_for_all_outputs_and_labels_for_some(some):
         assert alone.keys() == whole.keys()
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+@pytest.mark.parametrize(
+    "reduction", [pytest.param("sum_over_batch_size", marks=pytest.mark.slow), "mean_with_sample_weight"]
+)
 def test_each_output_has_its_mask_and_its_weights(reduction):
     """Unequal numbers of unmasked tokens in the micro-batches, so that each loss is divided by another sum."""
     tokens = np.random.default_rng(0).integers(0, 4, size=(N, 5))
@@ -218,7 +229,7 @@ class Flattened(losses.Loss):
         return tf.boolean_mask(values, tf.reshape(y_true, (-1,)) > 0) if self.drop else values
 
 
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("drop", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loss_of_flattened_tokens_beside_others(drop):
     inputs = keras.Input((5,), dtype="int64")
     hidden = layers.Embedding(4, 3, embeddings_regularizer=keras.regularizers.L2(0.1))(inputs)

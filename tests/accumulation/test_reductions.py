@@ -14,6 +14,7 @@ import tensorflow as tf
 from pipeline.accumulation import Update
 from tests import programs
 from tests.accumulation.matrix_workers import pair
+from tests.parameters import mostly_slow
 
 EFFECTIVE, WIDTH, CLASSES = 64, 5, 3
 GRADIENTS = [(WIDTH, 7), (7,), (7, CLASSES), (CLASSES,)]
@@ -58,7 +59,7 @@ def update_of(strategy: tf.distribute.Strategy, factor: int, width: int = 7) -> 
     return Update(model, loss, optimizer, micro_batch_size, strategy=strategy)
 
 
-@pytest.mark.parametrize("factor", [1, 4, 32])
+@pytest.mark.parametrize("factor", mostly_slow([1, 4, 32], [4, 32]))
 @pytest.mark.parametrize("devices", STRATEGIES)
 def test_each_gradient_is_reduced_once_an_update(precision, devices, factor):
     precision("float32")
@@ -99,7 +100,7 @@ def test_reductions_in_a_loop_are_seen(precision, devices):
     assert (found, in_loops) == ([], len(GRADIENTS) + SCALARS)
 
 
-@pytest.mark.parametrize("factor", [1, 4, 32])
+@pytest.mark.parametrize("factor", mostly_slow([1, 4, 32], [4]))
 def test_workers_reduce_each_gradient_once_an_update(factor):
     found, in_loops = pair().ask("reductions", factor=factor)
     assert [size for (size,) in found if size > 1] == [math.prod(shape) for shape in GRADIENTS]  # they are sent flat
@@ -107,6 +108,7 @@ def test_workers_reduce_each_gradient_once_an_update(factor):
     assert in_loops == 0
 
 
+@pytest.mark.slow
 def test_workers_send_as_much_at_any_factor():
     """Their gradients of 180,003 numbers, once an update; 1% is for heartbeats and what frames a message."""
     programs.need("ss")

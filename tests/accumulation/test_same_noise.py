@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update, drawn, keys_of, noisy_layers, trace_forward
+from tests.parameters import mostly_slow
 
 # As in test_update.py: 1e-15 an update, which 8 updates add up and these rates hardly amplify.
 EXACT = 1e-12
@@ -72,18 +73,21 @@ def losses(name, micro_batch_size, devices=1, same_noise=True, jit_compile=False
     return np.array([float(step(*batch)) for batch in batches()])
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("micro_batch_size", "devices"), [(7, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("name", "micro_batch_size", "devices"),
+    mostly_slow([(name, *cut) for cut in ((7, 1), (5, 2)) for name in MODELS], [("images", 7, 1), ("sequences", 5, 2)]),
+)
 def test_noise_is_that_of_one_piece_whatever_the_cut(name, micro_batch_size, devices):
     np.testing.assert_allclose(losses(name, micro_batch_size, devices), losses(name, 48), rtol=EXACT)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, ["images"]))
 def test_otherwise_each_micro_batch_has_noise_of_its_own(name):
     apart = np.abs(losses(name, 12, same_noise=False) / losses(name, 48, same_noise=False) - 1)
     assert apart.max() > 1e9 * EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["images", pytest.param("sequences", marks=pytest.mark.slow)])
 def test_noise_is_that_of_one_piece_where_it_is_compiled(name):
     whole, cut = (losses(name, size, jit_compile=True) for size in (48, 16))
@@ -109,7 +113,11 @@ GAUSSIAN = (layers.GaussianDropout, layers.GaussianNoise)
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(1, "float64"), (3, "float64"), (8, "float32"), (3, "float16"), (3, "bfloat16")]
+    ("width", "dtype"),
+    mostly_slow(
+        [(1, "float64"), (3, "float64"), (8, "float32"), (3, "float16"), (3, "bfloat16")],
+        [(3, "float64"), (3, "bfloat16")],
+    ),
 )
 @pytest.mark.parametrize("kind", [layers.Dropout, layers.AlphaDropout, layers.GaussianDropout, layers.GaussianNoise])
 def test_every_example_has_its_place_in_the_noise(kind, width, dtype):
@@ -154,6 +162,7 @@ def test_examples_layers_and_updates_have_noise_of_their_own():
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_model_stays_as_keras_made_it(tmp_path):
     model = sequences()
     optimizer = keras.optimizers.SGD(0.1)
@@ -281,7 +290,7 @@ def test_ragged_examples_have_no_place_for_their_noise():
 def test_replicas_whose_seeds_have_parted_draw_from_one():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
-        model, optimizer = sequences(), keras.optimizers.SGD(0.02)
+        model, optimizer = images(), keras.optimizers.SGD(0.02)
         optimizer.build(model.trainable_variables)
     seeds = [layer.seed_generator.state.value for layer in noisy_layers(model, ())]
     for seed in seeds:  # as where a plain update leaves a replica without an example
@@ -290,7 +299,7 @@ def test_replicas_whose_seeds_have_parted_draw_from_one():
     update = Update(model, loss, optimizer, 16, strategy=strategy, same_noise=True)
     x, y = next(batches())
     found = tf.function(lambda: update((x, y))["loss"], autograph=False)()
-    np.testing.assert_allclose(found, losses("sequences", 48)[0], rtol=EXACT)
+    np.testing.assert_allclose(found, losses("images", 48)[0], rtol=EXACT)
     for seed in seeds:
         first, second = strategy.experimental_local_results(seed)
         np.testing.assert_array_equal(first, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from pipeline.components import optimizer as optimizers
 from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve
 from pipeline.training.evaluator import Evaluator
+from tests.parameters import mostly_slow
 from tests.running import ROOT, python
 
 # One update differs by rounding alone, about 1e-15 (n · 2⁻⁵³ over 128 examples, cancelling in part); 100 updates
@@ -126,12 +128,10 @@ def accumulated_trajectory(name, micro_batch_size, devices):
     ("name", "micro_batch_size", "devices"),
     [
         # Factors, kinds of models and devices are in test_matrix.py: here are optimizers with a schedule or a wrapper.
-        *[("momentum", 24, 2), ("adamw", 24, 1), ("ema_constraint", 24, 2), ("loss_scale", 24, 1)],
-        ("loss_scale_factor", 24, 2),
-        *[
-            pytest.param(name, 24, devices, marks=pytest.mark.slow)
-            for name, devices in {"momentum": 1, "adamw": 2, "ema_constraint": 1, "loss_scale": 2}.items()
-        ],
+        *mostly_slow(
+            [(name, 24, devices) for name in TRAINED for devices in (1, 2)],
+            [("ema_constraint", 24, 2), ("loss_scale", 24, 1)],
+        ),
     ],
 )
 def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro_batch_size, devices):
@@ -164,7 +164,7 @@ def mean_of_means(model, x, y):
     return [tf.add_n(parts) / len(cuts) for parts in zip(*means, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.slow), "adamw"])
 def test_one_update_in_float32_is_that_of_the_large_batch(precision, name):
     precision("float32")
     expected = after_one_update(name, large_batch_gradients)
@@ -197,8 +197,9 @@ def by_hand(model, x, y):
     }
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("scaled", "devices"), mostly_slow([(False, 1), (False, 2), (True, 1), (True, 2)], [(False, 1), (True, 2)])
+)
 def test_results_are_of_exactly_this_update_and_the_weights_before_it(float64, devices, scaled):
     strategy = on_devices(devices)
     with strategy.scope():
@@ -294,8 +295,13 @@ def test_a_loss_scale_skips_a_whole_update_that_is_not_finite(precision):
         assert float(optimizer.dynamic_scale) == scale
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+@pytest.mark.parametrize(
+    ("reduction", "devices"),
+    mostly_slow(
+        itertools.product(["sum_over_batch_size", "mean_with_sample_weight"], [1, 2]),
+        [("sum_over_batch_size", 1), ("mean_with_sample_weight", 2)],
+    ),
+)
 def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
     strategy = on_devices(devices)
     with strategy.scope():

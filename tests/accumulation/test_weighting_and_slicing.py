@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation.update import accumulate_gradients
+from tests.parameters import mostly_slow
 
 # Two orders of the same sum of n doubles differ by up to n · 2⁻⁵³ of Σ|terms|: 1e-13 for the n < 1000 here. The
 # terms cancel in part, so the result is smaller than Σ|terms|; ten times for that.
@@ -126,7 +127,11 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# The same in `accumulation` as another one: an element's value, that Keras averages over the last axis.
+ALIKE = ("absolute", "percentage", "log_cosh", "logarithmic", "squared_hinge", "tversky", "categorical_focal")
+
+
+@pytest.mark.parametrize("name", mostly_slow(LOSSES, [name for name in LOSSES if name not in ALIKE]))
 def test_every_loss_equals_the_large_batch(float64, name):
     make, activation, y = LOSSES[name]
     assert_equals_large_batch(dense(activation), make(), (random(EXAMPLES, FEATURES), y), 4)  # 4 + 4 + 3
@@ -141,7 +146,7 @@ SEQUENCE_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", SEQUENCE_LOSSES)
+@pytest.mark.parametrize("name", mostly_slow(SEQUENCE_LOSSES, ["sparse", "cosine"]))
 def test_every_sequence_loss_equals_the_large_batch(float64, name):
     make, y = SEQUENCE_LOSSES[name]
     # Keras computes CTC in single precision: a few roundings of 2⁻²⁴ = 6e-8.
@@ -163,7 +168,13 @@ WEIGHTED = {
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 
 
-@pytest.mark.parametrize(("weighted", "reduction"), list(itertools.product(WEIGHTED, REDUCTIONS)))
+QUICK = [
+    *((weighted, "mean_with_sample_weight") for weighted in WEIGHTED),  # the only one that divides by the weights
+    *(("tokens", "sum_over_batch_size"), ("mask", "sum_over_batch_size"), ("mask_tokens", "mean"), ("examples", "sum")),
+]
+
+
+@pytest.mark.parametrize(("weighted", "reduction"), mostly_slow(itertools.product(WEIGHTED, REDUCTIONS), QUICK))
 def test_every_weight_and_reduction_equals_the_large_batch(float64, weighted, reduction):
     make, x, y, sample_weight = WEIGHTED[weighted]
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
@@ -328,7 +339,7 @@ def test_a_loss_of_half_precision_is_counted_in_float32(precision, dtype):
     assert float(sums.gradients()[0][0, 0]) == -2
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_sums_are_float32(precision, policy):
     precision(policy)
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False)])

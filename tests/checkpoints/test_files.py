@@ -29,6 +29,7 @@ from pipeline.training.evaluator import Evaluations, Evaluator
 from pipeline.training.loop import Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
+from tests.parameters import mostly_slow
 from tests.training.test_loop import Rows
 
 EXAMPLES, SIZE, UPDATES = 43, 8, 15  # 6 updates an epoch, the last one of 3 examples
@@ -260,7 +261,7 @@ def rest(rows: list, update: int) -> list:
     return [row for row in rows if row[0] > update]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, ["ema", "callbacks", "streamed"]))
 def test_what_follows_a_checkpoint_is_what_would_have_followed(name, straight, tmp_path):
     whole = straight(name)
     for update in WHERE.get(name, (7,)):
@@ -276,15 +277,19 @@ def test_what_follows_a_checkpoint_is_what_would_have_followed(name, straight, t
 
 def test_the_cases_have_what_they_are_for(straight):
     """A state that never changes would prove nothing."""
-    skipped = [row["skipped_updates"] for _, row in straight("float16").rows.updates]
-    assert 0 < skipped[-1] < UPDATES
-    assert any(" on replica 1" in name for name in straight("replicas").state(7).arrays)  # moving statistics
-    assert "keras' global seed" in straight("unseeded").state(4).arrays
     kept = straight("callbacks").state(7).values["callbacks"]
     assert set(kept) == {"stop", "reduce", "save", "history", "draw"}
     assert all([kept["stop"]["best_weights"], kept["history"]["history"], kept["draw"]["drawn"]])
     assert straight("callbacks").rows.updates[-1][1]["learning_rate"] < 0.05
     assert straight("ema").state(7).values["recorder"]["noise"]["_weight"] > 0
+
+
+@pytest.mark.slow
+def test_the_slow_cases_have_what_they_are_for(straight):
+    skipped = [row["skipped_updates"] for _, row in straight("float16").rows.updates]
+    assert 0 < skipped[-1] < UPDATES
+    assert any(" on replica 1" in name for name in straight("replicas").state(7).arrays)  # moving statistics
+    assert "keras' global seed" in straight("unseeded").state(4).arrays
 
 
 # What a state consists of: the names of arrays that a pattern is in, or a part of the values, and the case it is of.
@@ -365,6 +370,7 @@ def test_at_another_factor_it_goes_on_within_rounding(straight, tmp_path):
         np.testing.assert_allclose(one, two, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path):
     whole = straight("float64")
     on_two = CASES["float64"] | {"replicas": 2}
@@ -377,7 +383,7 @@ def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path)
 
 @pytest.mark.parametrize(
     ("stop_at", "looks"),
-    [(4, 1), (6, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((6, 1), (UPDATES, 1), (UPDATES, 2)))],
+    mostly_slow([(4, 1), (6, 3), (6, 1), (UPDATES, 1), (UPDATES, 2)], [(6, 3)]),
 )
 def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_path):
     """Before the evaluation and the callbacks that are due after the update: the run that goes on begins with them.
@@ -410,6 +416,7 @@ def stopped_run(folder: Path, stop_at: int, looks: int) -> None:
         KEPT_ROWS.append(made.rows)
 
 
+@pytest.mark.slow
 def test_a_row_that_log_every_leaves_out_is_logged_at_the_end_all_the_same(tmp_path):
     whole = Run(tmp_path / "whole", CASES["plain"], log_every=4)
     for update in (UPDATES - 1, UPDATES):

@@ -12,6 +12,7 @@ from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import BEST
 from pipeline.config import compose
 from tests.checkpoints.test_resume_rules import RUN, UPDATES, folder_of, interrupted, weights
+from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline, python
 
 AT = 21
@@ -111,7 +112,7 @@ def test_a_fork_with_another_learning_rate(tmp_path):
 TEXTS = ("12345678", "1e10", "12e4@40", "00123456", "1_0", "a,b", "null", "runs/lr=0.1@3", "nan")
 
 
-@pytest.mark.parametrize("run", TEXTS)
+@pytest.mark.parametrize("run", mostly_slow(TEXTS, ["1e10", "a,b", "null"]))
 def test_a_run_is_text_as_it_is_written(run):
     values = run.split(",")
     if len(values) > 1:
@@ -122,6 +123,7 @@ def test_a_run_is_text_as_it_is_written(run):
         assert found == (None if run == "null" and "'" not in override else run)
 
 
+@pytest.mark.slow
 def test_what_no_run_can_begin_with_is_refused(folder):
     (folder / "empty").mkdir()
     shutil.copytree(folder / "run", folder / "none")
@@ -160,6 +162,7 @@ def test_what_no_run_can_begin_with_is_refused(folder):
     assert [run.info.run_id for run in Store(folder).runs()] == [run_id(folder, "run")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_the_test_split_is_evaluated_once_with_the_best_weights(tmp_path, ema):
     """Equal to the bit to the test split of a run that ends where the best one was."""
@@ -237,6 +240,7 @@ def best_of(folder, name="run"):
     return step
 
 
+@pytest.mark.slow
 def test_which_callback_stopped_a_run_and_what_was_best(stopping):
     run = run_in(stopping, "run")
     done = max(histories(stopping, "run")["train/loss"])

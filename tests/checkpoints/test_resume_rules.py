@@ -99,6 +99,7 @@ def after(said, expected):
     return int(update)
 
 
+@pytest.mark.slow
 def test_resume_by_the_id_of_the_run(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 3, 9, *RUN)
@@ -128,6 +129,7 @@ def test_another_cut_agrees_within_rounding(tmp_path):
     assert list(found["train/micro_steps"]) == list(range(1, UPDATES + 1))
 
 
+@pytest.mark.slow
 def test_a_longer_horizon(tmp_path):
     folder = folder_of(tmp_path)
     pipeline("train", *AUTO, cwd=folder)
@@ -202,6 +204,7 @@ def test_a_sweep_goes_on_inside_its_interrupted_jobs(tmp_path, undisturbed):
     assert store.client.get_run(parent.info.run_id).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, 9, *RUN)

@@ -16,6 +16,7 @@ from pipeline.config.compose import composed
 from pipeline.config.packaged import directory
 from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
+from tests.parameters import mostly_slow
 
 HORIZON = 200
 
@@ -88,7 +89,10 @@ def test_inverse_square_root_is_its_formula():
 
 @pytest.mark.parametrize(
     "overrides",
-    [*([f"schedule={name}"] for name in RATES), ["scaling=linear"], ["scaling=sqrt", "schedule=inverse_sqrt"]],
+    mostly_slow(
+        [*([f"schedule={name}"] for name in RATES), ["scaling=linear"], ["scaling=sqrt", "schedule=inverse_sqrt"]],
+        [["schedule=exponential"], ["scaling=linear"]],
+    ),
     ids=" ".join,
 )
 def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
@@ -126,7 +130,10 @@ def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
     assert found == pytest.approx([first, middle, last, last, last], rel=1e-6)  # float32
 
 
-@pytest.mark.parametrize(("share", "updates"), [("50%", 100), ("2.5%", 5), ("0.1%", 1), ("100%", 200)])
+@pytest.mark.parametrize(
+    ("share", "updates"),
+    mostly_slow([("50%", 100), ("2.5%", 5), ("0.1%", 1), ("100%", 200)], [("2.5%", 5), ("0.1%", 1)]),
+)
 def test_a_share_is_at_least_one_update(share, updates):
     schedule = optimizer.build_schedule(compose("schedule=exponential", f"schedule.decay_steps={share}").schedule, 200)
     assert schedule.decay_steps == updates

@@ -31,6 +31,7 @@ def trained(folder, name, *more):
     return run, store.histories(run)["train/loss"]
 
 
+@pytest.mark.slow
 def test_dropout_that_does_not_depend_on_the_cut(tmp_path):
     dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
     run, whole = trained(tmp_path, "whole", *dropout, "accumulation.factor=1")

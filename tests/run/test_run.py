@@ -37,7 +37,6 @@ def proofs(tmp_path_factory):
     sizes = "accumulation.micro_batch_size=128,24"
     sweep = ("hydra/launcher=basic", "hydra.sweep.dir=runs")
     pipeline("train", "-m", *EXACT, sizes, "optimizer=adamw", save, *sweep, cwd=folder)
-    pipeline("train", *EXACT, "optimizer=adamw", "hardware.replicas=2", "tracking.experiment=two", cwd=folder)
     return Store(folder)
 
 
@@ -165,8 +164,11 @@ def test_every_factor_trains_the_same_trajectory(proofs):
         assert np.linalg.norm(one - two) <= 1e-12 * np.linalg.norm(two)
 
 
+@pytest.mark.slow
 def test_two_devices_train_the_same_trajectory_in_one_run(proofs):
     one = proofs.by_param(proofs.trained(), "derived.micro_batch_size")["128",]
+    more = ("optimizer=adamw", "hardware.replicas=2", "tracking.experiment=two")
+    pipeline("train", *EXACT, *more, cwd=proofs.folder)
     two = proofs.run("two")  # one run; `history` refuses a row that is doubled
     assert two.data.params["derived.replicas"] == "2"
     assert two.data.params["derived.micro_batch_size"] == "16"
@@ -175,6 +177,7 @@ def test_two_devices_train_the_same_trajectory_in_one_run(proofs):
     assert proofs.history(two, "train/examples_seen") == proofs.history(one, "train/examples_seen")
 
 
+@pytest.mark.slow
 def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)  # where the record is to be written
     done = pipeline("train", "experiment=quick", *QUIET, "hydra.run.dir=run", cwd=tmp_path, status=1)
@@ -202,7 +205,7 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     [
         (signal.SIGINT, "KILLED", 130),
         pytest.param(signal.SIGTERM, "KILLED", 143, marks=pytest.mark.slow),
-        (signal.SIGKILL, "KILLED", -9),
+        pytest.param(signal.SIGKILL, "KILLED", -9, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, status, exit_status):
@@ -210,7 +213,7 @@ def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, s
         "train", "training.epochs=100000", "model=mlp", *QUIET, "hydra.run.dir=run", cwd=tmp_path, warm=True
     )
     journal = tmp_path / "run" / "journal.jsonl"
-    _wait(lambda: journal.exists() and journal.read_text().count("metrics") > 300)
+    _wait(lambda: journal.exists() and journal.read_text().count("metrics") > 100)
     os.killpg(process.pid, number)  # as a terminal does it: the whole group
     _, err = process.communicate(timeout=60)
     assert process.returncode == exit_status, err

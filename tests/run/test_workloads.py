@@ -29,7 +29,7 @@ def test_every_workload_says_what_to_expect():
         assert f"Result: {metric} " in text
 
 
-@pytest.mark.parametrize("name", ["tabular_binary", "text"])
+@pytest.mark.parametrize("name", ["tabular_binary", pytest.param("text", marks=pytest.mark.slow)])
 def test_a_workload_trains(tmp_path, name):
     pipeline("train", f"experiment={name}", "training.updates=3", "training.evaluate_every=3", *QUIET, cwd=tmp_path)
     metrics = Store(tmp_path).run().data.metrics
@@ -94,9 +94,8 @@ def folder_like(folder: Path, name: str, shape: tuple[int, ...]) -> None:
     tfds.folder_dataset.write_metadata(data_dir=place, features=features, split_infos=splits)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [pytest.param("mnist", (28, 28, 1), marks=pytest.mark.slow), ("cifar10", (32, 32, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shape"), [("mnist", (28, 28, 1)), ("cifar10", (32, 32, 3))])
 def test_a_dataset_that_others_prepared(tmp_path, name, shape):
     folder_like(tmp_path / "data", name, shape)
     given = (f"dataset={name}", f"dataset.data_dir={tmp_path}/data", f"dataset.name={name}:1.0.0")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from tests.running import pipeline
 
 TRACING = """
@@ -59,6 +61,7 @@ def traces(tmp_path, *overrides, **environment):
     return [json.loads(line) for line in (tmp_path / "traces").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_traces_the_model_three_times_whatever_the_lengths(tmp_path):
     """Four lengths, a smaller last update of each epoch, a checkpoint, and three evaluations."""
     found = [(training, shape) for training, shape, inside in traces(tmp_path) if inside]
@@ -71,6 +74,7 @@ def test_a_run_traces_the_model_three_times_whatever_the_lengths(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_xla_compiles_once_a_padded_length(tmp_path):
     dump = tmp_path / "xla"
     traces(tmp_path, "hardware.xla=true", XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text")

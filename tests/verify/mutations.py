@@ -146,9 +146,10 @@ VERIFY = (
 )
 
 if __name__ == "__main__":
+    asked = [mutation for mutation in MUTATIONS if mutation.__name__ in sys.argv[1:]]
     # Two replicas first: TensorFlow takes devices before its first operation alone.
-    said = {"none": refused.run(f"{VERIFY} hardware.replicas=2")}
-    for mutation in (each for each in MUTATIONS if each.__name__ in sys.argv[1:]):
+    said = {"none": refused.run(f"{VERIFY} hardware.replicas={1 + (divide_by_replicas in asked)}")}
+    for mutation in asked:
         with pytest.MonkeyPatch.context() as patch:
             mutation(patch)
             line = f"{VERIFY} hardware.replicas=2" if mutation is divide_by_replicas else VERIFY

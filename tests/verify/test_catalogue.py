@@ -18,6 +18,7 @@ from keras import layers
 
 from pipeline.accumulation import Objective, Update
 from pipeline.verify import engine
+from tests.parameters import mostly_slow
 
 EXACT = 1e-12
 E, TAIL = 12, 5  # examples of an update, and of the epoch's last one
@@ -191,21 +192,29 @@ METRICS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-def test_every_metric(micro_batch_size):
+@pytest.mark.parametrize(
+    "kinds", [("sparse", "sign"), pytest.param(("binary", "one_hot", "number"), marks=pytest.mark.slow)], ids=str
+)
+def test_every_metric(kinds, micro_batch_size):
+    groups = {kind: METRICS[kind] for kind in kinds}
+
     def make(name, arguments):
         first = [arguments["_"]] if "_" in arguments else []
         return getattr(keras.metrics, name)(*first, **{k: v for k, v in arguments.items() if k != "_"}, name=name)
 
     def compiled():
-        loss = {name: keras.losses.MeanSquaredError() for name in METRICS}
+        loss = {name: keras.losses.MeanSquaredError() for name in groups}
+        sparse = {"sparse": keras.losses.SparseCategoricalCrossentropy()} if "sparse" in groups else {}
+        weighted = {"binary": [keras.metrics.AUC(name="weighted"), keras.metrics.Recall(name="recalled")]}
         return {
-            "loss": {**loss, "sparse": keras.losses.SparseCategoricalCrossentropy()},
-            "metrics": {output: [make(*entry) for entry in entries.items()] for output, entries in METRICS.items()},
-            "weighted_metrics": {"binary": [keras.metrics.AUC(name="weighted"), keras.metrics.Recall(name="recalled")]},
+            "loss": loss | sparse,
+            "metrics": {output: [make(*entry) for entry in entries.items()] for output, entries in groups.items()},
+            **({"weighted_metrics": weighted} if "binary" in groups else {}),
         }
 
     activations = {"binary": "sigmoid", "one_hot": "softmax", "sparse": "softmax", "number": "softplus", "sign": None}
     y = {"binary": ONE_HOT, "one_hot": ONE_HOT, "sparse": classes(N), "number": 1 + np.abs(random(N, 3)), "sign": SIGNS}
+    activations, y = ({kind: of_kind[kind] for kind in kinds} for of_kind in (activations, y))
     weights = np.random.default_rng(1).uniform(0.1, 2, N)
     check(Case(lambda: heads(activations), random(N, 6), y, weights, compiled, verified=False), micro_batch_size)
 
@@ -231,7 +240,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, ["AdamW"]))  # see tests/accumulation/test_embeddings.py
 def test_every_optimizer(name, micro_batch_size):
     def model():
         keras.utils.set_random_seed(1)
@@ -448,13 +457,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-QUICK = ("two inputs, a shared tower", "two outputs", "recurrent with mask", "texts", "adds a loss and a metric")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK)]
-)
+@pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_of_model(name, micro_batch_size):
     check(SHAPES[name](), micro_batch_size)
 

@@ -36,6 +36,7 @@ def pooled(input_shape):
 """
 
 
+@pytest.mark.slow
 def test_a_layer_that_looks_at_its_batch_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "conf" / "model").mkdir(parents=True)
@@ -64,6 +65,7 @@ def test_a_certificate_is_logged(tmp_path):
     assert {"loss loss", "gradient dense/kernel", "weights dense/kernel"} < {e["what"] for e in first}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "overrides"),
     [

@@ -19,7 +19,7 @@ from tests.verify.mutations import MUTATIONS
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-QUICK = ["mean_of_means", "lost_tail_of_validation", "divide_by_replicas"]
+QUICK = ["mean_of_means"]
 OTHERS = [mutation.__name__ for mutation in MUTATIONS if mutation.__name__ not in QUICK]
 
 
@@ -63,12 +63,18 @@ class Shared(keras.losses.Loss):
     ("layer", "loss", "named"),
     [
         (lambda: Centred(name="centred"), None, "centred (Centred): its output for an example depends on the other"),
-        (
+        pytest.param(
             lambda: layers.BatchNormalization(name="normal"),
             None,
             "normal (BatchNormalization): it normalises by",
+            marks=pytest.mark.slow,
         ),
-        (lambda: Powered(name="powered"), None, "powered: what it adds to the loss is not the mean of what"),
+        pytest.param(
+            lambda: Powered(name="powered"),
+            None,
+            "powered: what it adds to the loss is not the mean of what",
+            marks=pytest.mark.slow,
+        ),
         (lambda: layers.Identity(), Shared, "shared (Shared): its loss of an example depends on the others"),
     ],
 )
@@ -99,6 +105,7 @@ def test_what_the_optimizer_scales_and_a_loss_in_float32_are_no_fault():
     assert differing_in(model, loss, optimizer, (random.normal(size=(12, 6)), random.normal(size=(12, 1)))) == []
 
 
+@pytest.mark.slow
 def test_noise_is_switched_off_and_on_again():
     model = keras.Sequential(
         [
