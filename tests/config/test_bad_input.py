@@ -619,14 +619,27 @@ def check(said: dict[str, dict], expected: dict[str, str]) -> None:
     assert not differences, "\n" + "\n".join(differences)
 
 
-def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder):
-    said = one_process(dict(zip(CONFIG, CONFIG, strict=True)), folder, warm=False)
-    check(said, CONFIG)
-    assert [line for line in CONFIG if said[line]["loaded"]] == []
+def every_fourth(lines: dict[str, str]) -> dict[str, str]:
+    return dict(list(lines.items())[::4])
 
 
 @pytest.mark.parametrize(
-    "lines", [PREPARED, pytest.param(PREPARED_TOO, marks=pytest.mark.slow)], ids=["one of each kind", "more"]
+    "lines", [every_fourth(CONFIG), pytest.param(CONFIG, marks=pytest.mark.slow)], ids=["every fourth", "all"]
+)
+def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder, lines):
+    said = one_process(dict(zip(lines, lines, strict=True)), folder, warm=False)
+    check(said, lines)
+    assert [line for line in lines if said[line]["loaded"]] == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        every_fourth(PREPARED),
+        pytest.param(PREPARED, marks=pytest.mark.slow),
+        pytest.param(PREPARED_TOO, marks=pytest.mark.slow),
+    ],
+    ids=["every fourth kind", "one of each kind", "more"],
 )
 def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(folder, tmp_path, lines):
     from mlflow.tracking import MlflowClient
@@ -668,6 +681,7 @@ def test_the_whole_traceback_comes_before_the_line_where_it_is_asked_for(folder)
     assert full.stderr.endswith(f"\npipeline: {line}\n")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_users_own_code_while_running_is_no_config_error(folder, tmp_path):
     (tmp_path / "late.py").write_text(
         "import keras\n"

@@ -127,6 +127,7 @@ def test_a_former_name_that_the_user_allows_is_allowed(tmp_path):
         check_config(renamed, Gate(tmp_path, allowed=["pipeline.model"]), imports=False)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_former_name_trains_and_records_the_current_one(tmp_path):
     small = ("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false")
     command(*small, "model.hidden=[8]", "model._target_=pipeline.model.mlp", "hydra.run.dir=run", cwd=tmp_path)

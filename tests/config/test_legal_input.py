@@ -166,14 +166,14 @@ FUNCTION = "'+training.metrics.own={_target_: keras.metrics.sparse_categorical_a
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
-    "partly weighted": f"{PARTLY} hardware.replicas=2",
     "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS} {CONFIDENCE}",
     "builder": f"model=unbuilt dataset=waves dataset.data_dir=data {FUNCTION}",
     "own objective": "model=linear dataset=heights objective=mine",
-    "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
-    "unreadable": "model=unreadable dataset=classes tracking.log_model=true",
 }
 WIDER = {
+    "partly weighted": f"{PARTLY} hardware.replicas=2",
+    "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
+    "unreadable": "model=unreadable dataset=classes tracking.log_model=true",
     "partly weighted and streamed": f"{PARTLY} +dataset.in_memory=false",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
     "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
@@ -268,10 +268,11 @@ def test_a_metric_without_a_name_is_logged_by_its_key(ran):
     assert 1 / 3 < store.history(run, "val/sure")[4] < 1
 
 
-def test_a_logged_model_of_named_inputs_predicts_the_same(ran, monkeypatch):
+@pytest.mark.slow
+def test_a_logged_model_of_named_inputs_predicts_the_same(ran_wider, monkeypatch):
     import mlflow
 
-    folder, store, _ = ran
+    folder, store, _ = ran_wider
     run = store.run("two_sided")
     assert run.data.tags.get("model.not_logged") is None
     monkeypatch.chdir(folder)
@@ -299,8 +300,9 @@ def test_a_logged_model_of_own_layers_is_loaded_in_another_folder(ran_wider, tmp
     assert out.endswith("(5, 3)\n"), err
 
 
-def test_a_model_that_cannot_be_loaded_is_not_left_in_the_store(ran):
-    _, store, answers = ran
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_is_not_left_in_the_store(ran_wider):
+    _, store, answers = ran_wider
     run = store.run("unreadable")
     assert run.info.status == "FINISHED"
     assert run.data.tags["model.not_logged"]

@@ -40,8 +40,17 @@ SHIFT = {"augment": {"_target_": "pipeline.dataset.augmentation.Shift", "pixels"
 IN_MEMORY, STREAMED, BUFFERED = {"in_memory": True}, {"in_memory": False}, {"in_memory": False, "shuffle_buffer": 5}
 
 
-@pytest.mark.parametrize("augment", [{}, SHIFT], ids=["plain", "augmented"])
-@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED, BUFFERED], ids=["in_memory", "streamed", "buffered"])
+@pytest.mark.parametrize(
+    ("node", "augment"),
+    [
+        pytest.param(IN_MEMORY, {}, id="in_memory-plain"),
+        pytest.param(STREAMED, SHIFT, id="streamed-augmented"),
+        pytest.param(BUFFERED, {}, id="buffered-plain"),
+        pytest.param(IN_MEMORY, SHIFT, id="in_memory-augmented", marks=pytest.mark.slow),
+        pytest.param(STREAMED, {}, id="streamed-plain", marks=pytest.mark.slow),
+        pytest.param(BUFFERED, SHIFT, id="buffered-augmented", marks=pytest.mark.slow),
+    ],
+)
 def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
     order, images = epochs(8, **node, **augment)
     assert [sorted(epoch) for epoch in order] == [list(range(EXAMPLES))] * 2  # each exactly once
@@ -69,7 +78,14 @@ def augmentation():
 SHIFTING = {"augment": {"_target_": f"{__name__}.augmentation"}}
 
 
-@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED, BUFFERED], ids=["in_memory", "streamed", "buffered"])
+@pytest.mark.parametrize(
+    "node",
+    [
+        pytest.param(IN_MEMORY, id="in_memory", marks=pytest.mark.slow),
+        pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow),
+        pytest.param(BUFFERED, id="buffered"),
+    ],
+)
 @pytest.mark.parametrize(
     "augment", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(SHIFTING, id="shift")]
 )
@@ -121,10 +137,11 @@ def assert_shares(whole, of_workers, replicas):
 @pytest.mark.parametrize(
     ("node", "augment", "workers", "replicas"),
     [
-        *((IN_MEMORY, {}, 3, 1), (STREAMED, SHIFTING, 2, 2), (BUFFERED, {}, 9, 1), (IN_MEMORY, SHIFTING, 9, 1)),
+        *((IN_MEMORY, {}, 3, 1), (STREAMED, SHIFTING, 2, 2), (BUFFERED, {}, 9, 1)),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
+                (IN_MEMORY, SHIFTING, 9, 1),
                 (IN_MEMORY, {}, 2, 2),
                 (STREAMED, {}, 3, 1),
                 (STREAMED, SHIFTING, 9, 1),
@@ -226,7 +243,9 @@ def digits(tmp_path_factory):
 
 
 @pytest.mark.parametrize("small", [2**16, 0], ids=["a batch at a time", "one by one"])
-@pytest.mark.parametrize("augment", [{}, SHIFT], ids=["plain", "augmented"])
+@pytest.mark.parametrize(
+    "augment", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(SHIFT, id="augmented")]
+)
 def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(digits, augment, small, monkeypatch):
     monkeypatch.setattr(batching, "SMALL", small)
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
@@ -267,8 +286,10 @@ def counted(data):
     return replace(data, stored={name: counting(stored) for name, stored in data.stored.items()})
 
 
-@pytest.mark.parametrize("augment", [{}, SHIFT], ids=["plain", "augmented"])
-@pytest.mark.parametrize("shuffle_files", [True, False])
+@pytest.mark.parametrize(
+    "augment", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(SHIFT, id="augmented")]
+)
+@pytest.mark.parametrize("shuffle_files", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_worker_decodes_its_share_alone(digits, shuffle_files, augment):
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
     node = OmegaConf.create({"in_memory": False, "shuffle_files": shuffle_files, "shuffle_buffer": 200, **augment})
@@ -311,6 +332,7 @@ def test_what_makes_an_example_may_have_an_if_of_a_tensor(digits):
             assert len(set(y.tolist())) == 10
 
 
+@pytest.mark.slow
 def test_each_worker_decodes_its_share_of_an_evaluation_alone(digits):
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
     whole = list(batching.in_order(data.validation, 50).as_numpy_iterator())

@@ -56,6 +56,7 @@ def test_examples_of_unequal_length_are_measured():
     assert settled(Data(texts, None))[1].startswith(f"{80 * 24 / 1024:.0f} KiB of training examples")  # 20 and an int32
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_run_is_not_that_of_the_process_that_started_it():
     """As that of a notebook may be: Linux passes `ru_maxrss` on."""
     held = np.ones(2**30 + 2**29, np.uint8)

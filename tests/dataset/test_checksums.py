@@ -48,6 +48,7 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path, cache):
     assert checksums.of(file) == expected(b"abd")
 
 
+@pytest.mark.slow
 def test_a_run_records_them_beside_its_training(tmp_path, cache):
     pipeline(*RUN, f"dataset.data_dir={tmp_path}/data", cwd=tmp_path)
     store = Store(tmp_path)

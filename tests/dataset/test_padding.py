@@ -127,6 +127,7 @@ def test_what_is_padded_changes_nothing_but_the_shape(float64):
     assert step(batch, 2, "sum_over_batch_size")[1]["loss"] < 0.7 * float(mean)
 
 
+@pytest.mark.slow
 def test_more_padding_changes_nothing(float64):
     (batch,), (longer,) = batches(9), batches(9, pad={"multiple": 32, "value": 0})
     assert longer[0].shape[1] == 32

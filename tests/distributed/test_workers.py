@@ -204,6 +204,7 @@ def test_an_example_that_only_another_worker_makes_is_found(tmp_path):
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
+@pytest.mark.slow
 def test_two_tasks_of_a_cluster_are_one_run(tmp_path, alone):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     place_store(tmp_path)
@@ -301,6 +302,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path):
     assert workers_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_chief_takes_the_others_with_it(tmp_path):
     process = slow_run(tmp_path, "training.checkpoint_every=1000")
     os.kill(process.pid, signal.SIGTERM)
@@ -326,11 +328,14 @@ def test_workers_end_with_a_chief_that_is_killed(tmp_path):
     [
         ("seed=0", "seed=3", "seed must be the same for all workers, and is 3 on worker 1. Received: 0."),
         ("seed=0", "seed=-1", "worker 1 refuses: seed must be from 0 to 4294967295. Received: -1."),
-        ("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."),
-        (
+        pytest.param(
+            *("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."), marks=pytest.mark.slow
+        ),
+        pytest.param(
             "seed=0",
             "dataset.data_dir=/proc/nothing",
             "worker 1 refuses: dataset could not be downloaded and prepared in /proc/nothing (",
+            marks=pytest.mark.slow,
         ),
     ],
 )

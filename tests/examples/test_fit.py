@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
 from tests.running import ROOT, environment
 from tests.shared import warm_address
 from tests.warm import Python
@@ -12,6 +14,7 @@ from tests.warm import Python
 SCRIPT = ROOT / "examples" / "fit" / "train.py"
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
     code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     process = Python(warm_address(), ["-c", code], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)

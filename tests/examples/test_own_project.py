@@ -6,11 +6,14 @@ import ast
 import shlex
 import shutil
 
+import pytest
+
 from tests.running import ROOT, Store, pipeline
 
 PROJECT = ROOT / "examples" / "own_project"
 
 
+@pytest.mark.slow
 def test_it_trains_what_it_brings(tmp_path):
     folder = tmp_path / "own_project"
     shutil.copytree(PROJECT, folder)

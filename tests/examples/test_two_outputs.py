@@ -71,6 +71,7 @@ def equal_to_keras(folder, lines, factor, size, *overrides):
     return run
 
 
+@pytest.mark.slow
 def test_the_example_of_two_outputs(tmp_path):
     folder = tmp_path / "two_outputs"
     shutil.copytree(PROJECT, folder)

@@ -54,23 +54,28 @@ def landed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("landed")
     store = restore(folder)
     runs = {run.info.run_id[:12]: run for run in store.runs()}
+    # How a processor compresses the digits differs in bytes: here the points say that the data are the same.
+    answers = one_process({"rerun": f"rerun {runs[RUN].info.run_id} dataset.checksum=none"}, folder)
+    return store, answers, runs
+
+
+@pytest.fixture(scope="module")
+def landed_wider(landed):
+    store, answers, runs = landed
     (second,) = [run for run in runs.values() if run.data.tags.get("sweep", "")[:12] == SEEDS and _job(run) == "seed=1"]
-    parent = {name: runs[name].info.run_id for name in (MULTIRUN, SEEDS)}
-    answers = one_process(
+    answers |= one_process(
         {
-            # How a processor compresses the digits differs in bytes: here the points say that the data are the same.
-            "rerun": f"rerun {runs[RUN].info.run_id} dataset.checksum=none",
             "report": f"report {MULTIRUN}",
             "resume": "resume outputs/interrupted",
             "nothing left": f"sweep seeds --again {SEEDS} hydra/launcher=basic",
             "nothing left of a multirun": f"train -m {ASKED} accumulation.factor=1,2,4 hydra/launcher=basic "
-            f"tracking.sweep={parent[MULTIRUN]}",
+            f"tracking.sweep={runs[MULTIRUN].info.run_id}",
         },
-        folder,
+        store.folder,
     )
     before = len(store.runs())
     forget(store, second.info.run_id)
-    answers |= one_process({"one left": f"sweep seeds --again {SEEDS} hydra/launcher=basic"}, folder)
+    answers |= one_process({"one left": f"sweep seeds --again {SEEDS} hydra/launcher=basic"}, store.folder)
     return store, answers, before, second
 
 
@@ -79,7 +84,7 @@ def _job(run) -> str:
 
 
 def test_a_run_reruns_to_the_same_points(landed):
-    store, answers, _, _ = landed
+    store, answers, _ = landed
     assert answers["rerun"]["status"] == 0, answers["rerun"]["err"]
     (new,) = [run for run in store.runs() if run.data.tags.get("rerun.of", "")[:12] == RUN]
     assert new.data.tags["rerun.verdict"] in ("bit-equal", "equal within rounding")
@@ -87,8 +92,9 @@ def test_a_run_reruns_to_the_same_points(landed):
     assert built == ["pipeline.components.model.mlp", "pipeline.components.metrics.BitsPerToken"]
 
 
-def test_an_interrupted_run_resumes_to_its_end(landed):
-    store, answers, _, _ = landed
+@pytest.mark.slow
+def test_an_interrupted_run_resumes_to_its_end(landed_wider):
+    store, answers, _, _ = landed_wider
     assert answers["resume"]["status"] == 0, answers["resume"]["err"]
     runs = {run.info.run_id[:12]: run for run in store.runs()}
     assert runs[INTERRUPTED].info.status == "FINISHED"
@@ -98,15 +104,17 @@ def test_an_interrupted_run_resumes_to_its_end(landed):
     assert resumed == pytest.approx(straight, rel=1e-3)  # equal to the bit on the machine that recorded them
 
 
-def test_a_sweep_reports(landed):
-    _, answers, _, _ = landed
+@pytest.mark.slow
+def test_a_sweep_reports(landed_wider):
+    _, answers, _, _ = landed_wider
     assert answers["report"]["status"] == 0, answers["report"]["err"]
     assert "Jobs: 3 of 3 jobs finished." in answers["report"]["out"]
     assert [path for path in answers["report"]["changed"] if path.endswith("report/report.html")]
 
 
-def test_a_sweep_has_nothing_left(landed):
-    _, answers, before, _ = landed
+@pytest.mark.slow
+def test_a_sweep_has_nothing_left(landed_wider):
+    _, answers, before, _ = landed_wider
     for case, jobs in (("nothing left", 2), ("nothing left of a multirun", 3)):
         assert answers[case]["status"] == 0, answers[case]["err"]
         assert f"{jobs} of {jobs} jobs finished" in answers[case]["err"]
@@ -114,8 +122,9 @@ def test_a_sweep_has_nothing_left(landed):
     assert before == 11  # the ten that were recorded, and the rerun
 
 
-def test_what_is_missing_of_a_sweep_runs_again_to_the_same_loss(landed):
-    store, answers, before, lost = landed
+@pytest.mark.slow
+def test_what_is_missing_of_a_sweep_runs_again_to_the_same_loss(landed_wider):
+    store, answers, before, lost = landed_wider
     assert answers["one left"]["status"] == 0, answers["one left"]["err"]
     assert [line for line in answers["one left"]["err"].splitlines() if ": started" in line] == ["  seed=1: started"]
     assert len(store.runs()) == before

@@ -64,35 +64,64 @@ def made(tmp_path_factory):
     """A folder, its store, and run IDs by experiment and optimizer."""
     folder = tmp_path_factory.mktemp("made")
     own(folder)
+    runs = trained(folder, {"optimizers": f"{MULTIRUN} optimizer={','.join(HERE)}"})
+    assert len(runs) == len(HERE)
+    return folder, Store(folder), runs
+
+
+@pytest.fixture(scope="module")
+def made_wider(made):
+    """The same with a run on images that are shifted, and one of a user's own model and dataset."""
+    folder, store, runs = made
     callback = "{_target_: keras.callbacks.CSVLogger, filename: '${hydra:runtime.output_dir}/rows.csv'}"
     shifted = "dataset=digits_shifted dataset.data_dir=data model=cnn model.filters=[8] model.dropout=0.3"
-    answers = one_process(
+    more = trained(
+        folder,
         {
-            "optimizers": f"{MULTIRUN} optimizer={','.join(HERE)}",
             "shifted": f'train {SMALL} {shifted} tracking.experiment=shifted "+training.callbacks.rows={callback}"',
             "own": f"train --config-dir conf {SMALL} tracking.experiment=own dataset=moons model=tiny",
         },
-        folder,
     )
+    assert len(more) == 2
+    return folder, store, runs | more
+
+
+def trained(folder: Path, lines: dict[str, str]) -> dict[tuple[str, str], str]:
+    """Run command lines, by experiment; return the IDs of their runs by experiment and optimizer."""
+    answers = one_process(lines, folder)
     for name, answer in answers.items():
         assert answer["status"] == 0, (name, answer["err"])
-    store = Store(folder)
-    runs = {
+    return {
         (experiment, run.data.params["optimizer._target_"].split(".")[-1]): run.info.run_id
         for experiment in answers
-        for run in store.runs(experiment)
+        for run in Store(folder).runs(experiment)
         if "optimizer._target_" in run.data.params  # the parent of a sweep has none
     }
-    assert len(runs) == len(HERE) + 2
-    return folder, store, runs
 
 
 @pytest.fixture(scope="module")
 def again(made, tmp_path_factory):
     """What each rerun did, in another folder."""
-    folder, store, runs = made
+    _, store, runs = made
     there = tmp_path_factory.mktemp("again")
     own(there)
+    uri = f"tracking.uri={store.client.tracking_uri}"
+    adamw = runs["optimizers", "AdamW"]
+    lines = {f"optimizer {optimizer}": f"rerun {run} {uri}" for (_, optimizer), run in runs.items()}
+    lines |= {
+        "dry": f"rerun {adamw[:12]} --dry {uri} optimizer.beta_1=0.5",
+        "beta": f"rerun {adamw} {uri} optimizer.beta_1=0.5 'hydra.run.dir=my runs'",
+        "metric deleted": f"rerun {adamw} --dry {uri} '~training.metrics.accuracy'",
+        "nothing deleted": f"rerun {adamw} --dry {uri} '~training.metrics.nonsense'",
+    }
+    return there, one_process(lines, there)
+
+
+@pytest.fixture(scope="module")
+def again_wider(made_wider, again):
+    """What the reruns of the other runs did, in the same folder, and the ID of the run with the old record."""
+    folder, store, runs = made_wider
+    there, answers = again
     shutil.copytree(folder / "data", there / "data")
     shutil.copytree(folder / "data", there / "flipped")
     (flipped,) = (there / "flipped").rglob("digits-train.tfrecord*")
@@ -101,19 +130,14 @@ def again(made, tmp_path_factory):
     flipped.write_bytes(content)
     old = record_0(store)
     uri = f"tracking.uri={store.client.tracking_uri}"
-    lines = {f"optimizer {key[1]}": f"rerun {run} {uri}" for key, run in runs.items() if key[0] == "optimizers"}
-    adamw, mine, shifted = made[2]["optimizers", "AdamW"], made[2]["own", "AdamW"], made[2]["shifted", "AdamW"]
-    lines |= {
-        "dry": f"rerun {adamw[:12]} --dry {uri} optimizer.beta_1=0.5",
-        "beta": f"rerun {adamw} {uri} optimizer.beta_1=0.5 'hydra.run.dir=my runs'",
+    adamw, mine, shifted = (runs[name, "AdamW"] for name in ("optimizers", "own", "shifted"))
+    lines = {
         "lion": f"rerun {adamw} {uri} optimizer=lion optimizer.learning_rate=0.02 training.updates=2",
         "shifted": f"rerun {shifted} {uri} dataset.data_dir=data --allow keras.callbacks.CSVLogger",
         "flipped": f"rerun {shifted} {uri} dataset.data_dir=flipped",
         "flipped, streamed": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.in_memory=false",
         "flipped, other shifts": f"rerun {shifted} {uri} dataset.data_dir=flipped dataset.augment.pixels=2",
         "flipped dry": f"rerun {shifted} --dry {uri} dataset.data_dir=flipped",
-        "metric deleted": f"rerun {adamw} --dry {uri} '~training.metrics.accuracy'",
-        "nothing deleted": f"rerun {adamw} --dry {uri} '~training.metrics.nonsense'",
         "other place": f"rerun {shifted} --dry {uri}",
         "not prepared": f"rerun {shifted} --dry {uri} dataset.data_dir=nowhere",
         "own refused": f"rerun {mine} {uri}",
@@ -123,7 +147,7 @@ def again(made, tmp_path_factory):
         "old": f"rerun {old} {uri}",
         "old rate": f"rerun {old} {uri} optimizer.learning_rate=0.02",
     }
-    return there, one_process(lines, there), old
+    return there, answers | one_process(lines, there), old
 
 
 def record_0(store: Store) -> str:
@@ -186,33 +210,36 @@ def test_a_rerun_says_where_it_comes_from_and_what_came_of_it(made, again):
     assert new.info.run_id in text
 
 
-def test_dropout_augmentation_and_a_callback_in_the_run_directory(made, again):
-    there, answers, _ = again
+@pytest.mark.slow
+def test_dropout_augmentation_and_a_callback_in_the_run_directory(made_wider, again_wider):
+    there, answers, _ = again_wider
     answer = answers["shifted"]
     assert answer["status"] == 0, answer["err"]
     assert "bit-equal" in answer["err"]
-    old = made[2]["shifted", "AdamW"]
-    new = reruns(made[1], old)[0]
-    assert equal(made[1], old, new.info.run_id) >= 9 * UPDATES
+    old = made_wider[2]["shifted", "AdamW"]
+    new = reruns(made_wider[1], old)[0]
+    assert equal(made_wider[1], old, new.info.run_id) >= 9 * UPDATES
     written = new.data.params["training.callbacks.rows.filename"]
     assert Path(written).is_relative_to(there / "outputs")
     assert Path(written).exists()
 
 
-def test_a_users_model_and_dataset_once_they_are_allowed(made, again):
-    _, store, _ = made
-    answers = again[1]
+@pytest.mark.slow
+def test_a_users_model_and_dataset_once_they_are_allowed(made_wider, again_wider):
+    _, store, _ = made_wider
+    answers = again_wider[1]
     assert answers["own refused"]["status"] == 2
     assert "mine.moons" in answers["own refused"]["err"]
     assert answers["own refused"]["changed"] == []
     for how in ("own allowed", "own trusting"):
         assert answers[how]["status"] == 0, answers[how]["err"]
     assert "bit-equal" in answers["own allowed"]["err"]
-    old = made[2]["own", "AdamW"]
+    old = made_wider[2]["own", "AdamW"]
     (new,) = reruns(store, old)
     assert equal(store, old, new.info.run_id) >= 20  # two updates of nine metrics, one evaluation of two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "named"),
     [
@@ -222,19 +249,20 @@ def test_a_users_model_and_dataset_once_they_are_allowed(made, again):
         ("own changed", "the split train differs"),
     ],
 )
-def test_other_data_are_refused_before_training(made, again, case, named):
-    answer = again[1][case]
+def test_other_data_are_refused_before_training(made_wider, again_wider, case, named):
+    answer = again_wider[1][case]
     assert answer["status"] == 2
     last = answer["err"].splitlines()[-1]
     assert last.startswith("pipeline: dataset must be that of run ")
     assert named in last
     assert answer["changed"] == []
     assert "update 1/" not in answer["err"]
-    assert len(reruns(made[1], made[2]["shifted", "AdamW"])) == 1  # what was refused has no run
+    assert len(reruns(made_wider[1], made_wider[2]["shifted", "AdamW"])) == 1  # what was refused has no run
 
 
-def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(made, again):
-    _, answers, _ = again
+@pytest.mark.slow
+def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(made_wider, again_wider):
+    _, answers, _ = again_wider
     for case in ("dry", "flipped dry", "not prepared"):
         assert answers[case]["status"] == 0
         assert answers[case]["changed"] == []
@@ -246,11 +274,12 @@ def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(made, again):
     assert re.search("differs: dataset.data_dir must hold digits.*, prepared", answers["not prepared"]["err"])
 
 
-def test_a_callback_that_writes_is_left_out_unless_it_is_allowed(again):
+@pytest.mark.slow
+def test_a_callback_that_writes_is_left_out_unless_it_is_allowed(again_wider):
     said = "  left out: training.callbacks.rows, a keras.callbacks.CSVLogger: it writes files, which --allow "
     said += "keras.callbacks.CSVLogger allows"
-    assert said in again[1]["other place"]["err"].splitlines()
-    assert "left out" not in again[1]["shifted"]["err"]
+    assert said in again_wider[1]["other place"]["err"].splitlines()
+    assert "left out" not in again_wider[1]["shifted"]["err"]
 
 
 def test_an_override_takes_a_key_of_the_record_away(again):
@@ -261,10 +290,11 @@ def test_an_override_takes_a_key_of_the_record_away(again):
     assert answers["nothing deleted"]["err"].splitlines()[-1].startswith(said)
 
 
-def test_the_recorded_place_of_the_data_is_said(again):
+@pytest.mark.slow
+def test_the_recorded_place_of_the_data_is_said(again_wider):
     said = "  differs: dataset.data_dir: data then, its default now: an override dataset.data_dir=… changes it"
-    assert said in again[1]["other place"]["err"].splitlines()
-    assert "dataset.data_dir: " not in again[1]["shifted"]["err"]
+    assert said in again_wider[1]["other place"]["err"].splitlines()
+    assert "dataset.data_dir: " not in again_wider[1]["shifted"]["err"]
 
 
 def test_another_beta_differs_where_adam_first_uses_it(made, again):
@@ -285,23 +315,25 @@ def test_another_beta_differs_where_adam_first_uses_it(made, again):
     assert (again[0] / "my runs" / "config.yaml").exists()
 
 
-def test_what_follows_a_changed_key_follows_it_again(made, again):
+@pytest.mark.slow
+def test_what_follows_a_changed_key_follows_it_again(made_wider, again_wider):
     """The record holds the schedule's rates as numbers; an override of the rate must still reach them."""
-    _, store, _ = made
-    answer = again[1]["lion"]
+    _, store, _ = made_wider
+    answer = again_wider[1]["lion"]
     assert answer["status"] == 3
     assert "different from update 1 on: train/learning_rate at update 1" in answer["err"]
     lion = next(
-        run for run in reruns(store, made[2]["optimizers", "AdamW"]) if "Lion" in str(run.data.params)
+        run for run in reruns(store, made_wider[2]["optimizers", "AdamW"]) if "Lion" in str(run.data.params)
     ).data.params
     assert lion["optimizer.learning_rate"] == lion["schedule.warmup_target"] == "0.02"
     assert lion["schedule.initial_learning_rate"] == "0.002"
     assert "optimizer.epsilon" not in lion  # nothing of AdamW is left
 
 
-def test_a_record_of_an_older_schema_runs_again(made, again):
-    _, store, _ = made
-    _, answers, old = again
+@pytest.mark.slow
+def test_a_record_of_an_older_schema_runs_again(made_wider, again_wider):
+    _, store, _ = made_wider
+    _, answers, old = again_wider
     answer = answers["old"]
     assert answer["status"] == 0, answer["err"]
     assert f"the record of {old} is of schema 0: brought to schema 2" in answer["err"]

@@ -128,7 +128,7 @@ def test_what_could_must_be_given_again(text):
     [
         "seed=shuffle(range(0,100000000000))",  # Hydra makes a list of it
         f"seed={'9' * 5000}",
-        f"x={'[' * 1500}{']' * 1500}",
+        pytest.param(f"x={'[' * 1500}{']' * 1500}", marks=pytest.mark.slow),
         f"{'hydra.sweeper.params.' * 3}seed=1",
     ],
     ids=["range", "digits", "deep", "nested"],
@@ -171,7 +171,7 @@ def left(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("which", ["parent", "job"])
+@pytest.mark.parametrize("which", [pytest.param("parent", marks=pytest.mark.slow), "job"])
 def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
     now, before = time.time(), time.time() - 10 * GONE
     made, run = left(*((now, before) if which == "parent" else (before, now)))
@@ -200,6 +200,7 @@ def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
 # Configs of one's own
 
 
+@pytest.mark.slow
 def test_a_sweep_of_the_package_with_a_model_of_ones_own(tmp_path):
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)

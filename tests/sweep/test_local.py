@@ -206,7 +206,7 @@ def test_a_job_calls_what_is_registered_for_its_end(tmp_path, method):
     assert (tmp_path / "file").read_text() == "at exit"
 
 
-@pytest.mark.parametrize("function", [jobs.lasting, jobs.stubborn])
+@pytest.mark.parametrize("function", [jobs.lasting, pytest.param(jobs.stubborn, marks=pytest.mark.slow)])
 def test_one_that_takes_too_long_is_ended(tmp_path, function, monkeypatch):
     monkeypatch.setattr(local, "GRACE", 1.0)
     job = started(tmp_path, function, tmp_path / "pid", limit=1)

@@ -277,6 +277,7 @@ def processes_in(folder: Path) -> list[str]:
 # Searches
 
 
+@pytest.mark.slow
 def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interrupted(tmp_path):
     """Optuna's choices are the seed's: what finished is not run again, and counts as it did.
 

@@ -93,6 +93,7 @@ def test_locked_at_the_end(tmp_path, undisturbed):
     assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["moved", pytest.param("deleted", marks=pytest.mark.slow)])
 def test_gone_in_the_middle(tmp_path, undisturbed, how):
     journal = half_shipped(tmp_path)
@@ -124,6 +125,7 @@ def test_full(tmp_path, undisturbed, until):
         assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_whose_journal_finds_no_room(tmp_path, undisturbed, capsys):
     """The store gets all lines from memory, and keeps its status though the journal has no end."""
     shared.place_store(tmp_path)

@@ -80,6 +80,7 @@ def test_a_journal_is_of_one_run(tmp_path):
     assert not (tmp_path / "mlruns").exists()
 
 
+@pytest.mark.slow
 def test_a_shipper_that_is_killed_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
     journal = begun(tmp_path)
@@ -106,6 +107,7 @@ def test_a_shipper_that_is_killed_before_it_answers_is_replaced(tmp_path):
     assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
 
 
+@pytest.mark.slow
 def test_a_shipper_that_hangs_costs_no_more_than_the_patience(tmp_path):
     journal = begun(tmp_path)
     journal.patience = 3
@@ -120,6 +122,7 @@ def test_a_shipper_that_hangs_costs_no_more_than_the_patience(tmp_path):
     assert points(tmp_path) == ("FINISHED", list(range(1, 50)))
 
 
+@pytest.mark.slow
 def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     journal = begun(tmp_path)
     (tmp_path / "note.txt").write_text("here")
@@ -160,6 +163,7 @@ def test_points_that_the_store_lost_are_sent_again(tmp_path):
     assert points(tmp_path) == ("FAILED", list(range(1, 30)))
 
 
+@pytest.mark.slow
 def test_a_store_whose_file_is_moved_away_is_made_anew(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
     journal = begun(tmp_path)

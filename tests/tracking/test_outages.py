@@ -96,7 +96,8 @@ def test_away_in_the_middle(tmp_path, proxy, whole, mlflow_server, request, mode
     whole()
 
 
-@pytest.mark.parametrize("mode", ["down", pytest.param("hanging", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["down", "hanging"])
 def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request, mode):
     journal = opened(proxy.address, tmp_path, request.node.name)
     train(journal, 1, UPDATES)
@@ -111,6 +112,7 @@ def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request
     whole()
 
 
+@pytest.mark.slow
 def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
     monkeypatch.setattr("pipeline.tracking.journal.SILENCE", 1.0)
     proxy.mode = "hanging"

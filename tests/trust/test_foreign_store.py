@@ -190,6 +190,7 @@ ELSEWHERE_CASES = [
 ] + ["report of a host with two faces", "rest of a host with two faces", "a job's sweep of another host"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*ELSEWHERE_CASES, "rest in another experiment"])
 def test_artifacts_that_lie_elsewhere_are_refused(hostile, case):
     answer = hostile[1][case]
@@ -198,12 +199,14 @@ def test_artifacts_that_lie_elsewhere_are_refused(hostile, case):
     assert [path for path in answer["changed"] if not path.startswith("mlruns/mlflow.db")] == []
 
 
+@pytest.mark.slow
 def test_no_other_host_is_asked_nor_told_a_secret(hostile):
     theirs, evil = hostile[2]
     assert ("/api/2.0/mlflow/runs/get", "Bearer the-token") in [(path.split("?")[0], told) for path, told in theirs]
     assert evil == []
 
 
+@pytest.mark.slow
 def test_only_what_the_user_allows_is_written_elsewhere(hostile):
     folder, answers, *_ = hostile
     allowed = answers["report of a folder that is allowed"]
@@ -215,6 +218,7 @@ def test_only_what_the_user_allows_is_written_elsewhere(hostile):
     assert not list(folder.glob("*.csv"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "named"),
     [
@@ -237,6 +241,7 @@ def test_a_record_that_is_wrong_is_refused_in_one_line(hostile, case, named):
     assert answer["changed"] == []
 
 
+@pytest.mark.slow
 def test_what_a_store_says_does_not_speak_to_the_terminal(hostile):
     _, answers, *_ = hostile
     assert "??]0;owned" not in answers["report"]["out"]
@@ -246,6 +251,7 @@ def test_what_a_store_says_does_not_speak_to_the_terminal(hostile):
         assert not {"\x1b", "\x07"} & set(answer["out"] + answer["err"]), case
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_linked_to_its_rerun_undoes_nothing(hostile):
     _, answers, _, client, _ = hostile
     lines = answers["experiment"]["err"].splitlines()
@@ -256,6 +262,7 @@ def test_a_run_that_cannot_be_linked_to_its_rerun_undoes_nothing(hostile):
     assert new.data.tags["rerun.verdict"] == "different"
 
 
+@pytest.mark.slow
 def test_an_experiment_whose_artifacts_lie_elsewhere_is_not_written_to(hostile):
     _, answers, _, client, _ = hostile
     answer = answers["experiment"]
@@ -269,6 +276,7 @@ def test_an_experiment_whose_artifacts_lie_elsewhere_is_not_written_to(hostile):
     assert ELSEWHERE in answers["own experiment"]["err"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_confined_leaves_nothing_elsewhere(hostile):
     """As the jobs of a sweep that is taken up again are."""
     answer = hostile[1]["confined"]
