@@ -109,6 +109,7 @@ class Nothing(tfds.core.GeneratorBasedBuilder):
 """
 
 
+@pytest.mark.slow
 def test_what_can_be_known_before_is_refused_before(tmp_path):
     place = written(tmp_path / "bad", bad=EACH + 5)
     own = tmp_path / "run"

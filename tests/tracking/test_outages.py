@@ -125,7 +125,12 @@ def test_hanging_at_the_start_is_bounded(tmp_path, proxy, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("failing", marks=pytest.mark.slow), "cutting", pytest.param("slow", marks=pytest.mark.soak)]
+    "mode",
+    [
+        pytest.param("failing", marks=pytest.mark.slow),
+        pytest.param("cutting", marks=pytest.mark.slow),
+        pytest.param("slow", marks=pytest.mark.soak),
+    ],
 )
 def test_a_bad_server(tmp_path, proxy, whole, request, mode):
     """Also while the run is created: a request that was done and not answered leaves no second run."""

@@ -323,11 +323,17 @@ def test_a_small_file_of_a_huge_config_is_refused(gate):
     check_size(recorded())
 
 
-GROUPS = ("dataset", "experiment", "model", "optimizer", "scaling", "schedule", "training")
-OPTIONS = [f"{group}={file.stem}" for group in GROUPS for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+GROUPS = ("dataset", "experiment", "model")
+PLAIN = ("optimizer", "scaling", "schedule", "training")
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+def options(groups: tuple[str, ...]) -> list[str]:
+    return [f"{group}={file.stem}" for group in groups for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(
+    "option", [*options(GROUPS), *(pytest.param(option, marks=pytest.mark.slow) for option in options(PLAIN))]
+)
 def test_every_ready_config_passes(option, gate):
     config = recorded(option, *(["dataset.name=mnist:3.0.1"] if option == "dataset=tfds" else []))
     check_config(config, gate)
