@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.common.secrets import mask
-from pipeline.config import compose
+from pipeline.config import compose, former_names
 from pipeline.config.allow_list import allowed_places
 from pipeline.config.packaged import directory
 from pipeline.sweep import gpus
@@ -108,7 +108,7 @@ def _recorded(options: argparse.Namespace, file: list[str], rest: list[str]) -> 
     # Without what is swept, which composes to several configs.
     where = [text for text in rest if text.startswith(("tracking.", "tracking=", "trust.", "dataset.data_dir="))]
     own = compose.composed([*file, *where])
-    own.trust.allow = [*own.trust.allow, *options.allow]
+    own.trust.allow = [*own.trust.allow, *map(former_names.current, options.allow)]
     parent = ForeignStore.open(own.tracking.uri, own.trust.allow).sweep(options.again)
     if parent.data.tags["sweep.name"] != options.name:
         raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)

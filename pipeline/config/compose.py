@@ -201,8 +201,8 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
             raise SystemExit(2) from None  # Hydra has said why
     finally:
         sys.argv, os.environ["HYDRA_FULL_ERROR"] = before, full_error
-        here.remove_empty_folders()
         _session.reset(token)
+        here.remove_empty_folders()
     if raised:
         raise raised[0]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 MODULES = {  # of `pipeline`; `pipeline.dataset` is a room, whose door has what it had
     "augmentation": "dataset.augmentation",
@@ -18,6 +18,7 @@ MODULES = {  # of `pipeline`; `pipeline.dataset` is a room, whose door has what 
     "model": "components.model",
     "optimizer": "components.optimizer",
 }
+_FREE_TEXT = ("tracking", "start")  # a run may be called as it likes, also `pipeline.model.v2`
 _FORMER = re.compile(rf"pipeline\.({'|'.join(MODULES)})((?:\.\w+)*)", re.ASCII)
 
 
@@ -27,18 +28,23 @@ def current(name: str) -> str:
     return f"pipeline.{MODULES[found[1]]}{found[2]}" if found else name
 
 
-def renamed(node: Any) -> Any:
+def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config in which each value that is a former name is the current one."""
+    return {key: value if key in _FREE_TEXT else _renamed(value) for key, value in config.items()}
+
+
+def _renamed(node: Any) -> Any:
     if isinstance(node, dict):
-        return {key: renamed(value) for key, value in node.items()}
+        return {key: _renamed(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [renamed(value) for value in node]
+        return [_renamed(value) for value in node]
     return current(node) if isinstance(node, str) else node
 
 
-def rename(config: DictConfig | ListConfig) -> None:
+def rename(config: DictConfig) -> None:
     """Replace former names among the values of a composed config, in place."""
-    _rename(config, OmegaConf.to_container(config, resolve=False))
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    _rename(config, {key: value for key, value in plain.items() if key not in _FREE_TEXT})
 
 
 def _rename(node: Any, plain: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.config import former_names
 from pipeline.config.metric_names import UPDATE_METRICS
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
@@ -228,7 +229,8 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
 def _job(client: Any, name: str, run: Any) -> JobResult:
     if run is None:
         return JobResult(name)
-    info, params, tags = run.info, run.data.params, run.data.tags
+    info, tags = run.info, run.data.tags
+    params = {key: former_names.current(value) for key, value in run.data.params.items()}
     metrics = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))]
     curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics}
     sizes = [_size(params, key) for key in ("factor", "effective_batch_size", "micro_batch_size")]

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask
+from pipeline.config import former_names
 from pipeline.config.allow_list import allowed_names
 from pipeline.config.plain import leaves
 from pipeline.tracking.foreign_store import listed
@@ -78,7 +79,7 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
         data_dir = OmegaConf.select(own, "dataset.data_dir")
         names = allowed_names(own.trust.allow)
         gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), names)
-        check_config(values, gate, imports="_target_" in str(values))
+        check_config(former_names.renamed(values), gate, imports="_target_" in str(values))
     except ConfigError as error:
         rule = "come from the store, and this one must be given again on the command line"
         raise ConfigError("the sweep's overrides", f"{rule} ({str(error).rstrip('.')})") from error

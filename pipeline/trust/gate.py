@@ -107,7 +107,7 @@ def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True)
             if "_target_" in value:
                 _check_target(value, key, gate)
                 targets.append((_join(key, "_target_"), value["_target_"]))
-        elif not (isinstance(value, list) or _is_tfds_name(value, parents[-1])):
+        elif not (isinstance(value, list) or _is_tfds_name(value, key, parents[-1])):
             _check_scalar(value, key, gate.roots)
     for key in ("hydra", "defaults"):
         if key in config:
@@ -164,9 +164,10 @@ def _check_mapping(node: dict[Any, Any], key: str) -> None:
             raise ConfigError(_join(key, name), rule, node[name])
 
 
-def _is_tfds_name(value: Any, parent: Any) -> bool:
+def _is_tfds_name(value: Any, key: str, parent: Any) -> bool:
     """Return whether `value` is the name of a dataset of TFDS, which is no path and was checked with its target."""
-    return isinstance(parent, dict) and parent.get("_target_") == _TFDS and value == parent.get("name")
+    named = key.endswith(".name") and isinstance(parent, dict) and parent.get("_target_") == _TFDS
+    return named and value == parent.get("name")
 
 
 def _check_scalar(value: Any, key: str, roots: Sequence[Path]) -> None:

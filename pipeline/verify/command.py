@@ -79,7 +79,7 @@ def verify(arguments: Sequence[str]) -> int:
     verdict = "equal within rounding" if holds else f"different; at fault is {why}"
     say(f"an update by {one_piece} and one of the whole batch are {verdict}", to=sys.stdout)
     if options.log:
-        _log(spec, [engine.certificate(findings) for findings in compared], holds, verdict)
+        _log(parts.spec, [engine.certificate(findings) for findings in compared], holds, verdict)
     return 0 if holds else DIFFERENT
 
 

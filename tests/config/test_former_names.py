@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 
 import pytest
@@ -13,6 +14,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import compose, former_names
 from pipeline.config.plain import leaves, plain
 from pipeline.rerun.recorded_run import RecordedRun
+from pipeline.sweep.again import trusted_overrides
 from pipeline.trust.gate import Gate, check_config
 from tests.running import Store
 from tests.running import pipeline as command
@@ -71,6 +73,22 @@ def test_names_are_rewritten_wherever_they_are():
     assert {key: renamed[key] for key in CONFIG.keys() - NODES.keys()} == {
         key: CONFIG[key] for key in CONFIG.keys() - NODES.keys()
     }
+
+
+def test_a_run_is_called_as_it_likes():
+    free = {"tracking": {"run_name": "pipeline.model.v2", "code": ["pipeline.model"]}, "start": {"run": None}}
+    config = OmegaConf.create(deepcopy(free))
+    former_names.rename(config)
+    assert OmegaConf.to_container(config) == former_names.renamed(free) == free
+
+
+def test_the_overrides_of_a_recorded_sweep_are_rewritten():
+    own = compose.composed([])
+    tags = {"sweep.overrides": json.dumps(["model._target_=pipeline.model.mlp"])}
+    assert trusted_overrides(tags, [], own) == ["model._target_=pipeline.model.mlp"]
+    tags = {"sweep.overrides": json.dumps(["model._target_=pipeline.model.build"])}
+    with pytest.raises(ConfigError):
+        trusted_overrides(tags, [], own)
 
 
 def test_a_composed_config_is_rewritten_in_place_and_keeps_its_links():
