@@ -32,3 +32,10 @@ def need(*programs: str, path: str | None = None) -> None:
             if PACKAGES[program] in os.environ.get(INSTALLED, "").split():
                 pytest.fail(f"{said}, which is installed")
             pytest.skip(said)
+
+
+def give_up(reason: str, *packages: str) -> None:
+    """Skip the test for a `reason`; fail it where the `packages` that it is about are said to be installed."""
+    if set(packages) <= set(os.environ.get(INSTALLED, "").split()):
+        pytest.fail(f"{reason}, and {', '.join(packages)} is installed")
+    pytest.skip(reason)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -201,7 +202,8 @@ class AccumulatingModel(keras.Model):
                 return outputs
 
             outputs = tf.function(see, autograph=False).get_concrete_function().structured_outputs
-            self._objective, self._output_means = _objective(self, outputs)
+            self._objective, means = _objective(self, outputs)
+            self._output_means = MappingProxyType(means)  # in a dict Keras would add them to its metrics once more
             self.built = True
         return self._objective
 

@@ -63,23 +63,25 @@ def fit(
         tracker: None on a worker other than the chief, which writes nothing.
         stop: returns an exception if the run is asked to end.
     """
-    changed, callbacks = parts.assigned_by_forward(), parts.objective.callbacks
-    told: tuple[Any, ...] = ()
-    if tracker is None:
-        of_chief = {name for name, each in callbacks.items() if any(k.__name__ in WRITING for k in type(each).__mro__)}
-        callbacks = {name: callback for name, callback in callbacks.items() if name not in of_chief}
-    else:
-        told = tracker.evaluation_halved, changed
-    evaluations = Evaluations(
-        parts.evaluate("validation", *told),
-        parts.evaluate("test", *told),
-        parts.spec.config.training.evaluate_every,
-        parts.best,
-    )
-    retry = None
-    if tracker is not None:
-        retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)
     with bad_example.located(parts.data, parts.files):
+        changed, callbacks = parts.assigned_by_forward(), parts.objective.callbacks
+        told: tuple[Any, ...] = ()
+        if tracker is None:
+            of_chief = {
+                name for name, each in callbacks.items() if any(k.__name__ in WRITING for k in type(each).__mro__)
+            }
+            callbacks = {name: callback for name, callback in callbacks.items() if name not in of_chief}
+        else:
+            told = tracker.evaluation_halved, changed
+        evaluations = Evaluations(
+            parts.evaluate("validation", *told),
+            parts.evaluate("test", *told),
+            parts.spec.config.training.evaluate_every,
+            parts.best,
+        )
+        retry = None
+        if tracker is not None:
+            retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)
         return Trainer(
             update,
             parts.batches,

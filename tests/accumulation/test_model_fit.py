@@ -196,6 +196,19 @@ def test_the_loss_of_each_output():
     assert {"kind_loss", "size_loss", "kind_accuracy", "size_mae"} < ours[0].keys()
 
 
+def test_several_outputs_are_evaluated_as_in_keras_also_when_compiled_again():
+    make, data, compiled = CASES["two_in_a_list"]
+    plain = made(make)
+    ours = AccumulatingModel(made(make), 4)
+    for _ in range(2):
+        for model in (plain, ours):
+            model.compile(**compiled())
+        theirs = plain.evaluate(*data, batch_size=11, verbose=0)
+        np.testing.assert_allclose(ours.evaluate(*data, batch_size=11, verbose=0), theirs, rtol=1e-12)
+        assert ours.metrics_names == plain.metrics_names
+        assert len(ours.metrics_variables) == len(plain.metrics_variables)
+
+
 def test_the_accumulation_of_keras_is_far_from_it():
     make, data, compiled = CASES["sample_weights"]
     theirs = trained(made(make), compiled, data, batch_size=15)

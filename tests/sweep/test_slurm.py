@@ -48,6 +48,7 @@ ReturnToService=2
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
+PACKAGES = ("slurmctld", "slurmd", "slurm-client")
 MODES = "+training.callbacks.trouble={_target_:mine.Trouble,mode:none},{_target_:mine.Trouble,mode:kill}"
 
 
@@ -57,9 +58,9 @@ def slurm(tmp_path_factory):
     programs.need(*NEEDED)
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     if os.geteuid() != 0:
-        pytest.skip("Slurm's daemons want to be started by root")
+        programs.give_up("Slurm's daemons want to be started by root", *PACKAGES)
     if {process.info["name"] for process in psutil.process_iter(["name"])} & {"slurmctld", "slurmd"}:
-        pytest.skip("a Slurm runs on this machine already")
+        programs.give_up("a Slurm runs on this machine already", *PACKAGES)
     folder = tmp_path_factory.mktemp("slurm")
     host = socket.gethostname().split(".")[0]
     config = folder / "slurm.conf"
@@ -82,7 +83,7 @@ def slurm(tmp_path_factory):
         while "idle" not in _ask(environment, "sinfo", "--noheader", "--format=%T"):
             if time.monotonic() > until or any(daemon.poll() is not None for daemon in daemons):
                 said = [log.read_text().strip().splitlines()[-1:] for log in sorted(folder.glob("*.log"))]
-                pytest.skip(f"Slurm does not run on this machine, its logs end in {said}")
+                programs.give_up(f"Slurm does not run on this machine, its logs end in {said}", *PACKAGES)
             time.sleep(0.2)
         yield environment
     finally:
