@@ -29,6 +29,8 @@ RUN = (
     *("tracking.log_model=false", "tracking.system_metrics=false", "tracking.patience=30", "hydra.run.dir=run"),
 )
 AUTO = ("train", *RUN, "training.resume=auto")
+# As a user has them; other tests have one.
+THREADS = dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), "2")
 
 
 class Undisturbed:
@@ -41,7 +43,7 @@ class Undisturbed:
         if replicas not in self._made:
             folder = self._folder / str(replicas)
             folder.mkdir()
-            pipeline(*AUTO, f"hardware.replicas={replicas}", cwd=folder)
+            pipeline(*AUTO, f"hardware.replicas={replicas}", cwd=folder, **THREADS)
             self._made[replicas] = left_in(folder)
         return self._made[replicas]
 
@@ -66,7 +68,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, 
         who = who if has_begun(tmp_path / "run" / NAME) else "trainer"
         plan = planned(chance, tmp_path / f"kill {len(plans)}", who, both=who == "shipper" and not last)
         again = going_on(chance, tmp_path, replicas) if who != "sync" else ("sync", "run")
-        process = start(*again, cwd=tmp_path, warm=True, **plan.environment())
+        process = start(*again, cwd=tmp_path, warm=True, **plan.environment(), **THREADS)
         plans.append(plan)
         said.append((f"{plan}: {' '.join(again[:2])}", process))
         status = process.wait(240)  # not for what it leaves behind, which the next command has to get on with
@@ -75,7 +77,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, 
         # A shipper that is killed may outlive its trainer by a moment.
         expected = ([-signal.SIGKILL] if killed else [0]) + [0] * (who == "shipper")
         assert status in expected, process.communicate(timeout=60)
-    pipeline(*AUTO, replicas, cwd=tmp_path)
+    pipeline(*AUTO, replicas, cwd=tmp_path, **THREADS)
     assert pipeline("sync", "run", cwd=tmp_path).stderr.startswith("run: 0 points were missing; run ")
     for what, process in said:
         assert "Traceback" not in process.communicate(timeout=60)[1], what
