@@ -254,7 +254,8 @@ def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
     with (tmp_path / f"pipeline-{os.getuid()}-gpu-3.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         shown = {"CUDA_VISIBLE_DEVICES": "3", "TMPDIR": str(tmp_path)}
-        process = start("train", "-m", *TINY, "seed=0,1", "hydra.sweep.dir=jobs", cwd=tmp_path, **shown)
+        # Not warm: that process has looked up its TMPDIR by now.
+        process = start("train", "-m", *TINY, "seed=0,1", "hydra.sweep.dir=jobs", cwd=tmp_path, warm=False, **shown)
         log = tmp_path / "jobs" / "0" / "job.log"
         wait(lambda: log.exists() and "waits for GPU 3" in log.read_text())
         process.send_signal(signal.SIGINT)
