@@ -27,7 +27,7 @@ def linear():
     return x, y, float(delta @ delta)
 
 
-def _estimates(linear, micro_batch_size, strategy=None, sizes=None):
+def _estimates(linear, micro_batch_size, strategy=None, sizes=None, every=1):
     x, y, _ = linear
     strategy = strategy or tf.distribute.get_strategy()
     with strategy.scope():
@@ -37,7 +37,7 @@ def _estimates(linear, micro_batch_size, strategy=None, sizes=None):
         optimizer = keras.optimizers.SGD(1e-30)
         optimizer.build(model.trainable_variables)
     loss = keras.losses.MeanSquaredError(dtype="float64")
-    update = Update(model, loss, optimizer, micro_batch_size, strategy=strategy, noise_every=1)
+    update = Update(model, loss, optimizer, micro_batch_size, strategy=strategy, noise_every=every)
 
     @tf.function(input_signature=[tf.TensorSpec([None, DIMENSIONS], "float64"), tf.TensorSpec([None, 1], "float64")])
     def step(a, b):
@@ -66,6 +66,14 @@ def test_it_is_unbiased_on_a_linear_gaussian_problem(linear, micro, sizes):
     # A negative control: what treats the update's own gradient as the true one, and so forgets tr(Σ)/B.
     biased = found[:, 1] + found[:, 0] / np.resize(sizes, len(found))
     assert abs(biased.mean() - truth[1]) > 8 * error[1]
+
+
+def test_it_is_measured_once_in_so_many_updates(linear):
+    x, y, squared = linear
+    few = x[:7], y[:7], squared
+    measured = _estimates(few, 8, every=3)
+    np.testing.assert_array_equal(np.isnan(measured).all(axis=1), [False, True, True, False, True, True, False])
+    np.testing.assert_allclose(measured[::3], _estimates(few, 8)[::3], rtol=1e-12)
 
 
 def test_replicas_add_up_to_one_device(linear):
