@@ -19,12 +19,14 @@ from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
 from .objective import Losses, Metrics, Objective, Term, labels_by_name, measured, terms, update_metrics
 from .outputs import by_name, spread
+from .replicas import BatchTotals, batch_totals
 from .same_noise import drawn, keys_of, noisy_layers
 from .update import Update, accumulate_gradients
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
     "AccumulatingModel",
+    "BatchTotals",
     "Evaluation",
     "Forward",
     "GradientSums",
@@ -38,6 +40,7 @@ __all__ = [
     "accumulate_gradients",
     "assign_moving_statistics",
     "batch_dependent_layers",
+    "batch_totals",
     "by_name",
     "calling",
     "drawn",
