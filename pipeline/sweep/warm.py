@@ -15,8 +15,8 @@ os.setsid()  # Ctrl-C in the terminal reaches only the sweep, which ends its job
 with imports.without_chatter():
     import tensorflow_datasets  # noqa: F401
 
-    from pipeline.tracking import tracker  # noqa: F401
-    from pipeline.training import loop, recorder  # noqa: F401
+    from pipeline.components import fitting  # noqa: F401
+    from pipeline.run import run  # noqa: F401
 opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
 if any(path.startswith(gpus.DEVICES) for path in opened):  # a forked process could not use it
     sys.exit("pipeline: importing TensorFlow has opened a device: each job imports it for itself")
