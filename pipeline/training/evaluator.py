@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from pipeline.accumulation import Evaluation, GradientSums
 from pipeline.config.sizes import Plan
-from pipeline.dataset.batches import iterating
 from pipeline.training.best_evaluation import Best
 from pipeline.training.oom_retry import assign_all, halve
 
@@ -96,11 +95,11 @@ class Evaluator:
         metrics = self._evaluation.measured
         for metric in metrics.values():
             metric.reset_state()
-        with iterating(self._batches) as iterator:
-            sums = self._next_sums(*iterator)
-            for _ in range(self._count - 1):
-                check()
-                sums = tf.nest.map_structure(tf.add, sums, self._next_sums(*iterator))
+        iterator = iter(self._batches)
+        sums = self._next_sums(iterator)
+        for _ in range(self._count - 1):
+            check()
+            sums = tf.nest.map_structure(tf.add, sums, self._next_sums(iterator))
         results = {"loss": sums.mean_loss(), **sums.output_losses()}
         results |= {name: metric.result() for name, metric in metrics.items()}
         return {name: float(value) for name, value in results.items()}

@@ -14,7 +14,6 @@ from pipeline.accumulation import Update
 from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.common.errors import say
-from pipeline.dataset.batches import iterating
 from pipeline.training.callbacks import StopCause, has_batch_hooks
 from pipeline.training.evaluator import Evaluations, averaged_weights
 from pipeline.training.oom_retry import OomRetry
@@ -99,15 +98,16 @@ class Trainer:
         self.model.stop_training = False
         self._hooks.on_train_begin()
         with self._checkpoint_on_interruption():
-            with iterating(self.batches) as iterator:
-                if start is not None:
-                    self.restore(start, iterator)
-                while self.pending or not self.ended:
-                    if not self.pending:
-                        self.record(self.update_once(iterator))
-                        self.raise_if_stopped()
-                    self.evaluate()
-                    self.checkpoint(last=self.ended)
+            iterator = iter(self.batches)
+            if start is not None:
+                self.restore(start, iterator)
+            while self.pending or not self.ended:
+                if not self.pending:
+                    self.record(self.update_once(iterator))
+                    self.raise_if_stopped()
+                self.evaluate()
+                self.checkpoint(last=self.ended)
+            del iterator  # with the batches that it has read ahead
             self.finish()
             self.test()
         self._agree(True)  # no worker leaves while another one is at work
@@ -118,11 +118,11 @@ class Trainer:
         """Whether there is no further update."""
         return bool(self.done >= self.recorder.plan.updates or self.model.stop_training)
 
-    def restore(self, start: Checkpoint | Fork, iterator: list[Any]) -> None:
+    def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
         """Put back the state of a checkpoint; `iterator` is as in `update_once`."""
         state = snapshot.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.take()
         snapshot.adapt(self.update, state)
-        self._next_update.get_concrete_function(*iterator)  # before: a layer may draw a seed when it is traced
+        self._next_update.get_concrete_function(iterator)  # before: a layer may draw a seed when it is traced
         self.update.begun.assign(start.update)
         restore = snapshot.restore if isinstance(start, Checkpoint) else start.restore
         loop = restore(state, self.update, self.recorder, self.callbacks)
@@ -132,11 +132,11 @@ class Trainer:
             self.evaluations.best.set_state(loop["best"])
         self.recorder.progress.done = self.done
 
-    def update_once(self, iterator: list[Any]) -> tf.Tensor:
+    def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch, in smaller micro-batches if it does not fit into memory.
 
         Args:
-            iterator: over effective batches, alone in a list, as `iterating` gives it.
+            iterator: over effective batches.
 
         Returns:
             The results as one vector in the order of `recorder.names`.
@@ -147,9 +147,9 @@ class Trainer:
         if self._has_batch_hooks:
             self._hooks.on_train_batch_begin(index)
         if self._oom_retry is None:
-            return self._next_update(*iterator)
+            return self._next_update(iterator)
         try:
-            return self._oom_retry.run(self._next_update, *iterator)
+            return self._oom_retry.run(self._next_update, iterator)
         except tf.errors.ResourceExhaustedError as error:
             self.recorder.fetch()
             results = self._oom_retry.retry_halved(error, self.done + 1, self._step)

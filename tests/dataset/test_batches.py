@@ -62,6 +62,13 @@ def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
     assert epochs(8, seed=1, **node, **augment)[0] != order
 
 
+def test_no_thread_tunes_an_iterator():
+    """Deleting it would wait for that thread, up to a minute; in a process that exits meanwhile, TensorFlow aborts."""
+    trained = batching.effective_batches(OmegaConf.create({}), numbered(), seed=0, effective_batch_size=8, epochs=1)
+    evaluated = batching.in_order(numbered().train, 8)
+    assert [batches.options().autotune.enabled for batches in (trained, evaluated)] == [False, False]
+
+
 AUGMENTED = []  # by `noting_shift`
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import keras
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.config.sizes import Batching, Plan
-from pipeline.dataset.batches import iterating
 from pipeline.training.evaluator import Evaluations, Evaluator
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
@@ -122,32 +118,6 @@ def test_the_last_update_is_logged_whatever_is_left_out(epochs, stop):
     assert Run(log_every=5, epochs=2).rows.updates[-1][0] == 10  # and once
 
 
-def test_nobody_waits_for_the_end_of_an_iterator():
-    """Of a file that is slow to close; and tf.data's own threads may take a minute."""
-    over, closed = threading.Event(), []
-
-    def through(batches):
-        def slow_to_close():
-            try:
-                yield from batches
-                yield from batches  # more than is asked for
-            finally:
-                closed.append(over.wait(60))
-
-        many = tf.data.Dataset.from_generator(slow_to_close, output_signature=batches.element_spec)
-        return many.take(PER_EPOCH).apply(tf.data.experimental.assert_cardinality(PER_EPOCH))
-
-    # One epoch: between two of them the generator of the first is closed, and waited for, on the way.
-    assert len(Run(epochs=1, through=through).rows.updates) == PER_EPOCH
-    assert not closed
-    over.set()
-    until = time.monotonic() + 60
-    while len(closed) < 2:  # that of the training and that of the evaluation
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    assert all(closed)
-
-
 def test_a_callback_that_raises_takes_no_row_with_it():
     class Raises(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -172,13 +142,13 @@ def test_a_callback_that_looks_at_updates_sees_each():
 def test_the_steps_of_an_epoch_can_be_called_one_by_one():
     run = Run(epochs=1, fit=False)
     trainer = run.trainer
-    with iterating(trainer.batches) as iterator:
-        for update in range(1, PER_EPOCH + 1):
-            assert not trainer.ended
-            trainer.record(trainer.update_once(iterator))
-            assert (trainer.done, trainer.pending) == (update, True)
-            trainer.evaluate()
-            assert (trainer.pending, bool(trainer.validation)) == (False, update == PER_EPOCH)
+    iterator = iter(trainer.batches)
+    for update in range(1, PER_EPOCH + 1):
+        assert not trainer.ended
+        trainer.record(trainer.update_once(iterator))
+        assert (trainer.done, trainer.pending) == (update, True)
+        trainer.evaluate()
+        assert (trainer.pending, bool(trainer.validation)) == (False, update == PER_EPOCH)
     assert trainer.ended
     assert run.rows.validations == Run(epochs=1).rows.validations
 
