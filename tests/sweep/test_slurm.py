@@ -144,6 +144,7 @@ def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
     wait(lambda: journal.exists() and journal.read_text().count("train/loss") > 50)
     (job,) = _ask(slurm, "squeue", "--noheader", "--format=%i").split()
     _ask(slurm, "scancel", "--signal=USR2", job)
+    wait(lambda: '"end":"KILLED"' in journal.read_text())
     wait(lambda: _ask(slurm, "squeue", "--noheader", "--format=%t").strip() == "PD")
     _ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm holds a requeued job for minutes
     printed = process.communicate(timeout=500)[1]
