@@ -7,19 +7,16 @@ any project.
 
 from .accumulating_model import AccumulatingModel
 from .adam import fused_adam
-from .batch import Share, examples_in, parts_of, slice_specs
+from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
 from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras
 from .gradient_sums import GradientSums
-from .keras_internals import MODEL_CHECKPOINT_KEEPS, global_seed, layers_of, logits_of, make_global_seed, mask_of
-from .layer_calls import calling
-from .loss_reduction import weighted_sum
+from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layers_of, logits_of, mask_of
+from .loss_sums import weighted_sum
 from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
-from .objective import Losses, Metrics, Objective, Term, labels_by_name, measured, terms, update_metrics
-from .outputs import by_name, spread
-from .replicas import BatchTotals, batch_totals
+from .objective import Losses, Metrics, Objective, Term, by_name, labels_by_name, measured, terms, update_metrics
 from .same_noise import drawn, keys_of, noisy_layers
 from .update import Update, accumulate_gradients
 
@@ -51,12 +48,12 @@ __all__ = [
     "labels_by_name",
     "layers_of",
     "logits_of",
-    "make_global_seed",
     "mask_of",
     "measured",
     "noisy_layers",
     "normalising_layers",
     "parts_of",
+    "slice_of",
     "slice_specs",
     "spread",
     "terms",

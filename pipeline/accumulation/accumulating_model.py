@@ -1,11 +1,8 @@
 """`compile` and `fit` with the update: a `keras.Model` around another one, fed with effective batches.
 
-Keras hands each effective batch to `train_step`. There, outside of any replica, the sums of an `Update` are reduced,
-divided once and applied once. The running means of an epoch are those that `compile` creates.
-
-The dataset is not distributed: TensorFlow would copy whole shares to the devices, and a plain `fit` raises where the
-shares of the first batch differ in size. Here each replica takes its share of a batch that stays on the host, as in any
-loop over `Update`.
+Keras hands each effective batch to `train_step`, outside of any replica, where an `Update` takes it. The dataset is not
+distributed: TensorFlow would copy whole shares to the devices, and a plain `fit` raises where the shares of the first
+batch differ in size. Each replica takes its share of a batch that stays on the host, as in any loop over `Update`.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from .batch import Nest, parts_of, share_of
 from .evaluation import Evaluation
 from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, layers_of, loss_mean
-from .objective import Objective
-from .outputs import by_name
+from .objective import Objective, by_name
 from .update import Update
 
 # Methods that a plain model's `fit` and `evaluate` call, and the sums do not.
@@ -70,7 +66,7 @@ class AccumulatingModel(keras.Model):
 
     @property
     def output_names(self) -> list[str]:
-        """Those of `inner`, where it has names: `compile` and the history go by them."""
+        """Those of `inner`: `compile` and the history go by them."""
         return self.inner.output_names
 
     def get_config(self) -> dict[str, Any]:
@@ -97,13 +93,10 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Set what is minimised and measured, as `keras.Model.compile` does.
 
-        Args:
-            optimizer: without `gradient_accumulation_steps`, which would accumulate a second time.
-            run_eagerly: must be False: micro-steps are traced. For debugging, compile and fit `inner`.
-            jit_compile: True compiles each forward+backward with XLA; "auto" compiles nothing.
+        `jit_compile=True` compiles each forward+backward with XLA; "auto" compiles nothing.
 
         Raises:
-            ValueError: the optimizer accumulates itself, or `run_eagerly` is true.
+            ValueError: the optimizer has `gradient_accumulation_steps`, or `run_eagerly` is true.
         """
         if run_eagerly:
             raise ValueError(
@@ -120,16 +113,9 @@ class AccumulatingModel(keras.Model):
         self._update: Update | None = None
         self._evaluation: Evaluation | None = None
         with self._strategy.scope():
-            super().compile(
-                optimizer,
-                loss,
-                loss_weights,
-                metrics,
-                weighted_metrics,
-                steps_per_execution=steps_per_execution,
-                jit_compile=False,  # of everything around the micro-steps
-                auto_scale_loss=auto_scale_loss,
-            )
+            goal = loss, loss_weights, metrics, weighted_metrics
+            options = {"steps_per_execution": steps_per_execution, "auto_scale_loss": auto_scale_loss}
+            super().compile(optimizer, *goal, jit_compile=False, **options)  # no XLA around the micro-steps
 
     def get_compile_config(self) -> dict[str, Any]:
         config = super().get_compile_config()
@@ -157,15 +143,9 @@ class AccumulatingModel(keras.Model):
             objective = self._compiled_objective(data)
             with tf.init_scope():  # variables are made outside of what is traced
                 self.optimizer.build(self.inner.trainable_variables)
-                self._update = Update(
-                    self.inner,
-                    objective,
-                    self.optimizer,
-                    self.micro_batch_size,
-                    strategy=self._strategy,
-                    same_noise=self.same_noise,
-                    jit_compile=self._micro_steps_by_xla,
-                )
+                parts = self.inner, objective, self.optimizer, self.micro_batch_size
+                by = {"same_noise": self.same_noise, "jit_compile": self._micro_steps_by_xla}
+                self._update = Update(*parts, strategy=self._strategy, **by)
         sums = self._update.sums(data)
         self._update.apply(sums.gradients(), sums)
         return self._means(sums)

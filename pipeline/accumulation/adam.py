@@ -45,7 +45,8 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     scalars = {dtype: _scalars(adam, dtype) for dtype in (tf.float32, tf.float64) if _near(adam, dtype)}
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if variable.dtype not in scalars or not _worth_it(variable):
+        worth_it = variable.shape.num_elements() >= SMALL or "GPU" in variable.device
+        if variable.dtype not in scalars or not worth_it:
             type(adam).update_step(adam, gradient, variable, learning_rate)
             return
         momentum, velocity = adam_moments(adam, variable)
@@ -72,10 +73,6 @@ def _steps_as_keras(optimizer: Any) -> bool:
         and all(getattr(type(optimizer), name) is getattr(kind, name) for name in REPLACED)
         and vars(optimizer).keys().isdisjoint(REPLACED)
     )
-
-
-def _worth_it(variable: Any) -> bool:
-    return variable.shape.num_elements() >= SMALL or "GPU" in variable.device
 
 
 def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
@@ -113,8 +110,8 @@ def _quotient(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
     ours, theirs = _differences(beta, dtype)
     if ours == theirs:
         return tf.ones((), tf.float64)
-    held = [1 - tf.pow(tf.constant(1 - difference, tf.float64), count) for difference in (ours, theirs)]
-    return held[0] / held[1]
+    held, held_by_keras = (1 - tf.pow(tf.constant(1 - rest, tf.float64), count) for rest in (ours, theirs))
+    return held / held_by_keras
 
 
 def _differences(beta: float, dtype: tf.DType) -> tuple[float, float]:

@@ -1,7 +1,8 @@
-"""A batch: its parts, its slices, and the share of it that a process or a replica takes."""
+"""A batch: its parts, slices and totals, the share that a process or a replica takes, and sums over replicas."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -11,34 +12,22 @@ Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on 
 
 
 class Share(NamedTuple):
-    """What one of several processes has read of an effective batch: the examples of its own replicas.
+    """What one of several processes has read of an effective batch: the examples of its own replicas."""
 
-    Attributes:
-        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest with the examples on axis 0; it may have no examples.
-        start: position of the first of them in the effective batch, scalar of int32.
-        examples: number of examples in the effective batch, scalar of int32.
-    """
-
-    batch: Nest
-    start: tf.Tensor
-    examples: tf.Tensor
+    batch: Nest  # `(x, y)` or `(x, y, sample_weight)`, perhaps of no examples
+    start: tf.Tensor  # position of the first of them in the effective batch, scalar of int32
+    examples: tf.Tensor  # in the effective batch, scalar of int32
 
     @classmethod
     def of(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
-        """Return the share of `count` of all `replicas`, from replica `first` on.
-
-        `batch` is an effective batch, or whatever its examples are to be made from.
-        """
+        """Return the share of `count` of all `replicas`, from `first` on, in a batch or in what it is made from."""
         examples = examples_in(batch)
         start, stop = (replica * _share_size(examples, replicas) for replica in (first, first + count))
         return cls(slice_of(batch, start, stop), start, examples)
 
 
 def share_of(batch: Nest | Share, replicas: int) -> tuple[Nest, Any]:
-    """Return this replica's share of an effective batch, and the position of its first example.
-
-    Each replica takes ⌈examples / replicas⌉ consecutive examples, the last replicas fewer.
-    """
+    """Return this replica's share of an effective batch, ⌈examples / replicas⌉ at most, and where it begins."""
     parts = parts_of(batch)
     if replicas == 1:
         return parts, 0
@@ -78,9 +67,93 @@ def slice_specs(nest: Nest) -> Nest:
     """Return the specs of slices with any number of examples."""
 
     def spec(leaf: Any) -> tf.TypeSpec:
-        shape = tf.TensorShape([None, *leaf.shape[1:]])
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-        return tf.TensorSpec(shape, leaf.dtype)
+        shape, ragged = [None, *leaf.shape[1:]], isinstance(leaf, tf.RaggedTensor)
+        more = (leaf.ragged_rank, leaf.row_splits.dtype) if ragged else ()
+        return (tf.RaggedTensorSpec if ragged else tf.TensorSpec)(shape, leaf.dtype, *more)
 
     return tf.nest.map_structure(spec, nest)
+
+
+def spread(nest: Nest, names: Sequence[str], *, to_all: bool = False) -> dict[str, Nest]:
+    """Return what `nest` has for each of the outputs `names`: a dict by name, a list in their order, or a leaf.
+
+    A leaf is for the only output, or with `to_all` for every output.
+
+    Raises:
+        ValueError: a name is not that of an output, or the number of entries is wrong.
+    """
+    if not keras.tree.is_nested(nest):
+        if len(names) > 1 and nest is not None and not to_all:
+            raise ValueError(f"must be given for each of the outputs {', '.join(names)}")
+        return dict.fromkeys(names, nest)
+    flat = keras.tree.flatten_with_path(nest)
+    if isinstance(nest, list | tuple):
+        if len(flat) != len(names):
+            raise ValueError(f"must have {len(names)} entries, one an output. Received: {len(flat)}")
+        return dict(zip(names, (leaf for _, leaf in flat), strict=True))
+    given = {"/".join(map(str, path)): leaf for path, leaf in flat}
+    if list(names) == [""] and len(given) == 1:
+        return dict.fromkeys(names, *given.values())
+    for name in given:
+        if name not in names:
+            raise ValueError(f"must be named as an output, one of {', '.join(names)}. Received: {name}")
+    return given
+
+
+class BatchTotals(NamedTuple):
+    """What is known of a whole effective batch before any forward pass.
+
+    Attributes:
+        examples: their number, scalar.
+        weights: Σ wᵢ, scalar, of the sample weights of each output, as `fit` takes them; None where there are none.
+    """
+
+    examples: tf.Tensor
+    weights: Nest
+
+
+def batch_totals(batch: Nest | Share) -> BatchTotals:
+    """Return the totals of an effective batch, computed on the host, so that no device receives all of it.
+
+    The weights of a `Share` are of its own examples alone.
+    """
+    x, _, weights = parts_of(batch)
+
+    def total(leaf: Any) -> tf.Tensor | None:
+        if leaf is None:
+            return None
+        if not leaf.dtype.is_floating:
+            return tf.reduce_sum(tf.cast(leaf, tf.float64))
+        return tf.reduce_sum(tf.cast(leaf, tf.float32) if leaf.dtype.size < 4 else leaf)
+
+    with tf.device("CPU:0"):
+        examples = batch.examples if isinstance(batch, Share) else examples_in(x)
+        return BatchTotals(examples, tf.nest.map_structure(total, weights))
+
+
+def global_batch_totals(
+    strategy: tf.distribute.Strategy, batch: Nest | Share, loss: Any, reductions_ready: tf.Variable | None = None
+) -> BatchTotals:
+    """Return the totals of an effective batch, with the weights of all processes where a loss divides by them."""
+    totals = batch_totals(batch)
+    if not isinstance(batch, Share):
+        return totals
+    if all(getattr(each, "reduction", None) != "mean_with_sample_weight" for each in tf.nest.flatten(loss)):
+        return totals._replace(weights=None)
+
+    def of_replica() -> tuple[tf.Tensor, ...]:
+        weights = batch_totals(share_of(batch, strategy.num_replicas_in_sync)[0]).weights
+        return tuple(weight for weight in tf.nest.flatten(weights) if weight is not None)
+
+    sums = iter(reduce(strategy, strategy.run(of_replica), reductions_ready))
+    weights = tf.nest.map_structure(lambda weight: None if weight is None else next(sums), totals.weights)
+    return totals._replace(weights=weights)
+
+
+def reduce(strategy: tf.distribute.Strategy, sums: Nest, reductions_ready: tf.Variable | None = None) -> Nest:
+    """Sum over replicas, for each of them; `reductions_ready` counts the calls for which this process has its sums."""
+    if reductions_ready is not None:
+        scalar, *_ = tf.nest.flatten(sums)  # the others come with it
+        with tf.control_dependencies(tf.nest.flatten(strategy.experimental_local_results(scalar))):
+            reductions_ready.assign_add(1)
+    return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)

@@ -21,15 +21,14 @@ Each element is the same sum; the order of its terms may differ. The forward pas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from .keras_internals import layers_of
-from .layer_calls import calling, graph, keeps_call_of
+from .keras_internals import calling, graph, keeps_call_of, layers_of
 
 # Where nearly all measurements gain, also for rows that are no multiple of 16: the worst is 0.9, 768×768 at 100 rows.
 LARGE = 1 << 19  # elements of a kernel
@@ -38,30 +37,21 @@ ROWS = range(16, 129)  # examples of a micro-batch
 
 
 def wide_layers(model: keras.Model, micro_batch_size: int) -> list[keras.layers.Dense]:
-    """Return the layers that `transposed_gradients` makes faster.
-
-    They are Keras' own `Dense` with a large kernel, in float32 on a CPU.
-    """
-    if micro_batch_size not in ROWS:
-        return []
-    return [layer for layer in layers_of(model) if keeps_call_of(layer, keras.layers.Dense) and _is_wide(layer)]
+    """Return the layers that `transposed_gradients` makes faster: Keras' own with large kernels, float32 on a CPU."""
+    dense = [layer for layer in layers_of(model) if keeps_call_of(layer, keras.layers.Dense)]
+    return [layer for layer in dense if _is_wide(layer)] if micro_batch_size in ROWS else []
 
 
-@contextmanager
-def transposed_gradients(layers: Sequence[keras.layers.Dense]) -> Iterator[None]:
+def transposed_gradients(layers: Sequence[keras.layers.Dense]) -> AbstractContextManager[None]:
     """Compute gradients by inputs of rank 2 as (W·dYᵀ)ᵀ where the layers are called inside the `with` block."""
-    with calling((layer, _call(layer)) for layer in layers):
-        yield
+    return calling((layer, _call(layer)) for layer in layers)
 
 
 def _is_wide(layer: keras.layers.Dense) -> bool:
     # Not `layer.kernel`: with LoRA it is computed, and an unbuilt layer has none.
-    return layer.compute_dtype == "float32" and any(map(_is_wide_kernel, layer.weights))
-
-
-def _is_wide_kernel(weight: keras.Variable) -> bool:
-    large = math.prod(weight.shape) >= LARGE and min(weight.shape) >= WIDE and len(weight.shape) == 2
-    return large and weight.dtype == "float32" and "GPU" not in weight.value.device
+    kernels = [weight for weight in layer.weights if len(weight.shape) == 2 and weight.dtype == "float32"]
+    large = [kernel for kernel in kernels if math.prod(kernel.shape) >= LARGE and min(kernel.shape) >= WIDE]
+    return layer.compute_dtype == "float32" and any("GPU" not in kernel.value.device for kernel in large)
 
 
 def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:

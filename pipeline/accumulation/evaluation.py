@@ -5,13 +5,10 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from .batch import Nest, Share, examples_in, share_of
-from .gradient_sums import GradientSums
+from .batch import Nest, Share, batch_totals, examples_in, reduce, share_of
+from .gradient_sums import GradientSums, sum_over_micro_batches
 from .loss_sums import micro_batch_losses
-from .micro_batches import sum_over_micro_batches
-from .objective import Losses, Objective
-from .outputs import by_name
-from .replicas import batch_totals, reduce
+from .objective import Losses, Objective, by_name
 
 
 class Evaluation:

@@ -22,27 +22,15 @@ _DRAWING = re.compile(
 
 @dataclass(frozen=True)
 class Forward:
-    """The side effects of a forward pass in training.
+    """The side effects of a forward pass in training."""
 
-    Attributes:
-        assigned: moving statistics, and the seeds of layers.
-        cut_dependent_noise: names of layers and operations that draw new noise for each micro-batch.
-        placed: the layers that draw for each example by its position in the effective batch.
-    """
-
-    assigned: list[keras.Variable]
-    cut_dependent_noise: list[str]
-    placed: list[keras.Layer]
+    assigned: list[keras.Variable]  # moving statistics, and the seeds of layers
+    cut_dependent_noise: list[str]  # names of layers and operations that draw new noise for each micro-batch
+    placed: list[keras.Layer]  # those that draw for each example by its position in the effective batch
 
 
 def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
-    """Trace a forward pass of a built model, without changing it.
-
-    Args:
-        model: to be traced.
-        x: the inputs of a few examples.
-        same_noise: as an `Update` takes it.
-    """
+    """Trace a forward pass of a built model on a few examples, without changing it; `same_noise` is an `Update`'s."""
     placed = noisy_layers(model, x) if same_noise else []
     x = tf.nest.map_structure(lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), x)
 
@@ -54,41 +42,27 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
     with keras.StatelessScope() as scope:
         graph = call.get_concrete_function().graph
     found = [variable for variable in model.variables if scope.get_current_value(variable) is not None]
-    seeds = [layer.seed_generator.state for layer in placed]
     seed = global_seed()
     drew = seed is not None and scope.get_current_value(seed) is not None
     own = {*_drawing(model, found), *_operations(graph), *(["keras.random without a seed"] if drew else [])}
     known = {id(variable) for variable in found}
     by_place = [layer for layer in placed if id(layer.seed_generator.state) not in known]
-    return Forward([*found, *(state for state in seeds if id(state) not in known)], sorted(own), by_place)
+    return Forward([*found, *(layer.seed_generator.state for layer in by_place)], sorted(own), by_place)
 
 
 def batch_dependent_layers(model: keras.Model, forward: Forward) -> list[str]:
-    """Return the names of the layers that assign state in training, random seeds excluded.
-
-    The state depends on the micro-batch, so their outputs differ between factors at one effective batch.
-    """
+    """Return the names of the layers that assign state in training, other than seeds: it depends on the micro-batch."""
     ids = {id(variable) for variable in forward.assigned}
-
-    def owners(layer: keras.Layer) -> Iterator[str]:
-        assigns = any(id(weight) in ids for weight in layer.weights)
-        if assigns and isinstance(layer, keras.Model):
-            for inner in layer.layers:
-                yield from owners(inner)
-        elif assigns:
-            yield layer.name
-
-    return sorted(owners(model))
+    layers = (layer for layer in _outermost(model) if not isinstance(layer, keras.Model))
+    return sorted(layer.name for layer in layers if any(id(weight) in ids for weight in layer.weights))
 
 
 def unknown_to_keras(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
     """Yield TensorFlow's own variables and generators in the attributes of layers, with names that may repeat."""
     for layer in (model, *layers_of(model)):
         for attribute, entry in _attributes(layer):
-            if isinstance(entry, tf.Variable):
-                yield f"{layer.path}/{attribute}", entry
-            elif isinstance(entry, tf.random.Generator):
-                yield f"{layer.path}/{attribute}", entry.state
+            if isinstance(entry, tf.Variable | tf.random.Generator):
+                yield f"{layer.path}/{attribute}", entry if isinstance(entry, tf.Variable) else entry.state
 
 
 def _attributes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
@@ -104,17 +78,20 @@ def _drawing(model: keras.Model, assigned: list[keras.Variable]) -> Iterator[str
     ids = {id(variable) for variable in assigned}
 
     def draws(layer: keras.Layer) -> bool:
-        return any(
-            id(value.state) in ids for _, value in _attributes(layer) if isinstance(value, keras.random.SeedGenerator)
-        )
+        generators = (value for _, value in _attributes(layer) if isinstance(value, keras.random.SeedGenerator))
+        return any(id(generator.state) in ids for generator in generators)
 
-    if draws(model):
-        yield model.name
-    for layer in model.layers:
-        if isinstance(layer, keras.Model):
-            yield from _drawing(layer, assigned)
-        elif any(map(draws, (layer, *layers_of(layer)))):
+    for layer in _outermost(model):
+        inside = [] if isinstance(layer, keras.Model) else layers_of(layer)
+        if any(map(draws, (layer, *inside))):
             yield layer.name
+
+
+def _outermost(model: keras.Model) -> Iterator[keras.Layer]:
+    """Yield the model, its layers, and of those that are models, theirs."""
+    yield model
+    for layer in model.layers:
+        yield from _outermost(layer) if isinstance(layer, keras.Model) else [layer]
 
 
 def _operations(graph: tf.Graph) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What this package uses of Keras' private parts; read in Keras 3.15.
+"""What this package uses of Keras' private parts, read in Keras 3.15; and temporary replacements of layers' `call`.
 
 _keras_mask       on an output: which of its elements count; the loss and the metrics of `fit` read it there too
 _keras_logits     on a softmax's or a sigmoid's output: what a cross-entropy with `from_logits=False` is computed from
@@ -15,8 +15,10 @@ _momentums, _velocities, _get_variable_index   of `Adam`: its moments, and which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -41,46 +43,28 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers(include_self=False))
 
 
-def global_seed() -> keras.Variable | None:
-    """Return the state of Keras' global seed generator; None where nothing has drawn from it."""
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+def global_seed(*, make: bool = False) -> keras.Variable | None:
+    """Return the state of Keras' global seed generator; None before its first draw, unless `make` makes it."""
+    known = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    generator = seed_generator.global_seed_generator() if make else known
     return None if generator is None else generator.state
 
 
-def make_global_seed() -> None:
-    """Make the global seed generator as its first draw does, and draw nothing."""
-    seed_generator.global_seed_generator()
-
-
-class CompiledLoss(NamedTuple):
-    """What `compile` makes of one entry of `loss`."""
-
-    path: tuple[Any, ...]  # of the output, in the nest of the outputs
-    loss: keras.losses.Loss
-    scale: float | None  # of `loss_weights`
-    mean: keras.metrics.Mean | None  # over an epoch, as the history shows it; None for a single loss
-
-
-def compiled_losses(model: keras.Model) -> list[CompiledLoss]:
-    """Return the losses of a model after a `compute_loss`; none where it was compiled without."""
+def compiled_losses(
+    model: keras.Model,
+) -> list[tuple[tuple[Any, ...], keras.losses.Loss, float | None, keras.metrics.Mean | None]]:
+    """Return each loss of a model after a `compute_loss`: its path in the outputs, it, its weight, its epoch's mean."""
     made = model._compile_loss
     if made is None:
         return []
-    means = made.metrics or [None] * len(made._flat_losses)
-    return [
-        CompiledLoss(path, loss, scale, mean)
-        for (path, loss, scale, _), mean in zip(made._flat_losses, means, strict=True)
-    ]
+    means = made.metrics or [None] * len(made._flat_losses)  # a single loss has none
+    return [(*flat[:3], mean) for flat, mean in zip(made._flat_losses, means, strict=True)]
 
 
 def compiled_metrics(
     model: keras.Model, names: Sequence[str]
 ) -> tuple[dict[str, list[keras.metrics.Metric]], dict[str, list[keras.metrics.Metric]]]:
-    """Return `metrics` and `weighted_metrics` of a model by output, after a `compute_metrics`.
-
-    Args:
-        names: of the outputs in their order, for those that have no name in Keras.
-    """
+    """Return `metrics` and `weighted_metrics` of a model after a `compute_metrics` by output, else by its `names`."""
 
     def by_output(found: Sequence[Any]) -> dict[str, list[keras.metrics.Metric]]:
         of_outputs = zip(names, found, strict=True)
@@ -99,3 +83,26 @@ def adam_moments(adam: keras.optimizers.Adam, variable: tf.Variable) -> tuple[tf
     """Return the means of the gradients of a variable and of their squares."""
     index = adam._get_variable_index(variable)
     return adam._momentums[index].value, adam._velocities[index].value
+
+
+@contextmanager
+def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator[None]:
+    """Replace each layer's `call` inside the `with` block; a model saved meanwhile has Keras' own."""
+    replaced = []
+    try:
+        for layer, call in calls:
+            call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras reads it
+            object.__setattr__(layer, "call", call)  # bypasses the layer's own, which tracks attributes
+            replaced.append(layer)
+        yield
+    finally:
+        for layer in replaced:
+            object.__delattr__(layer, "call")
+
+
+def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
+    """Return whether the layer's `call` is that of `kind`, not overridden by a subclass or a wrapper."""
+    return isinstance(layer, kind) and type(layer).call is kind.call and "call" not in vars(layer)
+
+
+graph = tf.compat.v1.get_default_graph  # that is being traced: a layer's own loop or function has one of its own

@@ -12,17 +12,16 @@ computes, ragged outputs, an axis of unknown length) has a gradient sum of its o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from .batch import Nest, examples_in
-from .loss_reduction import divide, nonzero, weighted_sum
+from .batch import BatchTotals, Nest, examples_in, spread
+from .keras_internals import mask_of
 from .objective import Objective
-from .outputs import spread
-from .replicas import BatchTotals
 
 
 class LossSum(NamedTuple):
@@ -34,21 +33,13 @@ class LossSum(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is minimised over a micro-batch and divided by one weight.
+    """What is minimised over a micro-batch and divided by one weight; scalars."""
 
-    Attributes:
-        total: the sum over the micro-batch.
-        weight: of the micro-batch; 0 divides by nothing.
-        batch_weight: `weight` of the whole effective batch, where it is known before the forward pass; else None.
-        size: of the micro-batch, not zero: `total / size` is mean-sized.
-        unit: what turns the gradient of `total / size` into that of the whole effective batch; None for 1.
-    """
-
-    total: tf.Tensor
-    weight: tf.Tensor
-    batch_weight: tf.Tensor | None
-    size: tf.Tensor
-    unit: tf.Tensor | None
+    total: tf.Tensor  # the sum over the micro-batch
+    weight: tf.Tensor  # of the micro-batch; 0 divides by nothing
+    batch_weight: tf.Tensor | None  # of the whole effective batch, where it is known before the forward pass
+    size: tf.Tensor  # of the micro-batch, not zero: `total / size` is mean-sized
+    unit: tf.Tensor | None  # turns the gradient of `total / size` into that of the effective batch; None for 1
 
 
 def micro_batch_losses(
@@ -56,12 +47,7 @@ def micro_batch_losses(
 ) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
     """Return the loss of each output, what the model adds, and both as parts of what is minimised.
 
-    Args:
-        model: after its forward pass.
-        objective: what is minimised.
-        outputs: of the micro-batch, by name.
-        micro_batch: `(x, y, sample_weight)`.
-        totals: of the effective batch that it is a part of.
+    Call it after the forward pass that gave `outputs`; `totals` are of the effective batch.
     """
     x, y, sample_weight = micro_batch
     dtype = tf.as_dtype(keras.config.floatx())
@@ -90,11 +76,7 @@ def micro_batch_losses(
 
 
 def _merged(parts: Sequence[Part], share: tf.Tensor) -> list[Part]:
-    """Return the parts with those whose weight is known ahead merged into one.
-
-    Args:
-        share: of the effective batch's examples that are in this micro-batch.
-    """
+    """Return the parts with those whose weight is known ahead merged; `share` is examples here ÷ in the batch."""
     known = [part for part in parts if part.batch_weight is not None]
     if len(known) < 2:
         return list(parts)
@@ -103,3 +85,109 @@ def _merged(parts: Sequence[Part], share: tf.Tensor) -> list[Part]:
     total = sum(divide(tf.cast(part.total, weight.dtype) * weight, part.batch_weight) for part in known)
     merged = Part(total, first.weight, weight, weight * tf.cast(share, weight.dtype), None)
     return [merged, *(part for part in parts if part.batch_weight is None)]
+
+
+class WeightedSum(NamedTuple):
+    """The numerator and the denominator of a mean, over a part of a batch; scalars, in float32 at least."""
+
+    total: tf.Tensor  # Σ wᵢ·lossᵢ
+    weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`, to be read as 1
+    batch_weight: tf.Tensor | None  # `weight` of the whole batch, where it is known before a forward pass
+
+
+def weighted_sum(
+    loss: keras.losses.Loss,
+    y_true: Nest,
+    outputs: Nest,
+    sample_weight: tf.Tensor | None = None,
+    totals: tuple[tf.Tensor, tf.Tensor | None] | None = None,
+) -> WeightedSum:
+    """Return the numerator and the denominator of the mean `loss(y_true, outputs, sample_weight)`.
+
+    Follows `keras.losses.Loss.__call__` of Keras 3.15: the reductions `mean` and `sum_over_batch_size` divide by the
+    number of loss elements, or of unmasked ones; `mean_with_sample_weight` by the sum of the weights; `sum` by nothing.
+
+    Args:
+        loss: its `call` gives one value per example, or per element of an example.
+        y_true, outputs: as `loss` takes them, with the examples on axis 0.
+        sample_weight: (examples,) or of the values' shape.
+        totals: examples, and sum of the sample weights, of the whole batch where `batch_weight` is wanted.
+
+    Raises:
+        ValueError: the loss reduces nothing, or to a scalar in its `call`, or the sample weights do not fit its values.
+    """
+    if loss.reduction in (None, "none"):
+        raise ValueError(f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}")
+    dtype = tf.as_dtype(loss.dtype)
+    mask = mask_of(outputs)
+    outputs, y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), (outputs, y_true))
+    values = loss.call(y_true, outputs)
+    masks = [each for each in (mask, mask_of(values)) if each is not None]
+    dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
+    values = _dense(values, dtype)
+    if values.shape.rank == 0:
+        raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
+    count = tf.cast(tf.size(values), dtype)
+    factors = [] if sample_weight is None else [_dense(sample_weight, dtype)]
+    if masks:
+        mask = tf.cast(functools.reduce(tf.logical_and, masks), dtype)
+        count *= tf.math.divide_no_nan(tf.reduce_sum(mask), tf.cast(tf.size(mask), dtype))
+        factors = [mask, *factors]
+    if factors:
+        rank = max(factor.shape.rank for factor in factors)
+        weights = _fitted(functools.reduce(tf.multiply, [_aligned(factor, rank) for factor in factors]), values)
+        values *= weights
+    total = tf.reduce_sum(values)
+    if loss.reduction == "sum":
+        return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype))
+    by_weights, ahead = loss.reduction == "mean_with_sample_weight" and bool(factors), None
+    if totals is not None and not masks:
+        if by_weights:
+            ahead = tf.cast(totals[1], dtype)
+        elif (per_example := _values_per_example(loss, y_true, outputs)) is not None:
+            ahead = tf.cast(totals[0], dtype) * per_example
+    return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead)
+
+
+def nonzero(weight: tf.Tensor) -> tf.Tensor:
+    """Return the weight, 1 where it is 0."""
+    return tf.where(weight == 0, tf.ones_like(weight), weight)
+
+
+def divide(value: Any, weight: tf.Tensor) -> Any:
+    """Return a tensor or `tf.IndexedSlices` divided by a weight, of which 0 divides by nothing."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(divide(value.values, weight), value.indices, value.dense_shape)
+    return value / tf.cast(nonzero(weight), value.dtype)
+
+
+def _values_per_example(loss: keras.losses.Loss, y_true: Nest, outputs: Nest) -> int | None:
+    """Return how many values the loss has for an example, as its shapes for three show; None where it depends."""
+    if any(isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None for leaf in tf.nest.flatten((y_true, outputs))):
+        return None
+    three = [tf.TensorSpec([3, *leaf.shape[1:]], leaf.dtype) for leaf in (y_true, outputs)]
+    made = tf.function(loss.call, autograph=False).get_concrete_function(*three)
+    count = tf.TensorShape(made.structured_outputs.shape).num_elements()
+    return None if count is None or count % 3 else count // 3
+
+
+def _dense(values: Any, dtype: tf.DType) -> tf.Tensor:
+    values = tf.cast(values, dtype)
+    return values.flat_values if isinstance(values, tf.RaggedTensor) else values
+
+
+def _fitted(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    weights = _aligned(weights, values.shape.rank)
+    pairs = zip(weights.shape[1:], values.shape[1:], strict=False)
+    if weights.shape.rank > values.shape.rank or any(size not in (1, None, of or size) for size, of in pairs):
+        raise ValueError(f"sample weights of shape {weights.shape} do not fit values of shape {values.shape}")
+    return weights
+
+
+def _aligned(weights: tf.Tensor, rank: int) -> tf.Tensor:
+    """Add or remove last axes of size 1 until `weights` has `rank` axes: (examples,) weighs every element."""
+    while weights.shape.rank < rank:
+        weights = tf.expand_dims(weights, -1)
+    while weights.shape.rank > rank and weights.shape[-1] == 1:
+        weights = tf.squeeze(weights, -1)
+    return weights

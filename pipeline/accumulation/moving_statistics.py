@@ -20,24 +20,18 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .keras_internals import layers_of
-from .layer_calls import calling, graph, keeps_call_of
+from .keras_internals import calling, graph, keeps_call_of, layers_of
 
 
 class Moved(NamedTuple):
-    """The steps that calls of a layer would have moved its statistics by, each alone; float64 of shape (channels,).
+    """The steps that calls of a layer would have moved its statistics by, each alone; float64 of shape (channels,)."""
 
-    Attributes:
-        weight: Σ wₖ, the number of values that each mean is taken of; a scalar where it is that of all channels.
-        mean: Σ wₖdₖ.
-        square: Σ wₖdₖ².
-        variance: Σ wₖ(1 − m)(σₖ² − old).
-    """
-
-    weight: tf.Tensor
-    mean: tf.Tensor
-    square: tf.Tensor
-    variance: tf.Tensor
+    weight: (
+        tf.Tensor
+    )  # Σ wₖ, the number of values that each mean is taken of; a scalar where it is that of all channels
+    mean: tf.Tensor  # Σ wₖdₖ
+    square: tf.Tensor  # Σ wₖdₖ²
+    variance: tf.Tensor  # Σ wₖ(1 − m)(σₖ² − old)
 
 
 Moves = tuple[tuple[Moved, ...], ...]  # for each of `normalising_layers`, one for each of its calls in a forward pass

@@ -30,32 +30,26 @@ DECAY = 0.9  # of the moving averages, per measured update
 def square(gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None]) -> tf.Tensor:
     """Return the sum of the squares of all entries, scalar; `()` or None stands for a missing gradient."""
     # In one pass over each: materialized squares cost three times as much.
-    halves = [tf.nn.l2_loss(_entries(gradient)) for gradient in gradients if tf.is_tensor(gradient)]
+    halves = []
+    for gradient in filter(tf.is_tensor, gradients):
+        if isinstance(gradient, tf.IndexedSlices):  # each row once, summed
+            rows, places = tf.unique(gradient.indices)
+            gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+        halves.append(tf.nn.l2_loss(gradient))
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
-
-
-def _entries(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Return the entries that are not zero: of `IndexedSlices` each row once, summed."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows, places = tf.unique(gradient.indices)
-    return tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
 
 
 def estimate(
     squares: tf.Tensor, parts: tf.Tensor, of_mean: tf.Tensor, weight: tf.Tensor, examples: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Estimate tr(Σ), per example, and |G|² from one update.
+    """Estimate tr(Σ), per example, and |G|² from one update; NaN with fewer than two micro-batches.
 
     Args:
         squares: Σₖ Wₖ|gₖ|², where Wₖ is the weight of micro-batch k, by which its sum of losses is divided.
-        parts: K, the number of micro-batches.
+        parts: K, the number of micro-batches; 0 where none was measured.
         of_mean: |g|².
         weight: Σₖ Wₖ.
         examples: Σₖ nₖ, which turns the unit of weight into examples.
-
-    Returns:
-        Two scalars; NaN where there are fewer than two micro-batches, or none was measured.
     """
     weight = tf.cast(weight, squares.dtype)
     nan = tf.constant(math.nan, squares.dtype)
@@ -89,13 +83,7 @@ def of_micro_batch(
 
 
 def estimates(sums: GradientSums, of_mean: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return the results of `estimate` for an update by name, scalars.
-
-    Args:
-        sums: of the update.
-        of_mean: |g|², scalar.
-        scale: the square of the loss scale that the gradients in `sums` have; scalar.
-    """
+    """Return what `estimate` does by name, of |g|² and the square of the loss scale of the gradients in `sums`."""
     squares, parts, weight = sums.noise
     squares, of_mean = squares / tf.cast(scale, squares.dtype), tf.cast(of_mean, squares.dtype)
     variance, of_true = estimate(squares, parts, of_mean, weight, sums.examples)

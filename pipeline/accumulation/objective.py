@@ -1,4 +1,4 @@
-"""What is minimised and measured: the losses, loss weights and metrics of each output, as `compile` takes them."""
+"""What is minimised and measured: the losses, loss weights and metrics of each output by name, as in `compile`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import keras
 
-from .batch import Nest
+from .batch import Nest, spread
 from .keras_internals import mask_of
-from .outputs import spread
 
 # One `keras.losses.Loss` for every output, or a dict or list of one for each, None for an output without; None for
 # a model that learns from `add_loss` alone.
@@ -49,11 +48,11 @@ class Objective:
 
     @classmethod
     def of(cls, loss: Losses | Objective) -> Objective:
-        """Return the objective to minimise `loss` alone, or the objective that is given in its place."""
+        """Return `loss` as an objective without metrics, or as it is if it is an objective."""
         return loss if isinstance(loss, Objective) else cls(loss)
 
     def terms(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest) -> list[Term]:
-        """Return the parts of the loss, as the function `terms` does."""
+        """Return the parts of the loss; see the function `terms`."""
         return [] if self.loss is None else terms(self.loss, self.loss_weights, y, outputs, sample_weight)
 
     def update_metrics(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest) -> None:
@@ -63,7 +62,7 @@ class Objective:
         update_metrics(self.weighted_metrics, labels, outputs, sample_weight)
 
     def measured(self) -> dict[str, keras.metrics.Metric]:
-        """Return all metrics by their names, as the function `measured` does."""
+        """Return all metrics by the names that `fit` gives them."""
         return measured(self.metrics, self.weighted_metrics, self.layer_metrics)
 
 
@@ -72,12 +71,7 @@ def terms(
 ) -> list[Term]:
     """Return the parts of the loss as `compile(loss=…, loss_weights=…)` has them, in the order of the outputs.
 
-    Args:
-        loss: as `Losses` says; every output has an entry.
-        loss_weights: a number for each output, 1 where there is none.
-        y: labels for each output that has a loss; those of the others are ignored.
-        outputs: as `by_name` returns them.
-        sample_weight: one for all outputs, or one for each.
+    Labels of outputs without a loss are ignored. `outputs` are as `by_name` returns them.
 
     Raises:
         ValueError: they do not fit the outputs, or each other.
@@ -102,11 +96,10 @@ def terms(
 def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:
     """Return the labels by output; a list that has none for outputs without a loss is in the order of the others."""
     names = list(outputs)
-    all_given = loss is None or isinstance(y, dict) or (isinstance(y, list | tuple) and len(y) == len(names))
-    if all_given:
-        return spread(y, names)
-    losses = spread(loss, names, to_all=True)
-    return spread(y, [name for name in names if losses.get(name) is not None])
+    if not (loss is None or isinstance(y, dict) or (isinstance(y, list | tuple) and len(y) == len(names))):
+        losses = spread(loss, names, to_all=True)
+        names = [name for name in names if losses.get(name) is not None]
+    return spread(y, names)
 
 
 def measured(*given: Metrics) -> dict[str, keras.metrics.Metric]:
@@ -118,11 +111,7 @@ def measured(*given: Metrics) -> dict[str, keras.metrics.Metric]:
 def update_metrics(metrics: Metrics, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None) -> None:
     """Update the metrics with one micro-batch, weighted by the mask of their output where there is one.
 
-    Args:
-        metrics: of the only output, or by the output's name.
-        y: as `labels_by_name` returns them.
-        outputs: as `terms` takes them.
-        sample_weight: as `terms` takes it; for `weighted_metrics` alone.
+    `y` is as `labels_by_name` returns it; `sample_weight` is for `weighted_metrics` alone.
 
     Raises:
         ValueError: a metric is of no output, or of one that has no labels.
@@ -149,3 +138,17 @@ def _flat(metrics: Metrics) -> list[tuple[str | None, keras.metrics.Metric]]:
     if not isinstance(metrics, Mapping):
         return [(None, metric) for metric in metrics]
     return [(output, metric) for output, listed in metrics.items() for metric in listed]
+
+
+def by_name(model: keras.Model, outputs: Nest) -> dict[str, Nest]:
+    """Return the outputs by their names, in their order.
+
+    The names are the keys of a dict, joined by `/` where dicts are nested; for a list, the names that a functional
+    model gives its outputs, else their numbers. The only output of any other model has the name "".
+    """
+    flat = keras.tree.flatten_with_path(outputs)
+    names = ["/".join(map(str, path)) for path, _ in flat]
+    known = getattr(model, "output_names", None) or []
+    if not isinstance(outputs, dict) and len(set(known)) == len(names):
+        names = known
+    return dict(zip(names, (output for _, output in flat), strict=True))

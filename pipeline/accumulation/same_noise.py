@@ -14,16 +14,15 @@ and nothing of that size is ever held. Noise is drawn in float32, whatever the p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import layers
 
-from .keras_internals import layers_of
-from .layer_calls import calling, graph, keeps_call_of
+from .keras_internals import calling, graph, keeps_call_of, layers_of
 
 Draw = Callable[[Sequence[Any]], tf.Tensor]  # a shape, whose sizes may be scalars → float32 in [0, 1)
 _BLOCK = 4  # 32-bit values in a block
@@ -45,18 +44,11 @@ def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
     return [layer.seed_generator.next() for layer in noisy]
 
 
-@contextmanager
-def drawn(noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor) -> Iterator[None]:
-    """Make noisy layers draw the noise of some examples of an effective batch, on which their model is called.
-
-    Args:
-        noisy: as `noisy_layers` returns them.
-        keys: as `keys_of` gave them for this effective batch.
-        place: position of the first example in the effective batch, scalar.
-        examples: their number, scalar.
-    """
-    with calling((layer, _call(layer, key, place, examples)) for layer, key in zip(noisy, keys, strict=True)):
-        yield
+def drawn(
+    noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor
+) -> AbstractContextManager[None]:
+    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`."""
+    return calling((layer, _call(layer, key, place, examples)) for layer, key in zip(noisy, keys, strict=True))
 
 
 def _call(layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor) -> Callable[..., tf.Tensor]:
@@ -67,7 +59,7 @@ def _call(layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor) -
         nonlocal calls
         # Keras draws in a layer's own loop, as for a recurrent cell, where each step needs new noise, and for inputs
         # with a known number of rows, whose first axis is not that of the examples.
-        shared = _shares(layer)
+        shared = (getattr(layer, "noise_shape", None) or (None,))[0] is not None  # by all examples
         if not training or graph() is not here or (inputs.shape[0] is not None and not shared):
             return type(layer).call(layer, inputs, training=training)
         # A layer that is called twice in a forward pass draws twice.
@@ -130,10 +122,7 @@ def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    """Return normal noise for `x` after Box and Muller, 1958.
-
-    In XLA's own operation a value depends on how many are drawn.
-    """
+    """Return normal noise for `x` after Box and Muller, 1958: XLA's own depends on how many values are drawn."""
     # In float64 where the layer computes in it: the last bit of a logarithm depends on its place in a vector register.
     pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), tf.float64 if x.dtype == tf.float64 else tf.float32)
     return tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0])) * tf.cos(2 * math.pi * pairs[..., 1])
@@ -152,12 +141,6 @@ def _sizes(x: tf.Tensor, shape: Sequence[int | None]) -> list[Any]:
     """Return the sizes of `shape`, in which None is the size of that axis of `x`: a scalar where it is not known."""
     sizes = [known if given is None else given for given, known in zip(shape, x.shape, strict=False)]
     return [tf.shape(x)[axis] if size is None else size for axis, size in enumerate(sizes)]
-
-
-def _shares(layer: keras.Layer) -> bool:
-    """Return whether all examples have the same noise."""
-    shape: Sequence[int | None] = getattr(layer, "noise_shape", None) or (None,)
-    return shape[0] is not None
 
 
 def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:

@@ -21,15 +21,12 @@ import tensorflow as tf
 
 from . import noise_scale
 from .adam import fused_adam
-from .batch import Nest, Share, examples_in, parts_of, share_of
+from .batch import BatchTotals, Nest, Share, batch_totals, examples_in, global_batch_totals, parts_of, reduce, share_of
 from .dense import transposed_gradients, wide_layers
-from .gradient_sums import GradientSums, gradients_by
+from .gradient_sums import GradientSums, gradients_by, sum_over_micro_batches
 from .loss_sums import micro_batch_losses
-from .micro_batches import sum_over_micro_batches
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
-from .objective import Losses, Metrics, Objective
-from .outputs import by_name
-from .replicas import BatchTotals, batch_totals, global_batch_totals, reduce
+from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import drawn, keys_of, noisy_layers
 
 
@@ -62,23 +59,19 @@ def accumulate_gradients(
             `none` and whose value for one example does not depend on the other ones (in `keras.losses.Circle` it
             does: that is a loss of the micro-batch). None for a model that learns from `add_loss` alone. Or an
             `Objective`, which holds the loss weights and the metrics too.
-        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on
-            axis 0; x alone where there is no loss. The number of examples need not be known when traced, and may be
-            zero.
+        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on axis 0;
+            x alone where there is no loss. The number of examples may be unknown when traced, and zero.
         micro_batch_size: examples per forward+backward; the last slice may be smaller.
         loss_weights: a number for each output, by name or in order.
-        metrics, weighted_metrics: updated with every micro-batch's outputs; of a model with several outputs by the
-            name of the output. The mask of the outputs weighs the former, the sample weights weigh the latter.
-        scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer`
-            wants it; the sums then hold scaled gradients and the losses are unscaled.
+        metrics, weighted_metrics: updated with every micro-batch, as an `Objective` has them.
+        scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer` wants it; the
+            sums then hold scaled gradients and the losses are unscaled.
         whole: what is known of the effective batch, where `batch` is one replica's share of it.
         place: position of the share's first example in the effective batch.
         measure_noise: whether `noise` is wanted: a pass over the gradient for each micro-batch.
         noise_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the effective batch: these layers then
-            draw for each example what they draw for it in any other cut. Without keys, Keras draws for each
-            micro-batch.
-        hold_statistics: leave the moving statistics of BatchNormalization as they are; `assign_moving_statistics`
-            moves them by those of the effective batch, which an `Update` does.
+            draw for each example what they draw for it in any other cut. Else Keras draws for each micro-batch.
+        hold_statistics: leave the moving statistics of BatchNormalization to `assign_moving_statistics`.
         jit_compile: compile each forward+backward with XLA.
 
     Returns:
@@ -129,10 +122,9 @@ class Update:
         strategy: the strategy in whose scope the model was built; the current one by default.
         noise_every: updates from one measurement of the gradient noise to the next; 0 measures none. They are counted
             in `begun`, a variable, which is to be set where training resumes from a checkpoint.
-        same_noise: have Keras' dropout and noise layers draw for each example what they draw for it in any other cut,
-            over all replicas.
-        hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch,
-            and not by those of each micro-batch, which differ between replicas.
+        same_noise: have Keras' dropout and noise layers draw for each example what they draw in any other cut.
+        hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch, and
+            not by those of each micro-batch, which differ between replicas.
         jit_compile: compile each forward+backward with XLA.
         reductions_ready: counts the reductions that this process had its sums ready for, where there are several.
     """
@@ -170,14 +162,12 @@ class Update:
         """Apply the gradient of `batch` once. Call it inside a `tf.function`.
 
         Args:
-            batch: the effective batch, as `accumulate_gradients` takes it, or where there are several processes the
-                `Share` that this one has read; every replica gets its share.
+            batch: the effective batch, or the `Share` of it that this one of several processes has read.
 
         Returns:
             Scalars: `loss`, that of each of several outputs as `<output>_loss`, one entry for each metric,
             `learning_rate` as this update used it, and `gradient_norm`, the global L2 norm of the averaged gradient
-            before clipping; where the noise is measured `gradient_variance` and `gradient_square`, as
-            `noise_scale.estimate` gives them.
+            before clipping; where the noise is measured `gradient_variance` and `gradient_square`, tr(Σ) and |G|².
 
         Raises:
             ValueError: it is called in a strategy's scope.
@@ -185,7 +175,11 @@ class Update:
         built = [len(metric.variables) for metric in self.measured.values()]
         for metric in self.measured.values():
             metric.reset_state()
-        sums = self.sums(batch, self._measures())
+        measure: tf.Tensor | bool = False
+        if self.noise_every:
+            with tf.device("CPU:0"):
+                measure = (self.begun.assign_add(1) - 1) % self.noise_every == 0
+        sums = self.sums(batch, measure)
         gradients = sums.gradients()
         learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
         norm = tf.linalg.global_norm([gradient for gradient in gradients if gradient is not None])
@@ -197,8 +191,7 @@ class Update:
             applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
             self.apply(gradients, sums)
-        results = {"loss": sums.mean_loss(), **sums.output_losses()}
-        results |= {name: metric.result() for name, metric in self.measured.items()}
+        results = sums.results(self.measured)
         for metric, count in zip(self.measured.values(), built, strict=True):
             if len(metric.variables) > count:  # built in this trace: the reset above left out what was not there yet
                 metric.reset_state()
@@ -213,8 +206,8 @@ class Update:
         # Here, where all copies of a seed get the same value: they may have diverged.
         keys = keys_of(noisy_layers(self.model, parts_of(batch)[0])) if self.same_noise else []
         totals = global_batch_totals(self.strategy, batch, self.objective.loss, self.reductions_ready)
-        sums = self.strategy.run(self._accumulate, args=(batch, totals, measure_noise, keys))
-        return reduce(self.strategy, sums, self.reductions_ready)
+        of_batch = {"whole": totals, "measure_noise": measure_noise, "noise_keys": keys}
+        return reduce(self.strategy, self.strategy.run(self._accumulate, (batch,), of_batch), self.reductions_ready)
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> None:
         """Take one step of the optimizer, and one of the moving statistics by those of the effective batch."""
@@ -223,30 +216,12 @@ class Update:
         if self.hold_statistics:
             assign_moving_statistics(self.model, sums.moves)
 
-    def _measures(self) -> tf.Tensor | bool:
-        if not self.noise_every:
-            return False
-        with tf.device("CPU:0"):
-            return (self.begun.assign_add(1) - 1) % self.noise_every == 0
-
-    def _accumulate(
-        self, batch: Nest | Share, totals: BatchTotals, measure_noise: tf.Tensor | bool, noise_keys: Sequence[tf.Tensor]
-    ) -> GradientSums:
+    def _accumulate(self, batch: Nest | Share, **given: Any) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync
         share, place = share_of(batch, replicas)
-        sums = accumulate_gradients(
-            self.model,
-            self.objective,
-            share,
-            self.micro_batch_size,
-            scale_loss=self._scale_loss,
-            whole=totals,
-            place=place,
-            measure_noise=measure_noise,
-            noise_keys=noise_keys,
-            hold_statistics=self.hold_statistics,
-            jit_compile=self.jit_compile,
-        )
+        given |= {"place": place, "scale_loss": self._scale_loss}
+        given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.jit_compile}
+        sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
         if replicas == 1 and self._scale_loss is None:
             return sums
         # Mirrored variables take no rows from outside of a replica, and Keras divides no rows by a scale.

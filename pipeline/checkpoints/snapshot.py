@@ -20,14 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import (
-    MODEL_CHECKPOINT_KEEPS,
-    Update,
-    global_seed,
-    layers_of,
-    make_global_seed,
-    unknown_to_keras,
-)
+from pipeline.accumulation import MODEL_CHECKPOINT_KEEPS, Update, global_seed, layers_of, unknown_to_keras
 from pipeline.common.errors import ConfigError
 
 if TYPE_CHECKING:  # a room above this one
@@ -135,7 +128,7 @@ def restore(
     """
     if _SEED in state.arrays and taken.has(_SEED) and global_seed() is None:
         with update.strategy.scope():
-            make_global_seed()
+            global_seed(make=True)
     check({"arrays": state.specs()}, update, taken)
     _assign({name: copies for name, copies in _variables(update).items() if taken.has(name)}, state.arrays)
     if taken.weights_only:

@@ -40,8 +40,7 @@ from pipeline.dataset.batches import Reader, effective_batches, in_order, one_cl
 from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
 from pipeline.tracking import provenance
-from pipeline.training.best_evaluation import Best
-from pipeline.training.evaluator import Evaluator
+from pipeline.training.evaluator import Best, Evaluator
 
 
 @dataclass(frozen=True)

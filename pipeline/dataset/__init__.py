@@ -10,7 +10,8 @@ __all__ = ["Data", "Stored", "bad_example", "batches", "cache", "checksums", "lo
 
 _AT_THE_DOOR = {
     **dict.fromkeys(("Data", "Stored"), "splits"),
-    **dict.fromkeys(("breast_cancer", "diabetes", "digits", "from_tfds", "topics"), "load"),
+    **dict.fromkeys(("digits", "from_tfds", "topics"), "load"),
+    **dict.fromkeys(("breast_cancer", "diabetes"), "builtin.tables"),
 }
 
 

@@ -20,11 +20,7 @@ SILENCE = 5.0  # seconds of searching before a line says so
 
 @contextmanager
 def located(data: Data, files: Files) -> Iterator[None]:
-    """Turn an error of reading `data` into one line that names the example that cannot be read, where one is found.
-
-    Raises:
-        DataError: the data could not be read.
-    """
+    """Turn an error of reading `data` into a DataError that names the example that cannot be read, if it is found."""
     try:
         yield
     except tf.errors.OpError as error:

@@ -18,7 +18,6 @@ from omegaconf import DictConfig
 
 from pipeline.accumulation import Share
 from pipeline.common.errors import ConfigError
-from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.padding import padder
 from pipeline.dataset.source import AHEAD, Source, batched, fixed, map_batches, one_by_one
 from pipeline.dataset.source import Reader as Reader
@@ -41,11 +40,10 @@ def effective_batches(
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
-    The order and the augmentation follow from `seed` and the epoch, which counts from 0; `node` is the `dataset` group.
-    The batches of the first `first_update` updates are skipped: earlier epochs are not read, and of the epoch in which
-    they end nothing is gathered or augmented; streamed examples are read and shuffled as before. `class_weight` is the
-    sample weight of each class, as `fit` takes it, 1 by default. With a `reader`, an element is a `Share`, and only its
-    examples are made, unless the shape of a share depends on the rest of the batch.
+    The order and the augmentation follow from `seed` and the epoch; `node` is the `dataset` group. The batches of the
+    first `first_update` updates are skipped: earlier epochs are not read, and of the epoch in which they end nothing is
+    gathered or augmented; streamed examples are read and shuffled as before. `class_weight` is as in `fit`. With a
+    `reader`, an element is a `Share`, and only its examples are made, unless its shape depends on the rest.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     spec, pad = data.train.element_spec, node.get("pad")
@@ -65,7 +63,7 @@ def effective_batches(
 
     batches = _prepared(tf.data.Dataset.range(first_epoch, epochs).flat_map(epoch_of), pad, spec)
     if class_weight is not None:
-        batches = map_batches(batches, weigher(class_weight, spec))
+        batches = map_batches(batches, _weigher(class_weight, spec))
     if augment is not None:
         made = batches.element_spec
         x, *_ = made.batch if isinstance(made, Share) else made
@@ -82,10 +80,9 @@ def in_order(
     reader: Reader | None = None,
     made_of: Stored | None = None,
 ) -> tf.data.Dataset:
-    """Return a split once, unshuffled, in batches of `batch_size`, the last perhaps smaller; `pad` as in the config.
+    """Return a split once, unshuffled, in batches, the last perhaps smaller; `pad` is as in the config.
 
-    A `reader` gets shares, as from `effective_batches`, and makes its examples alone where it is known what they are
-    `made_of`.
+    A `reader` gets shares, and makes its examples alone where it is known what they are `made_of`.
     """
     reader = _alone(reader, examples.element_spec, pad)
     source = Source(examples) if reader is None or made_of is None else Source(made_of.records, made_of.make)
@@ -106,12 +103,9 @@ def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
     """Return a warning where the first examples that are streamed and shuffled together are all of one class."""
     label = data.train.element_spec[1] if len(data.train.element_spec) > 1 else None
-    if (
-        node.get("in_memory", True)
-        or not isinstance(label, tf.TensorSpec)
-        or not label.dtype.is_integer
-        or label.shape.rank
-    ):
+    if node.get("in_memory", True) or not isinstance(label, tf.TensorSpec):
+        return ""
+    if not label.dtype.is_integer or label.shape.rank:
         return ""
     keys_by, make = _stored_keys(node, data)
     keys = keys_by(tf.constant(seed, tf.int64))
@@ -149,12 +143,12 @@ def _streamed(node: DictConfig, data: Data, reader: Reader | None, numbered: boo
     keys_by, make = _stored_keys(node, data, reader)
     buffer = node.get("shuffle_buffer") or data.examples
     spec, make_batch = data.train.element_spec, None
-    if reader is None and make is not None and not numbered and _small(spec):
+    as_stored = reader is None and make is not None and not numbered and fixed(spec)
+    if as_stored and sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(spec)) <= SMALL:
         make_batch = one_by_one(make, spec)
 
-    def make_numbered(number: tf.Tensor, key: Any) -> tuple:
-        example: tuple = key if make is None else make(key)
-        return example
+    def make_numbered(number: tf.Tensor, key: Any) -> Any:
+        return key if make is None else make(key)
 
     def source_of(seed: tf.Tensor, left_out: tf.Tensor) -> Source:
         tf.random.set_seed(1)  # of this traced function alone: the process' seed has no say, and may not be 0
@@ -185,11 +179,6 @@ def _alone(reader: Reader | None, spec: tuple, pad: Mapping[str, Any] | None) ->
     return reader if pad is None and fixed(spec) else None
 
 
-def _small(spec: tuple) -> bool:
-    """Return whether examples cost more one by one than what is done to them."""
-    return fixed(spec) and sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(spec)) <= SMALL
-
-
 def _prepared(batches: tf.data.Dataset, pad: Mapping[str, Any] | None, spec: tuple) -> tf.data.Dataset:
     if pad is not None:
         batches = batches.map(padder(pad, spec), tf.data.AUTOTUNE)
@@ -211,3 +200,25 @@ def _compatible(given: Any, made: Any) -> bool:
         return all(tf.nest.flatten(tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), given, made)))
     except (TypeError, ValueError):  # nests of other forms
         return False
+
+
+def _weigher(class_weight: Mapping[int, float], spec: tuple) -> Callable[..., tuple]:
+    """Return a function that adds the sample weights of its classes, 1 by default, to a batch `(x, y)`."""
+    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
+        rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
+        raise ConfigError("training.class_weight", rule, [type(part).__name__ for part in spec])
+    one_hot = spec[1].shape.rank >= 1 and spec[1].shape[-1] != 1
+    labels, weights = list(class_weight), [float(weight) for weight in class_weight.values()]
+    floatx = keras.config.floatx()
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(tf.constant(labels, tf.int64), tf.constant(weights, floatx)), 1.0
+    )
+
+    @tf.autograph.experimental.do_not_convert
+    def weigh(x: Any, y: tf.Tensor) -> tuple:
+        if one_hot:
+            return x, y, table.lookup(tf.argmax(y, axis=-1))
+        found = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int64)
+        return x, y, table.lookup(found if found.shape.rank == 1 else tf.squeeze(found, -1))
+
+    return weigh

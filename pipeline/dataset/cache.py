@@ -22,16 +22,8 @@ def resolve(
 ) -> tuple[dict[str, Any], str]:
     """Decide whether the training split is kept in memory where the `dataset` group has `in_memory: auto`.
 
-    The order of the examples depends on it, so a run records the decision and the size of the buffer.
-
-    Args:
-        node: the `dataset` group.
-        data: that it names.
-        agreed: returns whether something holds for each of several workers.
-        processes: of the run on this machine, which share its memory.
-
-    Returns:
-        The values that replace those of the group, and a line for the user; both are empty where nothing is open.
+    `agreed` returns whether something holds for each of several workers; `processes` of the run share the memory.
+    Return the values that replace those of the group, as the order depends on them, and a line for the user.
     """
     if node.get("in_memory") != "auto":
         return {}, ""
@@ -42,9 +34,9 @@ def resolve(
     buffer = node.get("shuffle_buffer")
     if buffer is None:
         buffer = max(1, min(data.examples, int(BUFFER / size)))
-    whose = "a quarter of the memory" if processes == 1 else f"a quarter of the memory, shared by {processes} workers,"
+    shared = "" if processes == 1 else f", shared by {processes} workers,"
     how = f"shuffled by file and in a buffer of {buffer} examples"
-    line = f"{what} are streamed, as {whose} is {readable(part)}; {how}"
+    line = f"{what} are streamed, as a quarter of the memory{shared} is {readable(part)}; {how}"
     return {"in_memory": False, "shuffle_buffer": buffer}, line
 
 

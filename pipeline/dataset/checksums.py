@@ -34,19 +34,11 @@ def of(path: Path) -> str:
 
 
 class Files:
-    """The files that a run's data are read from, as they are when the object is created.
-
-    Args:
-        paths: of the files.
-
-    Attributes:
-        checksums: by the files' names, where they are known.
-        reread: the files that are read again while the run trains.
-    """
+    """The files that a run's data are read from, as they are when the object is created."""
 
     def __init__(self, paths: Sequence[Path] = ()):
-        self.paths = self.reread = tuple(paths)
-        self.checksums: dict[str, str] = {}
+        self.paths = self.reread = tuple(paths)  # the latter are those that are read again while the run trains
+        self.checksums: dict[str, str] = {}  # by the files' names, where they are known
         self._of: dict[Path, str] = {}
         self._stats: dict[Path, list[int]] = {}
         for path in self.paths:
@@ -69,11 +61,7 @@ class Files:
             self._thread.join()
 
     def check(self) -> None:
-        """Check that the files in `reread` have not changed.
-
-        Raises:
-            DataError: one has changed.
-        """
+        """Raise DataError if a file in `reread` has changed."""
         if changed := self._changed(self.reread):
             raise DataError(f"{changed} has changed since the run began: not all of it was on the same data")
 
@@ -98,16 +86,12 @@ class Files:
             say(f"the data have no checksums: {described(error)}")
 
     def _changed(self, paths: Sequence[Path]) -> Path | None:
-        """Return the first file that has changed, by its size and date, and by its checksum where that is known.
-
-        A file that was deleted has been read for the last time.
-        """
+        """Return the first file that has changed, by its size and date, and by its checksum where that is known."""
         for path in paths:
-            with suppress(OSError):
-                if path in self._stats and _stat(path)[:2] != self._stats[path][:2]:
-                    before = self._of.get(path)
-                    if before is None or of(path) != before:
-                        return path
+            with suppress(OSError):  # a file that was deleted has been read for the last time
+                changed = path in self._stats and _stat(path)[:2] != self._stats[path][:2]
+                if changed and (path not in self._of or of(path) != self._of[path]):
+                    return path
         return None
 
 

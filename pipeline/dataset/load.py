@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.dataset import tfds_files
-from pipeline.dataset.split_checks import as_parts, checked
 from pipeline.dataset.splits import Data as Data
 from pipeline.dataset.splits import Stored as Stored
 from pipeline.trust import gate, instantiate
@@ -54,14 +53,13 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         raise ConfigError("dataset._target_", rule, type(made).__name__)
     if made.shuffled is not None:
         of_files = made.shuffled
-        made = replace(made, shuffled=lambda seed: as_parts(of_files(seed)))
-    splits = {name: checked(split, name) for name, split in made.splits.items()}
-    labelled = {name: len(split.element_spec) > 1 for name, split in splits.items()}
-    for name, found in labelled.items():
-        if found != labelled["train"]:
-            how = "with" if labelled["train"] else "without"
-            rule = f"must give its {name} split {how} labels, as its training split"
-            raise ConfigError("dataset._target_", rule, str(splits[name].element_spec))
+        made = replace(made, shuffled=lambda seed: _as_parts(of_files(seed)))
+    splits = {name: _checked(split, name) for name, split in made.splits.items()}
+    labelled = len(splits["train"].element_spec) > 1
+    for name, split in splits.items():
+        if (len(split.element_spec) > 1) != labelled:
+            rule = f"must give its {name} split {'with' if labelled else 'without'} labels, as its training split"
+            raise ConfigError("dataset._target_", rule, str(split.element_spec))
     return replace(made, **splits)
 
 
@@ -72,10 +70,8 @@ def digits(data_dir: str | None = None, download: bool = True, test_split: str |
     """
     from pipeline.dataset.builtin.digits import Digits
 
-    builder = Digits(data_dir=data_dir)
-    tfds_files.prepare(builder, download)
     make = _features("image", "label", 1 / 16, None)
-    return tfds_files.read(builder, ("train", "validation", test_split), make)
+    return tfds_files.read(Digits(data_dir=data_dir), download, ("train", "validation", test_split), make)
 
 
 def topics(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
@@ -85,34 +81,13 @@ def topics(data_dir: str | None = None, download: bool = True, test_split: str |
     """
     from pipeline.dataset.builtin.topics import Topics
 
-    builder = Topics(data_dir=data_dir)
-    tfds_files.prepare(builder, download)
-
     @tf.autograph.experimental.do_not_convert
     def preprocess(features: dict[str, Any]) -> tuple[Any, Any]:
         tokens = tf.cast(features["bytes"], tf.int32) + 1
         return tokens[:-1], tokens[1:]
 
-    return replace(tfds_files.read(builder, ("train", "validation", test_split), preprocess), classes=257)
-
-
-def breast_cancer() -> Data:
-    """Load scikit-learn's breast cancer table: 30 measurements of a tumour, malignant (0) or benign (1)."""
-    from pipeline.dataset.builtin import tables
-
-    return _from_table(tables.breast_cancer(), "breast_cancer", classes=2)
-
-
-def diabetes() -> Data:
-    """Load scikit-learn's diabetes table: 10 measurements of a patient, and its progression within a year."""
-    from pipeline.dataset.builtin import tables
-
-    return _from_table(tables.diabetes(), "diabetes")
-
-
-def _from_table(table: dict[str, Any], name: str, classes: int | None = None) -> Data:
-    splits = {split: tf.data.Dataset.from_tensor_slices(arrays) for split, arrays in table.items()}
-    return Data(**splits, classes=classes, name=name, version="1.0.0")
+    splits = "train", "validation", test_split
+    return replace(tfds_files.read(Topics(data_dir=data_dir), download, splits, preprocess), classes=257)
 
 
 def from_tfds(
@@ -166,8 +141,8 @@ def from_tfds(
         if resize is None and len(sizes) == 3 and None in sizes:
             raise ConfigError("dataset.resize", f"must be [height, width]: the images of {made.name} differ in size")
         preprocess = _features(input_key, label_key, scale, resize)
-    tfds_files.prepare(made, download and gate.downloads())
-    return tfds_files.read(made, (train_split, validation_split, test_split), preprocess, label_key)
+    splits = train_split, validation_split, test_split
+    return tfds_files.read(made, download and gate.downloads(), splits, preprocess, label_key)
 
 
 def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None) -> Callable:
@@ -179,3 +154,52 @@ def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, i
         return x, features[label_key]
 
     return preprocess
+
+
+def _checked(dataset: Any, split: str) -> tf.data.Dataset:
+    """Return the split as `_as_parts` does, if it is a dataset of single examples whose number is known."""
+    key = "dataset._target_"
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ConfigError(key, f"must give its {split} split as a tf.data.Dataset", type(dataset).__name__)
+    spec, count = dataset.element_spec, int(dataset.cardinality())
+    if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
+        rule = f"must give (x, y), (x, y, sample_weight) or x alone as an example of its {split} split"
+        raise ConfigError(key, rule, spec)
+    if count == 0:
+        raise ConfigError(key, f"must give at least one example in its {split} split", count)
+    if count < 0:
+        rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
+        raise ConfigError(key, rule, count)
+    leaves = tf.nest.flatten(spec)
+    if _is_batched(dataset, leaves):
+        rule = f"must give single examples in its {split} split, not batches: leave `batch` out"
+        raise ConfigError(key, rule, [str(leaf) for leaf in leaves])
+    return _as_parts(dataset)
+
+
+def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return the split with tuples as examples, without the labels that are None."""
+    spec = dataset.element_spec
+    without_labels = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in tf.nest.flatten(spec))
+    return dataset if isinstance(spec, tuple) and not without_labels else dataset.map(_parts)
+
+
+def _is_batched(dataset: tf.data.Dataset, leaves: list[Any]) -> bool:
+    """Return whether each part's first axis has an unknown size and yet one size, but for the last of the elements."""
+    if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank and leaf.shape[0] is None for leaf in leaves):
+        return False
+    lengths = [int(tf.shape(tf.nest.flatten(element)[0])[0]) for element in dataset.take(20)]
+    return len(lengths) > 1 and len(set(lengths[:-1])) == 1 and 1 <= lengths[-1] <= lengths[0] > 1
+
+
+@tf.autograph.experimental.do_not_convert
+def _parts(x: Any, y: Any = None, *sample_weight: Any) -> tuple:
+    return (x,) if y is None else (x, _without_none(y), *sample_weight)
+
+
+def _without_none(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return {key: _without_none(value) for key, value in nest.items() if value is not None}
+    if isinstance(nest, tuple):
+        return tuple(_without_none(value) for value in nest if value is not None)
+    return nest

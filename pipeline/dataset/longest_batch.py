@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,30 +16,16 @@ from pipeline.dataset.splits import Data
 
 
 def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
-    """Return an endless dataset of effective batches as in training, each made of the longest examples.
-
-    Raises:
-        ConfigError: which example is the longest is not known.
-    """
+    """Return an endless dataset of effective batches as in training, each made of the longest examples."""
     node, examples = spec.dataset, _longest(spec, data.train, effective_batch_size)
     if examples is not None:
         data = replace(data, train=examples, shuffled=None)
-    return effective_batches(
-        node,
-        data,
-        seed=spec.config.seed,
-        effective_batch_size=effective_batch_size,
-        epochs=1,
-        class_weight=spec.config.training.class_weight,
-    ).repeat()
+    of_run = {"seed": spec.config.seed, "class_weight": spec.config.training.class_weight}
+    return effective_batches(node, data, effective_batch_size=effective_batch_size, epochs=1, **of_run).repeat()
 
 
 def of_evaluation(spec: RunSpec, split: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
-    """Return one batch of a split as it is evaluated, made of the longest examples.
-
-    Raises:
-        ConfigError: which example is the longest is not known.
-    """
+    """Return one batch of a split as it is evaluated, made of the longest examples."""
     examples = _longest(spec, split, batch_size)
     return in_order(split if examples is None else examples, batch_size, spec.dataset.get("pad")).take(1)
 
@@ -68,11 +55,8 @@ def _longest(spec: RunSpec, split: tf.data.Dataset, count: int) -> tf.data.Datas
     counted = sum(1 + _rank(spec) for spec in specs if _varies(spec)) if padded else 1
     nothing = tf.zeros(counted, tf.int64), tf.fill([counted], tf.constant(-1, tf.int64))
     numbers, _ = split.enumerate().reduce(nothing, longer)
-    examples = None
-    for number in sorted({int(number) for number in numbers}):
-        one = split.skip(number).take(1).cache()
-        examples = one if examples is None else examples.concatenate(one)
-    assert examples is not None
+    each = [split.skip(number).take(1).cache() for number in sorted({int(number) for number in numbers})]
+    examples = functools.reduce(tf.data.Dataset.concatenate, each)
     return examples.repeat().take(count).apply(tf.data.experimental.assert_cardinality(count))
 
 

@@ -21,15 +21,10 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
     """
     multiple, value = int(pad["multiple"]), pad["value"]
 
-    def input_(leaf: Any, of_one: Any) -> Any:
-        return _dense(_without(value, leaf), multiple, value, of_one)
-
     def weights(labels: Any, given: Any) -> Any:
         if not isinstance(labels, tf.RaggedTensor) or isinstance(given, tf.RaggedTensor):
             return _dense(given, multiple)
-        steps = tf.ones(
-            tf.shape(labels.flat_values)[:1], keras.config.floatx()
-        )  # one for each step, whatever its shape
+        steps = tf.ones(tf.shape(labels.flat_values)[:1], keras.config.floatx())  # one each, whatever its shape
         counting = _dense(labels.with_flat_values(steps), multiple)
         if given is None:
             return counting
@@ -37,7 +32,9 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
 
     @tf.autograph.experimental.do_not_convert
     def padded(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
-        inputs = tf.nest.map_structure(input_, x, spec[0])
+        inputs = tf.nest.map_structure(
+            lambda leaf, one: _dense(_without(value, leaf), multiple, value, one), x, spec[0]
+        )
         if y is None:
             return (inputs,)
         labels = tf.nest.map_structure(lambda leaf: _dense(leaf, multiple), y)

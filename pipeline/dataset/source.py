@@ -30,19 +30,12 @@ class Reader(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Keys of the examples in the order of the batches, and how examples are made from them.
+    """Keys of the examples in the order of the batches, and how examples are made from them."""
 
-    Attributes:
-        keys: the arguments of `make`.
-        make: one key → one example; None where the keys are the examples.
-        make_batch: a batch of keys → the batch of their examples, where that is faster than one by one.
-        parallel: calls of `make_batch` at a time; None for one.
-    """
-
-    keys: tf.data.Dataset
-    make: Callable[..., tuple] | None = None
-    make_batch: Callable[..., tuple] | None = None
-    parallel: int | None = None
+    keys: tf.data.Dataset  # the arguments of `make`
+    make: Callable[..., tuple] | None = None  # one key → one example; None where the keys are the examples
+    make_batch: Callable[..., tuple] | None = None  # a batch of keys → its examples, where faster than one by one
+    parallel: int | None = None  # calls of `make_batch` at a time; None for one
 
     def augmented(self, augment: Callable[[Any, tf.Tensor], Any], seed: tf.Tensor) -> Source:
         """Return the source of augmented examples; the first part of a key is the number of the example."""
@@ -80,12 +73,8 @@ def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., 
         return lambda *examples: examples
     parallel = max(10, os.cpu_count() or 1)
 
-    def make_one(key: tuple) -> tuple:
-        return make(*key)
-
-    def make_batch(*keys: Any) -> tuple:
-        made: tuple = tf.map_fn(make_one, keys, fn_output_signature=spec, parallel_iterations=parallel)
-        return made
+    def make_batch(*keys: Any) -> Any:
+        return tf.map_fn(lambda key: make(*key), keys, fn_output_signature=spec, parallel_iterations=parallel)
 
     return make_batch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,8 @@ FILES_AT_ONCE = 16  # files that are read in turn where files are shuffled
 BUFFER = 2**20  # bytes that are read from a file at a time: for all of them TFDS would keep 128 MB
 
 
-def prepare(builder: Any, download: bool) -> None:
-    """Prepare the dataset if it is not there; one of several processes does, and the others wait.
-
-    Raises:
-        ConfigError: it is not there and must not be downloaded, or it cannot be.
-    """
+def _prepare(builder: Any, download: bool) -> None:
+    """Prepare the dataset if it is not there and may be downloaded; one process does, and others wait for it."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.download import downloader
 
@@ -46,16 +42,10 @@ def prepare(builder: Any, download: bool) -> None:
 
 
 def read(
-    builder: Any,
-    splits: tuple[str, str | None, str | None],
-    preprocess: Callable,
-    label_key: str = "label",
+    builder: Any, download: bool, splits: Sequence[str | None], preprocess: Callable, label_key: str = "label"
 ) -> Data:
-    """Return the splits for training, validation and test, as TFDS names them, with `preprocess` mapped over them.
-
-    Raises:
-        ConfigError: the dataset has no such split.
-    """
+    """Prepare the dataset; return its splits for training, validation and test, with `preprocess` mapped over them."""
+    _prepare(builder, download)
     named = {part: name for part, name in zip(("train", "validation", "test"), splits, strict=True) if name is not None}
     stored = {part: _stored(builder, part, name, preprocess) for part, name in named.items()}
     parts = {part: each.split for part, each in stored.items()}
@@ -91,9 +81,8 @@ def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
     converted = tf.function(preprocess)  # as `map` does: the user's may have an `if` of a tensor
 
     @tf.autograph.experimental.do_not_convert
-    def make(record: tf.Tensor) -> tuple:
-        example: tuple = converted(builder.info.features.deserialize_example(record))
-        return example
+    def make(record: tf.Tensor) -> Any:
+        return converted(builder.info.features.deserialize_example(record))
 
     records, shuffled = _records(builder, name)
     records = records.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
@@ -101,10 +90,8 @@ def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
 
 
 def _records(builder: Any, name: str) -> tuple[tf.data.Dataset, Callable[[tf.Tensor], tf.data.Dataset]]:
-    """Return the records of a split in the order of its files, and a function from a seed to them by shuffled files.
-
-    TFDS would parse each record before it is shuffled, which is half of the total cost.
-    """
+    """Return the records of a split in the order of its files, and a function from a seed to them by shuffled files."""
+    # TFDS would parse each record before it is shuffled, which is half of the total cost.
     from tensorflow_datasets.core import file_adapters
 
     adapter = file_adapters.ADAPTER_FOR_FORMAT[builder.info.file_format or file_adapters.DEFAULT_FILE_FORMAT]
@@ -121,12 +108,7 @@ def _records(builder: Any, name: str) -> tuple[tf.data.Dataset, Callable[[tf.Ten
 
     def shuffled(seed: tf.Tensor) -> tf.data.Dataset:
         order = files().shuffle(len(names), seed=seed, reshuffle_each_iteration=False)
-        return order.interleave(
-            records_of,
-            cycle_length=FILES_AT_ONCE,
-            num_parallel_calls=tf.data.AUTOTUNE,
-            deterministic=True,
-        )
+        return order.interleave(records_of, FILES_AT_ONCE, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     return files().flat_map(records_of), shuffled
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from pipeline.dataset.splits import Data
-    from pipeline.training.best_evaluation import Best
+    from pipeline.training.evaluator import Best
 
 
 class Tracker:

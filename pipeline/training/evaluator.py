@@ -1,8 +1,9 @@
-"""The loss and the metrics over a split: when they are computed, with which weights, and how."""
+"""The loss and the metrics over a split: when they are computed, how, with which weights, and which were the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,28 +13,53 @@ import tensorflow as tf
 
 from pipeline.accumulation import Evaluation, GradientSums
 from pipeline.config.sizes import Plan
-from pipeline.training.best_evaluation import Best
 from pipeline.training.oom_retry import assign_all, halve
 
 Check = Callable[[], None]  # called between two batches; what it raises ends the evaluation
 Evaluate = Callable[[Check], dict[str, float]]
 
 
+@dataclass
+class Best:
+    """The best evaluation so far, by one metric, for `training.keep_best`; of two equal ones, the first."""
+
+    metric: str  # its name, without `val/`
+    mode: str  # `min` or `max`
+    value: float | None = None  # of the metric; None before the first evaluation that gives a number
+    update: int = 0  # completed updates before that evaluation
+
+    def take(self, update: int, results: Mapping[str, float]) -> bool:
+        """Return whether the evaluation after `update` updates is the best so far; if so, keep it as that."""
+        value = results[self.metric]
+        if math.isnan(value):
+            return False
+        if self.value is not None and not (value < self.value if self.mode == "min" else value > self.value):
+            return False
+        self.value, self.update = value, update
+        return True
+
+    def row(self) -> dict[str, float]:
+        """Return what is logged of it: the metric and the update; empty if there was none."""
+        return {} if self.value is None else {f"best/val/{self.metric}": self.value, "best/update": self.update}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as JSON."""
+        return dict(vars(self))
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `get_state` returned, unless that is of another metric or mode."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            self.value, self.update = state["value"], state["update"]
+
+
 @dataclass(frozen=True)
 class Evaluations:
-    """What a run evaluates, and when.
+    """What a run evaluates, and when."""
 
-    Attributes:
-        validation: returns the loss and the metrics over the validation split.
-        test: returns them over the test split; called once, when the training has ended.
-        every: updates between two evaluations, or `epoch`. The last update is always followed by one.
-        best: takes the results of each. The checkpoint of the best one is kept, and `test` uses its weights.
-    """
-
-    validation: Evaluate | None = None
-    test: Evaluate | None = None
-    every: int | str = "epoch"
-    best: Best | None = None
+    validation: Evaluate | None = None  # returns the loss and the metrics over the validation split
+    test: Evaluate | None = None  # returns them over the test split; called once, when the training has ended
+    every: int | str = "epoch"  # or updates between two evaluations; the last update is always followed by one
+    best: Best | None = None  # the checkpoint of the best one is kept, and `test` uses its weights
 
     def due(self, update: int, plan: Plan, *, last: bool) -> bool:
         """Return whether the validation split is evaluated after `update` updates, if there is one."""
@@ -47,8 +73,7 @@ class Evaluator:
 
     Args:
         evaluation: of one batch.
-        batches: of the split.
-        name: of the split.
+        batches, name: of the split.
         on_halved: called with the name and the new size when micro-batches do not fit into memory and are halved.
         changed: variables that a forward pass may change; they are put back before the evaluation is repeated.
         retry: whether it is repeated with smaller micro-batches. One of several workers cannot, as the others go on.
@@ -83,7 +108,7 @@ class Evaluator:
             try:
                 return self._evaluate(check)
             except _DoesNotFit as error:
-                self._on_halved(self._name, halve(evaluation, f"the {self._name} split", error.error))
+                self._on_halved(self._name, halve(evaluation, f"the {self._name} split", error.args[0]))
             except tf.errors.ResourceExhaustedError:
                 if self._evaluate_batch is not None or not self._retry:
                     raise
@@ -100,9 +125,7 @@ class Evaluator:
         for _ in range(self._count - 1):
             check()
             sums = tf.nest.map_structure(tf.add, sums, self._next_sums(iterator))
-        results = {"loss": sums.mean_loss(), **sums.output_losses()}
-        results |= {name: metric.result() for name, metric in metrics.items()}
-        return {name: float(value) for name, value in results.items()}
+        return {name: float(value) for name, value in sums.results(metrics).items()}
 
     def _next_sums(self, iterator: Any) -> GradientSums:
         if self._evaluate_batch is None:
@@ -115,11 +138,7 @@ class Evaluator:
 
 
 class _DoesNotFit(Exception):
-    """A batch that was read does not fit into memory as it is evaluated."""
-
-    def __init__(self, error: tf.errors.ResourceExhaustedError):
-        super().__init__(error)
-        self.error = error
+    """A batch that was read does not fit into memory as it is evaluated; holds the error."""
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from pipeline.accumulation import Update
 from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.common.errors import say
-from pipeline.training.callbacks import StopCause, has_batch_hooks
 from pipeline.training.evaluator import Evaluations, averaged_weights
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.recorder import Recorder
@@ -26,11 +25,7 @@ WORKER_LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.e
 
 
 class Interrupted(BaseException):
-    """The run was asked to end; `Trainer.fit` raises the `reason` in its place once it has written a checkpoint."""
-
-    def __init__(self, reason: BaseException):
-        super().__init__(reason)
-        self.reason = reason
+    """The run was asked to end: `Trainer.fit` writes a checkpoint, then raises the reason, which this holds."""
 
 
 class Trainer:
@@ -44,14 +39,9 @@ class Trainer:
         callbacks: by name; one update is one batch to them.
         checkpoints: writes those that are due, each after the rows of all updates before it.
         oom_retry: runs an update that does not fit into memory again. Without it, such an update ends the run.
-        stop: called after each update and each batch of an evaluation. If it returns an exception, the rows so far are
-            logged, a checkpoint is written, and that exception is raised.
+        stop: called after each update and each batch of an evaluation. If it returns an exception, that is raised once
+            the rows so far are logged and a checkpoint is written.
         agree: returns, once each of several workers has called it, whether its argument is true for all of them.
-
-    Attributes:
-        done: completed updates.
-        pending: whether the evaluation and the callbacks after the last update are still to come.
-        validation: the results of the evaluation after the last update; empty if there was none.
     """
 
     def __init__(
@@ -70,26 +60,18 @@ class Trainer:
         self.update, self.model, self.batches, self.recorder = update, update.model, batches, recorder
         self.evaluations, self.callbacks, self.checkpoints = evaluations or Evaluations(), callbacks, checkpoints
         self._oom_retry, self._stop, self._agree = oom_retry, stop, agree
-        self.done, self.pending, self.validation = 0, False, dict[str, float]()
-        self._stop_cause = StopCause()
-        self._hooks = keras.callbacks.CallbackList(
-            self._stop_cause.after_each(callbacks),
-            model=self.model,
-            verbose=0,
-            epochs=recorder.plan.epochs,
-            steps=recorder.plan.updates_per_epoch,
-        )
-        self._has_batch_hooks = any(map(has_batch_hooks, callbacks.values()))
+        self.done = 0  # completed updates
+        self.pending = False  # whether the evaluation and the callbacks after the last update are still to come
+        self.validation = dict[str, float]()  # of the evaluation after the last update; empty if there was none
+        self.stopped_by: str | None = None  # the name of the callback that has set `model.stop_training`
+        watched = [each for name, callback in callbacks.items() for each in (callback, _Watch(self, name))]
+        plan = {"epochs": recorder.plan.epochs, "steps": recorder.plan.updates_per_epoch}
+        self._hooks = keras.callbacks.CallbackList(watched, model=self.model, verbose=0, **plan)
+        self._has_batch_hooks = any(map(_has_batch_hooks, callbacks.values()))
         self._next_update = tf.function(self._next_step, autograph=False)
 
     def fit(self, start: Checkpoint | Fork | None = None) -> float:
-        """Train from `start`, or from the first update.
-
-        Args:
-            start: a checkpoint of this run, which then continues as if it had never ended; or one of another run.
-
-        Returns:
-            The last loss: of the validation split if there is one, else of the last update.
+        """Train from the first update, or a checkpoint of this or another run; return the last (validation) loss.
 
         Raises:
             NonFiniteError: as `Recorder.fetch`.
@@ -127,19 +109,15 @@ class Trainer:
         restore = snapshot.restore if isinstance(start, Checkpoint) else start.restore
         loop = restore(state, self.update, self.recorder, self.callbacks)
         self.done, self.pending, self.validation = start.update, loop["open"], loop["validation"]
-        self._stop_cause.callback = loop["stopped_by"]
+        self.stopped_by = loop["stopped_by"]
         if self.evaluations.best is not None and loop["best"] is not None:
             self.evaluations.best.set_state(loop["best"])
         self.recorder.progress.done = self.done
 
     def update_once(self, iterator: Any) -> tf.Tensor:
-        """Apply the next effective batch, in smaller micro-batches if it does not fit into memory.
+        """Apply the next effective batch, in smaller micro-batches if it does not fit; return a vector of results.
 
-        Args:
-            iterator: over effective batches.
-
-        Returns:
-            The results as one vector in the order of `recorder.names`.
+        `iterator` is over effective batches; the results are in the order of `recorder.names`.
         """
         epoch, index = divmod(self.done, self.recorder.plan.updates_per_epoch)
         if index == 0:
@@ -193,8 +171,7 @@ class Trainer:
     def validate(self, *, pending: bool = True) -> dict[str, float]:
         """Return the results over the validation split; write a checkpoint if they are the best so far.
 
-        Args:
-            pending: whether the callbacks after the update are still to come. Only then can it be interrupted.
+        It can be interrupted only while the callbacks after the update are `pending`.
         """
         evaluate, best = self.evaluations.validation, self.evaluations.best
         assert evaluate is not None
@@ -219,7 +196,7 @@ class Trainer:
         self.recorder.finish()
         self.update.optimizer.finalize_variable_values(self.model.trainable_variables)  # `use_ema`: averages stay
         self._hooks.on_train_end()
-        self.recorder.trained(self.done, self._stop_cause.callback, self.evaluations.best)
+        self.recorder.trained(self.done, self.stopped_by, self.evaluations.best)
 
     def test(self) -> None:
         """Evaluate the test split, if there is one, with the weights of the best evaluation if they were kept."""
@@ -251,7 +228,7 @@ class Trainer:
                 self.recorder.fetch()
                 self.checkpoint()
                 self.recorder.trained(self.done, None, None)
-            raise interrupted.reason from None
+            raise interrupted.args[0] from None
         except WORKER_LOST:
             with suppress(Exception):  # the device may be lost, too
                 if self.pending or (self._oom_retry is not None and self._oom_retry.rollback()):
@@ -262,10 +239,9 @@ class Trainer:
         self, checkpoints: Checkpoints, pending: bool, validation: Mapping[str, float], *, best: bool = False
     ) -> None:
         so_far = None if self.evaluations.best is None else self.evaluations.best.get_state()
-        loop = {"open": pending, "validation": validation, "stopped_by": self._stop_cause.callback, "best": so_far}
-        checkpoints.save(
-            self.done, lambda: snapshot.capture(self.update, self.recorder, self.callbacks, loop), best=best
-        )
+        loop = {"open": pending, "validation": validation, "stopped_by": self.stopped_by, "best": so_far}
+        of_run = self.update, self.recorder, self.callbacks, loop
+        checkpoints.save(self.done, lambda: snapshot.capture(*of_run), best=best)
 
     def _best_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint of the best evaluation if every worker can read it."""
@@ -280,3 +256,29 @@ class Trainer:
         if found is not None:
             say(f"not every worker can read {found.folder}: the test split is evaluated with the last weights")
         return None
+
+
+class _Watch(keras.callbacks.Callback):
+    """Follows the callback `name`, and notes in the trainer whether it has stopped the run."""
+
+    async_safe = True  # so that Keras calls the callbacks of a run as it would without this one
+
+    def __init__(self, trainer: Trainer, name: str):
+        super().__init__()
+        self._trainer, self._name = trainer, name
+
+    def _look(self, *_: Any, **__: Any) -> None:
+        if not self.model.stop_training:
+            self._trainer.stopped_by = None  # a callback may set it back before the loop reads it
+        elif self._trainer.stopped_by is None:
+            self._trainer.stopped_by = self._name
+
+    on_train_begin = on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _look
+    on_train_batch_begin = on_train_batch_end = _look
+
+
+def _has_batch_hooks(callback: keras.callbacks.Callback) -> bool:
+    """Return whether the callback overrides a hook of batches: to give it an update's logs waits for the device."""
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    hooks = {name: getattr(callback, name) for name in names}  # LambdaCallback's are of the instance
+    return any(getattr(hook, "__func__", None) is not getattr(keras.callbacks.Callback, n) for n, hook in hooks.items())

@@ -16,11 +16,8 @@ Step = Callable[[Any], tf.Tensor]  # an effective batch → the results of its u
 class OomRetry:
     """Runs updates so that one which does not fit into memory can be run again as if it had not begun.
 
-    Args:
-        update: is retried.
-        changed: the variables that a forward pass changes: moving statistics and the seeds of layers.
-        spec: of an effective batch.
-        retry: whether to retry. One of several workers cannot, as the others are in the middle of the update.
+    `changed` are the variables that a forward pass changes: moving statistics and seeds; `spec` is of an effective
+    batch. One of several workers does not `retry`: the others are in the middle of the update.
     """
 
     def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any, retry: bool = True):
@@ -42,10 +39,7 @@ class OomRetry:
             self._held.enqueue(self._nothing)
 
     def hold_batch(self, iterator: Any, step: Step) -> tf.Tensor:
-        """Read the next batch, hold it for a retry, and return what `step` gives for it.
-
-        Call it inside the `tf.function` that is given to `run`.
-        """
+        """Read the next batch, hold it for a retry, and return what `step` gives; inside of what `run` is given."""
         with tf.device("CPU:0"):
             number = self._run_number.assign_add(1)
             self._held.dequeue()
@@ -75,10 +69,8 @@ class OomRetry:
         """
         self._check_not_applied(error, number)
         if not self._retry:
-            line = (
-                f"update {number} does not fit into memory, and one of several workers cannot try it in smaller pieces"
-            )
-            raise OutOfMemoryError(f"{line}: {cause(error)}") from error
+            line = f"update {number} does not fit into memory, and one of several workers cannot try it in smaller"
+            raise OutOfMemoryError(f"{line} pieces: {cause(error)}") from error
         batch = self._held_batch(error)
         while True:
             halve(self._update, f"update {number}", error)
@@ -120,11 +112,7 @@ class OomRetry:
 
 
 def halve(what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError) -> int:
-    """Halve the micro-batches of `what`, and say so; return their size. What traced it has to trace it anew.
-
-    Raises:
-        OutOfMemoryError: they are of one example.
-    """
+    """Halve the micro-batches of `what`, and say so; return their size. What traced it has to trace it anew."""
     size = what.micro_batch_size
     if size == 1:
         line = f"not even a micro-batch of one example fits into memory in {name}: {cause(error)}"

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import NoiseScale
 from pipeline.config.sizes import Plan
-from pipeline.training.best_evaluation import Best
+from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -58,11 +58,7 @@ class Recorder:
             self.fetch()
 
     def fetch(self) -> None:
-        """Write the rows of all kept results.
-
-        Raises:
-            NonFiniteError: at the first update whose loss or gradient is not finite; its row is written too.
-        """
+        """Write the rows of all kept results; raise NonFiniteError after the first that is of no finite update."""
         if not self._pending:
             return
         pending = list(self._pending)
@@ -70,9 +66,16 @@ class Recorder:
         performance = self._performance([update for update, _, _ in pending])
         for (update, at, _), values in zip(pending, fetched, strict=True):
             del self._pending[0]  # one at a time: what an interrupt leaves here is fetched at the end of the run
-            self.last = self._results(dict(zip(self.names, values, strict=True)))
+            self.last = dict(zip(self.names, values, strict=True))
+            if "gradient_variance" in self.last:
+                self._noise.add(self.last.pop("gradient_variance"), self.last.pop("gradient_square"))
+                if self._noise.value is not None:
+                    self.last["gradient_noise_scale"] = self._noise.value
             wrong = self._non_finite(self.last)
-            self._add_to_epoch(update)
+            examples = self.plan.batch_size(update)
+            self._epoch_examples += examples
+            for name, value in self.last.items():
+                self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value * examples
             self._unlogged = update, self.last, performance, at
             if wrong or update % self.log_every == 0:
                 self._log_last()
@@ -124,14 +127,9 @@ class Recorder:
 
     def get_state(self) -> dict[str, Any]:
         """Return all that later rows depend on, as JSON; call it with nothing left to fetch."""
-        return {
-            "last": dict(self.last),
-            "skipped": self._skipped,
-            "noise": self._noise.get_state(),
-            "unlogged": list(self._unlogged),
-            "epoch_sums": dict(self._epoch_sums),
-            "epoch_examples": self._epoch_examples,
-        }
+        state = {"last": dict(self.last), "skipped": self._skipped, "noise": self._noise.get_state()}
+        epoch = {"epoch_sums": dict(self._epoch_sums), "epoch_examples": self._epoch_examples}
+        return {**state, "unlogged": list(self._unlogged), **epoch}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `get_state` returned."""
@@ -150,14 +148,6 @@ class Recorder:
             **({"micro_batch_size": self.plan.batching.micro_batch_size} if self.plan.before else {}),
         }
 
-    def _results(self, results: dict[str, float]) -> dict[str, float]:
-        """Return an update's results with the gradient noise scale so far in place of its two estimates."""
-        if "gradient_variance" in results:
-            self._noise.add(results.pop("gradient_variance"), results.pop("gradient_square"))
-            if self._noise.value is not None:
-                results["gradient_noise_scale"] = self._noise.value
-        return results
-
     def _non_finite(self, results: dict[str, float]) -> list[str]:
         """Return which results end the run; a skipped update, which ends none, is counted in `results`."""
         wrong = [name for name in ("loss", "gradient_norm") if not math.isfinite(results[name])]
@@ -172,9 +162,3 @@ class Recorder:
         row, self._unlogged = self._unlogged, ()
         if row and self.tracker is not None:
             self.tracker.update(*row)
-
-    def _add_to_epoch(self, update: int) -> None:
-        examples = self.plan.batch_size(update)
-        self._epoch_examples += examples
-        for name, value in self.last.items():
-            self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value * examples

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,24 +63,22 @@ def verify(arguments: Sequence[str]) -> int:
             compared, evaluated, quiet = _compared(parts, update, show, validation)
     if quiet:
         say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
-    equal_updates = all(finding.holds for findings in compared for finding in findings)
-    holds = equal_updates and all(finding.holds for findings in evaluated for finding in findings)
+    equal_updates, holds = (all(each.holds for each in chain(*made)) for made in (compared, compared + evaluated))
     looked_at = parts.model, update.objective.loss, show[0], cut.micro_batch_size, engine.unit(update)
     with layers.without_noise(parts.model):
         why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
     compared += evaluated
     for batch, findings in zip([*show, *validation], compared, strict=True):
         say(*_table(findings, engine.examples(batch)), to=sys.stdout)
-    coarsest = max(finding.bound for findings in compared for finding in findings)
+    coarsest = max(finding.bound for finding in chain(*compared))
     if coarsest > COARSE:
-        say(
-            f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision", to=sys.stdout
-        )
+        where = "as where a loss or a layer is in half precision"
+        say(f"rounding alone may be {coarsest:.0e} here, {where}", to=sys.stdout)
     one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
     verdict = "equal within rounding" if holds else f"different; at fault is {why}"
     say(f"an update by {one_piece} and one of the whole batch are {verdict}", to=sys.stdout)
     if options.log:
-        _log(parts.spec, [engine.certificate(findings) for findings in compared], holds, verdict)
+        _log(parts.spec, [[finding.as_json() for finding in findings] for findings in compared], holds, verdict)
     return 0 if holds else DIFFERENT
 
 
@@ -115,12 +114,7 @@ def _compared(
 def _assembled(spec: RunSpec, given: Sequence[str]) -> tuple[Parts, list[str]]:
     """Return the parts without the metrics that do not run in float64, and the keys of these metrics.
 
-    Args:
-        spec: in float64.
-        given: the command line, with the user's precision.
-
-    Raises:
-        ConfigError: the config is wrong, or something else in it does not run in float64.
+    `spec` is in float64, the command line `given` in the user's precision. ConfigError names what else does not run.
     """
     from pipeline.components import assembly
     from pipeline.config import compose
@@ -146,16 +140,16 @@ def _assembled(spec: RunSpec, given: Sequence[str]) -> tuple[Parts, list[str]]:
 
 def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
     """Return the spec without the metric at `key`; None if there is no metric."""
-    for group in METRIC_GROUPS:
-        for metric in metrics_of(spec.config.training, group):
-            if metric.key == key:
-                nodes = deepcopy(spec.resolved["training"][group])
-                of_output = nodes if metric.output is None else nodes[metric.output]
-                del of_output[metric.name]
-                if not of_output and metric.output is not None:
-                    del nodes[metric.output]
-                return spec.changed({f"training.{group}": nodes})
-    return None
+    every = ((group, metric) for group in METRIC_GROUPS for metric in metrics_of(spec.config.training, group))
+    group, metric = next((found for found in every if found[1].key == key), ("", None))
+    if metric is None:
+        return None
+    nodes = deepcopy(spec.resolved["training"][group])
+    of_output = nodes if metric.output is None else nodes[metric.output]
+    del of_output[metric.name]
+    if not of_output and metric.output is not None:
+        del nodes[metric.output]
+    return spec.changed({f"training.{group}": nodes})
 
 
 def _table(findings: Sequence[Any], examples: int) -> list[str]:
@@ -164,10 +158,8 @@ def _table(findings: Sequence[Any], examples: int) -> list[str]:
         what = found.what if found.kind == "loss" else f"{found.kind} {found.what}"
         rows.append((what, f"{found.error:.1e}", f"{found.bound:.1e}", "" if found.holds else "DIFFERENT"))
     width = max(len(row[0]) for row in rows)
-    return [
-        f"{examples} examples",
-        *(f"  {row[0]:{width}}  {row[1]:>8}  {row[2]:>8}  {row[3]}".rstrip() for row in rows),
-    ]
+    lines = (f"  {what:{width}}  {apart:>8}  {bound:>8}  {verdict}".rstrip() for what, apart, bound, verdict in rows)
+    return [f"{examples} examples", *lines]
 
 
 def _log(spec: RunSpec, certificate: list[Any], holds: bool, verdict: str) -> None:
@@ -178,13 +170,11 @@ def _log(spec: RunSpec, certificate: list[Any], holds: bool, verdict: str) -> No
     store = Store(tracking.uri)
     client = store.client()
     run = client.create_run(store.experiment(tracking.experiment), run_name="verify", tags={"verify": verdict})
-    run_id = run.info.run_id
-    status = "FAILED"
+    run_id, status = run.info.run_id, "FAILED"
     try:
         for key, value in leaves(spec.resolved).items():
             client.log_param(run_id, key, mask(str(value))[:6000])  # MLflow takes no more
-        apart = max(found["apart"] for findings in certificate for found in findings)
-        client.log_metric(run_id, "verify/apart", apart)
+        client.log_metric(run_id, "verify/apart", max(found["apart"] for found in chain(*certificate)))
         client.log_text(run_id, json.dumps(certificate, indent=1), "certificate.json")
         status = "FINISHED" if holds else "FAILED"
     finally:

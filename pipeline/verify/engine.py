@@ -24,6 +24,7 @@ from pipeline.accumulation import (
     mask_of,
     noisy_layers,
     parts_of,
+    slice_of,
     slice_specs,
     spread,
 )
@@ -42,6 +43,10 @@ class Finding:
     def holds(self) -> bool:
         return bool(self.error <= self.bound)
 
+    def as_json(self) -> dict[str, Any]:
+        apart, rounding = min(self.error, 1e300), min(self.bound, 1e300)
+        return {"what": f"{self.kind} {self.what}", "apart": apart, "rounding": rounding, "holds": self.holds}
+
 
 @dataclass(frozen=True)
 class _Outcome:
@@ -55,19 +60,14 @@ class _Outcome:
 
 
 def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
-    """Apply each of `batches` once as a whole and once in micro-batches by `update`, from the same weights.
+    """Apply each of `batches` once as a whole and once in micro-batches, from the same weights; return the findings.
 
     The reference is Keras: `model.compute_loss` on all examples, one tape, one `optimizer.apply`. If that does not fit
-    in memory, the reference is the kernel with micro-batches of one example.
+    in memory, the reference is the kernel with micro-batches of one example. Model and optimizer are restored.
 
-    Args:
-        update: has a compiled model in float64; model and optimizer are restored afterwards.
-        batches: effective batches.
-
-    Returns:
-        The findings of each batch. The bound is γ = m·u / (1 − m·u) for the longest sum m that a value results from,
-        relative to the largest terms of that sum (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
-        3.1). The bound of a weight is larger by the slope of the optimizer's step as a function of the gradient.
+    The bound is γ = m·u / (1 − m·u) for the longest sum m that a value results from, relative to the largest terms of
+    that sum (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). The bound of a weight is
+    larger by the slope of the optimizer's step as a function of the gradient.
     """
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
@@ -104,14 +104,14 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     for metric in evaluation.measured.values():
         metric.reset_state()
     sums = tf.function(evaluation, autograph=False)(batch)
-    found = {"loss": sums.mean_loss(), **sums.output_losses()}
-    found |= {name: metric.result() for name, metric in evaluation.measured.items()}
+    found = sums.results(evaluation.measured)
     terms = min(_longest_sum(evaluation, batch) * unit(evaluation), 0.5)
-    return [
-        Finding(f"val/{name}", "loss" if name == "loss" else "metric", apart / max(abs(value), 1), terms / (1 - terms))
-        for name, value in {**{name: float(each) for name, each in results.items()}, "loss": float(loss)}.items()
-        for apart in [abs(float(found.get(name, math.inf)) - value)]
-    ]
+    findings = []
+    for name, value in {**{name: float(each) for name, each in results.items()}, "loss": float(loss)}.items():
+        apart = abs(float(found.get(name, math.inf)) - value) / max(abs(value), 1)
+        kind = "loss" if name == "loss" else "metric"
+        findings.append(Finding(f"val/{name}", kind, apart, terms / (1 - terms)))
+    return findings
 
 
 def unit(update: Update | Evaluation) -> float:
@@ -129,16 +129,7 @@ def examples(batch: Any) -> int:
 
 def shortened(batch: Any, size: int) -> Any:
     """Return `size` examples of a batch, or all but one if there are no more, to test a short last micro-batch."""
-    stop = size if size < examples(batch) else max(size - 1, 1)
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:stop], batch)
-
-
-def certificate(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return the findings as JSON."""
-    return [
-        {"what": f"{f.kind} {f.what}", "apart": min(f.error, 1e300), "rounding": min(f.bound, 1e300), "holds": f.holds}
-        for f in findings
-    ]
+    return slice_of(batch, 0, size if size < examples(batch) else max(size - 1, 1))
 
 
 def _whole(update: Update, batch: Any) -> _Outcome:
@@ -147,8 +138,10 @@ def _whole(update: Update, batch: Any) -> _Outcome:
     model.reset_metrics()
     for metric in update.measured.values():
         metric.reset_state()
-
     noisy = noisy_layers(model, x) if update.same_noise else []
+
+    def dense(gradients: Sequence[Any]) -> list[Any]:
+        return [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
     @tf.function(autograph=False, input_signature=[slice_specs(x)])
     def step(x: Any) -> tuple[Any, ...]:
@@ -159,18 +152,18 @@ def _whole(update: Update, batch: Any) -> _Outcome:
             loss = model.compute_loss(x, labels, outputs, weights)
             scaled = update.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
-        results = _metrics(update, x, labels, outputs, weights)
-        return loss, [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients], results
+        return loss, dense(gradients), _metrics(update, x, labels, outputs, weights)
+
+    @tf.function(autograph=False)
+    def step_by_example() -> tuple[Any, ...]:
+        of_update = {"scale_loss": update.optimizer.scale_loss, "noise_keys": keys_of(noisy)}
+        sums = accumulate_gradients(model, update.objective, batch, 1, **of_update)
+        return sums.mean_loss(), dense(sums.gradients()), {}
 
     try:
         loss, gradients, results = step(x)
     except (tf.errors.ResourceExhaustedError, MemoryError):
-        sums = tf.function(lambda: _sums_by_example(update, batch), autograph=False)()
-        loss, gradients, results = (
-            sums.mean_loss(),
-            [() if g is None else tf.convert_to_tensor(g) for g in sums.gradients()],
-            {},
-        )
+        loss, gradients, results = step_by_example()
     found = {name: float(result) for name, result in results.items()}
     arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
     square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
@@ -186,8 +179,9 @@ def _metrics(update: Update | Evaluation, x: Any, y: Any, outputs: Any, sample_w
         return {}
     results = update.model.compute_metrics(x, y, outputs, sample_weight)
     masked = any(mask_of(output) is not None for output in by_name(update.model, outputs).values())
-    others = _no_means(update) if masked else set()  # see docs/exact.md
-    return {name: result for name, result in results.items() if name != "loss" and name not in others}
+    means = keras.metrics.MeanMetricWrapper  # `fit` weights no other metric by a mask: see docs/exact.md
+    left_out = {name for name, metric in update.measured.items() if masked and not isinstance(metric, means)}
+    return {name: result for name, result in results.items() if name not in {"loss", *left_out}}
 
 
 def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
@@ -199,23 +193,6 @@ def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight
     in_order = ([given.get(name) for name in names] for given in (labels, weights))
     packed, packed_weights = (keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order)
     return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
-
-
-def _no_means(update: Update | Evaluation) -> set[str]:
-    """Return the names of the metrics that Keras' `fit` does not weight by a mask."""
-    means = keras.metrics.MeanMetricWrapper
-    return {name for name, metric in update.measured.items() if not isinstance(metric, means)}
-
-
-def _sums_by_example(update: Update, batch: Any) -> Any:
-    return accumulate_gradients(
-        update.model,
-        update.objective,
-        batch,
-        1,
-        scale_loss=update.optimizer.scale_loss,
-        noise_keys=keys_of(noisy_layers(update.model, parts_of(batch)[0])) if update.same_noise else (),
-    )
 
 
 def _cut(update: Update, batch: Any) -> _Outcome:
@@ -247,7 +224,7 @@ def _findings(
 ) -> list[Finding]:
     gamma = min(terms * rounding, 0.5)
     gamma /= 1 - gamma
-    scale = max([1e-300, *(float(np.abs(g).max()) for g in whole.gradients if g is not None and g.size)])
+    scale = max([1e-300, *(_most(gradient) for gradient in whole.gradients if gradient is not None)])
     found = [Finding("loss", "loss", abs(cut.loss - whole.loss) / max(abs(whole.loss), scale), gamma)]
     found.append(Finding("updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0))
     for name, value in whole.results.items():
@@ -276,4 +253,4 @@ def _array(value: Any) -> Any:
 
 
 def _most(values: Any) -> float:
-    return float(np.abs(values).max()) if values.size else 0.0
+    return float(np.abs(values).max(initial=0.0))

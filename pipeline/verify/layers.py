@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import by_name, calling, examples_in, layers_of, parts_of, terms, weighted_sum
+from pipeline.accumulation import by_name, calling, examples_in, layers_of, parts_of, slice_of, terms, weighted_sum
 
 _AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # attributes of Keras' layers with an amount of noise
 
@@ -39,17 +39,14 @@ def _draws(layer: keras.Layer) -> bool:
 
 
 def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int, rounding: float = 2.0**-53) -> str:
-    """Return the first layer or loss whose value for an example differs between micro-batch and batch, and why.
-
-    `rounding` is the unit roundoff of the lowest precision in the model.
-    """
-    apart = 1e7 * rounding  # relative to the largest output: 1e-9 in float64
+    """Return the first layer or loss whose value for an example differs between micro-batch and batch, and why."""
+    apart = 1e7 * rounding  # of the lowest precision, relative to the largest output: 1e-9 in float64
     x, y, sample_weight = parts_of(batch)
     count = int(examples_in(x))
     cuts = [(start, min(start + micro_batch_size, count)) for start in range(0, count, micro_batch_size)]
     state = [(variable, tf.identity(variable.value)) for variable in model.variables]
     whole, outputs, added = _recorded(model, x)
-    parts = [_recorded(model, _slice(x, *cut)) for cut in cuts]
+    parts = [_recorded(model, slice_of(x, *cut)) for cut in cuts]
     for variable, value in state:
         variable.assign(value)
     for index, (layer, output) in enumerate(whole):
@@ -58,15 +55,14 @@ def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int, ro
             return f"{layer.name} ({type(layer).__name__}): {_reason(layer)}"
     shares = [(stop - start) / count for start, stop in cuts]
     for name, value in added.items():
-        if abs(sum(share * more.get(name, 0) for share, (_, _, more) in zip(shares, parts, strict=True)) - value) > (
-            apart * max(1, abs(value))
-        ):
+        mean = sum(share * more.get(name, 0) for share, (_, _, more) in zip(shares, parts, strict=True))
+        if abs(mean - value) > apart * max(1, abs(value)):
             return f"{name}: what it adds to the loss is not the mean of what its examples add"
     if loss is not None:
-        sums = [_sums(model, loss, batch, outputs)]
-        for (start, stop), (_, of_part, _) in zip(cuts, parts, strict=True):
-            sums.append(_sums(model, loss, _slice((x, y, sample_weight), start, stop), of_part))
-        for (given, total), *others in zip(*sums, strict=True):
+        whole_and_parts = [((x, y, sample_weight), outputs)]
+        for cut, (_, of_part, _) in zip(cuts, parts, strict=True):
+            whole_and_parts.append((slice_of((x, y, sample_weight), *cut), of_part))
+        for (given, total), *others in zip(*(_sums(model, loss, *each) for each in whole_and_parts), strict=True):
             if abs(sum(part for _, part in others) - total) > apart * max(1, abs(total)):
                 return f"{given.name} ({type(given).__name__}): its loss of an example depends on the others"
     return "no layer and no loss, but the update itself"
@@ -104,10 +100,8 @@ def _differs(output: Any, pieces: list[Any], count: int, apart_by: float) -> boo
     for whole, *parts in zip(tf.nest.flatten(output), *map(tf.nest.flatten, pieces), strict=True):
         if isinstance(whole, tf.RaggedTensor) or not tf.is_tensor(whole) or not whole.dtype.is_floating:
             continue
-        if whole.shape.rank == 0 or whole.shape[0] != count:
-            continue
-        if sum(part.shape[0] for part in parts) != count:  # not one value per example
-            continue
+        if whole.shape.rank == 0 or not whole.shape[0] == count == sum(part.shape[0] for part in parts):
+            continue  # not one value per example
         if any(part.shape[1:] != whole.shape[1:] for part in parts):
             return True
         apart = np.abs(np.concatenate(parts) - whole).max(initial=0.0)
@@ -122,7 +116,3 @@ def _reason(layer: keras.Layer) -> str:
     if isinstance(layer, keras.layers.BatchNormalization):
         return "it normalises by the mean and the variance of the micro-batch"
     return "its output for an example depends on the other examples of the micro-batch"
-
-
-def _slice(nest: Any, start: int, stop: int) -> Any:
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], nest)

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, evaluation, gradient_sums, loss_reduction, loss_sums, objective, update
+from pipeline.accumulation import Update, evaluation, gradient_sums, loss_sums, objective, update
 from tests import refused
 
 TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
@@ -36,9 +36,11 @@ def masked():
 
 
 def mean_of_means(patch):
+    whole = loss_sums.weighted_sum
+
     def means(*arguments):
-        total, weight, _ = loss_reduction.weighted_sum(*arguments)
-        return loss_reduction.WeightedSum(total / weight, tf.ones_like(weight), None)
+        total, weight, _ = whole(*arguments)
+        return loss_sums.WeightedSum(total / weight, tf.ones_like(weight), None)
 
     patch.setattr(loss_sums, "weighted_sum", means)
 
@@ -83,7 +85,7 @@ def divide_by_replicas(patch):
 
 
 def dropped_mask(patch):
-    patch.setattr(loss_reduction, "mask_of", lambda nest: None)
+    patch.setattr(loss_sums, "mask_of", lambda nest: None)
 
 
 def dropped_weights(patch):

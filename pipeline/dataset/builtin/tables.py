@@ -5,26 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-Table = dict[str, tuple[np.ndarray, np.ndarray]]  # x (examples, measurements) and y (examples, 1) of each split
+from pipeline.dataset.splits import Data
 
 
-def breast_cancer() -> Table:
-    """Return the Wisconsin breast cancer data: 569 tumours, 30 measurements each; 0 is malignant, 1 benign."""
+def breast_cancer() -> Data:
+    """Load the Wisconsin breast cancer table: 569 tumours, 30 measurements each, malignant (0) or benign (1)."""
     from sklearn.datasets import load_breast_cancer
 
     table = load_breast_cancer()
-    return _split(table, np.int64, table.target)
+    return _split("breast_cancer", table, np.int64, table.target)
 
 
-def diabetes() -> Table:
-    """Return the diabetes data of Efron et al. 2004: 442 patients, 10 measurements each, and the disease's progress."""
+def diabetes() -> Data:
+    """Load the diabetes table of Efron et al. 2004: 442 patients, 10 measurements each, and its progress in a year."""
     from sklearn.datasets import load_diabetes
 
-    return _split(load_diabetes(scaled=False), np.float32)
+    return _split("diabetes", load_diabetes(scaled=False), np.float32)
 
 
-def _split(table: Any, kind: type, classes: np.ndarray | None = None) -> Table:
+def _split(name: str, table: Any, kind: type, classes: np.ndarray | None = None) -> Data:
     from sklearn.model_selection import train_test_split
 
     x, y = table.data.astype(np.float32), table.target.astype(kind)[:, np.newaxis]
@@ -32,4 +33,5 @@ def _split(table: Any, kind: type, classes: np.ndarray | None = None) -> Table:
     of_rest = None if classes is None else classes[rest]
     validation, test = train_test_split(rest, test_size=0.5, random_state=0, stratify=of_rest)
     rows = {"train": np.sort(train), "validation": np.sort(validation), "test": np.sort(test)}
-    return {name: (x[found], y[found]) for name, found in rows.items()}
+    splits = {part: tf.data.Dataset.from_tensor_slices((x[found], y[found])) for part, found in rows.items()}
+    return Data(**splits, classes=None if classes is None else 2, name=name, version="1.0.0")
