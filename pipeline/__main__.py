@@ -37,14 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["-sc"]:
             return _complete(arguments)
         return _run(arguments)
-    except (ConfigError, RunError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except (ConfigError, RunError, NotShippedError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" and not isinstance(error, NotShippedError):
             say(*mask(traceback.format_exc()).splitlines())
         say(f"pipeline: {error}")
-        return 2 if isinstance(error, ConfigError) else 1
-    except NotShippedError as error:
-        say(f"pipeline: {error}")
-        return NOT_SHIPPED
+        return {ConfigError: 2, NotShippedError: NOT_SHIPPED}.get(type(error), 1)
     except KeyboardInterrupt:
         say("pipeline: interrupted")
         return 130

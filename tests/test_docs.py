@@ -20,8 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from docs import reference
 from pipeline.__main__ import VERBS, main
-from pipeline.config.compose import composed
-from pipeline.config.packaged import directory
+from pipeline.config.compose import composed, directory
 from pipeline.config.resolve import resolve
 from pipeline.config.schema import register
 from pipeline.config.sizes import Batching

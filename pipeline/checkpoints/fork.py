@@ -10,9 +10,9 @@ from pipeline.checkpoints import files
 from pipeline.checkpoints.files import BEST, Checkpoint
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
-from pipeline.config.lr_scaling import Rule
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
+from pipeline.config.schema import Rule
 from pipeline.config.sizes import Plan
 from pipeline.tracking.journal_file import Past
 

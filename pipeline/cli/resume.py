@@ -28,8 +28,7 @@ def resume(arguments: Sequence[str]) -> int:
     run_dir = find(options.run, "RUN").absolute()
     past = Past.of(run_dir, running=True)  # this may be a worker whose chief has already resumed
     past.close()
-    config = recorded_config(run_dir, "RUN")
-    named = {text.lstrip("+").split("=")[0] for text in overrides}
+    config, named = recorded_config(run_dir, "RUN"), {text.lstrip("+").split("=")[0] for text in overrides}
     _complete(config, past, named)
     if any(name.startswith("hydra.") for name in named):
         raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))

@@ -37,8 +37,7 @@ def _close_sweep(folder: Path, given: str | None) -> int:
     from pipeline.sweep import parent_run
 
     try:
-        parent = parent_run.left_open(folder, given)
-        if parent is not None:
+        if (parent := parent_run.left_open(folder, given)) is not None:
             parent.close()
     except Exception as error:
         say(f"{folder}: the sweep is not closed in the store yet: {first_line(error)}")

@@ -16,7 +16,7 @@ from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line,
 from pipeline.common.secrets import mask
 from pipeline.config import compose, former_names
 from pipeline.config.allow_list import allowed_places
-from pipeline.config.packaged import directory
+from pipeline.config.compose import directory
 from pipeline.sweep import gpus
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
@@ -45,17 +45,17 @@ def sweep(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(list(arguments))
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
-    file = ["--config-dir", str(files[options.name].parent), "--config-name", options.name]
+    folder, ours = files[options.name].parent, Path(directory("sweeps"))
+    file = ["--config-dir", str(folder), "--config-name", options.name]
+    own: list[str] = []
+    searched = [ours] if folder != ours else []
     if options.config_dir:
         compose.check_config_dir(options.config_dir)
-    ours = Path(directory("sweeps"))
-    searched = [Path(options.config_dir).absolute()] if options.config_dir else []
-    searched += [ours] if files[options.name].parent != ours else []
+        own, searched = ["--config-dir", options.config_dir], [Path(options.config_dir).absolute(), *searched]
     if searched:
-        file.append("hydra.searchpath=[" + ",".join(f'"file://{folder}"' for folder in searched) + "]")
+        file.append("hydra.searchpath=[" + ",".join(f'"file://{path}"' for path in searched) + "]")
     overrides = _recorded(options, file, rest) if options.again else rest
-    given = [*(["--config-dir", options.config_dir] if options.config_dir else []), *_repeatable(rest)]
-    given += [f"--allow={entry}" for entry in options.allow]
+    given = [*own, *_repeatable(rest), *(f"--allow={entry}" for entry in options.allow)]
     return _train(["-m", *file, *overrides], lambda run_id: ["sweep", options.name, "--again", run_id, *given])
 
 
@@ -81,10 +81,8 @@ def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken:
         status: int = current.close(broken)
     except Exception as error:  # the store is unreachable
         close = shlex.join(["pipeline", "sync", current.folder])
-        say(
-            f"the sweep could not be closed in the store ({first_line(error)}): {close}",
-            *([missing] if current.lost else []),
-        )
+        unclosed = f"the sweep could not be closed in the store ({first_line(error)}): {close}"
+        say(unclosed, *([missing] if current.lost else []))
         return NOT_SHIPPED
     if status:
         say(missing)
@@ -92,8 +90,7 @@ def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken:
         from pipeline.report import command
         from pipeline.sweep import description
 
-        children = description.complete(current)
-        if any("train/loss" in run.data.metrics for run in children.values()):
+        if any("train/loss" in run.data.metrics for run in description.complete(current).values()):
             command.publish(current.uri, current.run_id, current.places)
     return status
 

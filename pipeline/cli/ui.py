@@ -40,13 +40,11 @@ def _free(text: str) -> int:
     """Return the port; raise a `ConfigError` if it is in use."""
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise ConfigError("--port", "must be from 1 to 65535", text)
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind((HOST, int(text)))
-        except OSError as error:
-            rule = f"must be a port that is free: choose another with --port ({error.strerror})"
-            raise ConfigError("--port", rule, int(text)) from None
+    try:
+        socket.create_server((HOST, int(text))).close()
+    except OSError as error:
+        rule = f"must be a port that is free: choose another with --port ({os.strerror(error.errno or 0)})"
+        raise ConfigError("--port", rule, int(text)) from None
     return int(text)
 
 
@@ -82,7 +80,7 @@ def _pages(uri: str, root: str) -> list[str]:
     client = Store(uri).client()
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, order_by=["start_time DESC"], max_results=1)
-    for run in runs:
-        where = f"{root}/#/experiments/{run.info.experiment_id}"
-        return [f"newest run: {where}/runs/{run.info.run_id}", f"all runs:   {where}/runs"]
-    return [f"there is no run yet: {root}"]
+    if not runs:
+        return [f"there is no run yet: {root}"]
+    where = f"{root}/#/experiments/{runs[0].info.experiment_id}"
+    return [f"newest run: {where}/runs/{runs[0].info.run_id}", f"all runs:   {where}/runs"]

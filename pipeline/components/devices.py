@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -46,55 +47,33 @@ class Devices:
 
     @cached_property
     def _total(self) -> Callable[[tf.Tensor], tf.Tensor]:
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
-        def total(number: tf.Tensor) -> tf.Tensor:
-            return self.strategy.reduce("SUM", self.strategy.run(lambda: number), axis=None)
-
-        return total
+        return tf.function(
+            lambda number: self.strategy.reduce("SUM", self.strategy.run(lambda: number), axis=None), autograph=False
+        )
 
 
 def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> Devices:
     """Choose the devices and set this process' global state, such as the seeds of Python, NumPy and TensorFlow.
 
-    Call it once, before any other TensorFlow call.
-
-    Args:
-        config: the `hardware` group.
-        seed: of all global random generators.
-        workers: with several of them this waits until all have joined.
+    Call it once, before any other TensorFlow call; with several `workers` it waits until all have joined.
 
     Raises:
         ConfigError: the machine lacks the devices that the config asks for.
     """
-    replicas = config.replicas
-    gpus = tf.config.list_physical_devices("GPU")
+    replicas, gpus = config.replicas, tf.config.list_physical_devices("GPU")
     if config.device == Device.gpu and not gpus:
         rule = "must be a device of this machine, which has no GPU"
         raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
-    on_gpu = uses_gpu(config)
-    if on_gpu:
-        if replicas > len(gpus):
-            rule = f"must be at most the {len(gpus)} GPUs of this machine"
-            raise ConfigError(REPLICAS, rule, replicas)
-        if workers is not None and workers.started and len(workers.addresses) * replicas > len(gpus):
-            rule = (
-                f"must be at most {len(gpus) // replicas}: each has {replicas} of the {len(gpus)} GPUs of this machine"
-            )
-            raise ConfigError(KEY, rule, len(workers.addresses))
-        # Workers on one machine share its GPUs, unless each sees its own alone.
-        first = 0 if workers is None else workers.index_on_machine * replicas
-        gpus = gpus[first : first + replicas] if len(gpus) >= first + replicas else gpus[:replicas]
-        tf.config.set_visible_devices(gpus, "GPU")
-        for gpu in gpus:
-            tf.config.experimental.set_memory_growth(gpu, True)
-    else:
-        tf.config.set_visible_devices([], "GPU")
-        if replicas > 1 and workers is not None:
+    used = _gpus(gpus, replicas, workers) if uses_gpu(config) else []
+    tf.config.set_visible_devices(used, "GPU")
+    for gpu in used:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if replicas > 1 and not used:
+        if workers is not None:
             raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
-        if replicas > 1:
-            (cpu,) = tf.config.list_physical_devices("CPU")
-            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
-            tf.config.set_logical_device_configuration(cpu, logical)
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
+        tf.config.set_logical_device_configuration(cpu, logical)
     precision = config.precision.name
     # A checkpoint knows a variable by its name, in which Keras counts the layers of all models that a process has had.
     keras.utils.clear_session(free_memory=False)
@@ -105,16 +84,28 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
-    if on_gpu:
-        what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus)
+    if used:
+        what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in used)
     why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
-    count = 1 if workers is None else len(workers.addresses)
-    each = f"{count} workers, each with " if workers is not None else ""
-    strategy, reductions_ready = _strategy(replicas, on_gpu, workers), None
-    if workers is not None:
-        with tf.device("CPU:0"):
-            reductions_ready = tf.Variable(0, dtype=tf.int64, trainable=False)
-    return Devices(strategy, on_gpu, f"{each}{what}{why}, {precision}", count, reductions_ready)
+    strategy, what = _strategy(replicas, bool(used), workers), f"{what}{why}, {precision}"
+    if workers is None:
+        return Devices(strategy, bool(used), what)
+    with tf.device("CPU:0"):
+        reductions_ready = tf.Variable(0, dtype=tf.int64, trainable=False)
+    count = len(workers.addresses)
+    return Devices(strategy, bool(used), f"{count} workers, each with {what}", count, reductions_ready)
+
+
+def _gpus(gpus: list[Any], replicas: int, workers: Cluster | None) -> list[Any]:
+    """Return those of the machine's `gpus` that this process uses."""
+    if replicas > len(gpus):
+        raise ConfigError(REPLICAS, f"must be at most the {len(gpus)} GPUs of this machine", replicas)
+    if workers is not None and workers.started and len(workers.addresses) * replicas > len(gpus):
+        rule = f"must be at most {len(gpus) // replicas}: each has {replicas} of the {len(gpus)} GPUs of this machine"
+        raise ConfigError(KEY, rule, len(workers.addresses))
+    # Workers on one machine share its GPUs, unless each sees its own alone.
+    first = 0 if workers is None else workers.index_on_machine * replicas
+    return gpus[first : first + replicas] if len(gpus) >= first + replicas else gpus[:replicas]
 
 
 def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distribute.Strategy:
@@ -141,16 +132,19 @@ def uses_gpu(config: HardwareConfig) -> bool:
 
 
 def peak_memory(used: Devices) -> int:
-    """Return the peak in bytes: of the first GPU's memory, or of this process' resident memory on a CPU.
-
-    In a forked process the libraries that were loaded before the fork count only as far as it has used them.
-    """
+    """Return the peak in bytes: of the first GPU's memory, or of this process' resident memory on a CPU."""
     if used.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-    with suppress(OSError):  # Linux; its ru_maxrss begins with that of the process that started this one
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) * 1024
+    if (peak := status_bytes("VmHWM")) is not None:  # ru_maxrss begins with that of the process that started this one
+        return peak
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def status_bytes(name: str) -> int | None:
+    """Return a size that Linux keeps of this process, such as `VmHWM`; None elsewhere."""
+    with suppress(OSError):
+        if found := re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return None

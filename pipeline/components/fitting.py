@@ -19,19 +19,19 @@ from pipeline.training.oom_retry import OomRetry
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
-# Keras callbacks that write files, which is the chief's task.
-WRITING = ("ModelCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard", "RemoteMonitor")
+# Callbacks of Keras that write files, which is the chief's task.
+WRITING = {"ModelCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard", "RemoteMonitor"}
 
 
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
-    config, plan, logs = parts.spec.config, parts.plan, tracker is not None
+    config, logs = parts.spec.config, tracker is not None
     return Recorder(
         tracker,
-        plan,
+        parts.plan,
         config.tracking.log_every,
         (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0),
-        Progress(plan.updates) if logs else Progress(plan.updates, shown=False),
+        Progress(parts.plan.updates, shown=logs),
         skips=config.hardware.precision.name == "mixed_float16",
         raises=logs,
     )
@@ -55,10 +55,6 @@ def fit(
     """Train to the end of the plan; return the last loss, of the validation split if there is one.
 
     Args:
-        parts: of the run.
-        update: applies one effective batch.
-        recorder: takes the results.
-        checkpoints: of the run.
         start: the checkpoint to start from; None for the first update.
         tracker: None on a worker other than the chief, which writes nothing.
         stop: returns an exception if the run is asked to end.
@@ -66,22 +62,17 @@ def fit(
     with bad_example.located(parts.data, parts.files):
         changed, callbacks = parts.assigned_by_forward(), parts.objective.callbacks
         told: tuple[Any, ...] = ()
+        retry = None
         if tracker is None:
-            of_chief = {
-                name for name, each in callbacks.items() if any(k.__name__ in WRITING for k in type(each).__mro__)
-            }
-            callbacks = {name: callback for name, callback in callbacks.items() if name not in of_chief}
+            writes = [
+                name for name, each in callbacks.items() if WRITING & {kind.__name__ for kind in type(each).__mro__}
+            ]
+            callbacks = {name: each for name, each in callbacks.items() if name not in writes}
         else:
             told = tracker.evaluation_halved, changed
-        evaluations = Evaluations(
-            parts.evaluate("validation", *told),
-            parts.evaluate("test", *told),
-            parts.spec.config.training.evaluate_every,
-            parts.best,
-        )
-        retry = None
-        if tracker is not None:
             retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)
+        validation, test = (parts.evaluate(name, *told) for name in ("validation", "test"))
+        evaluations = Evaluations(validation, test, parts.spec.config.training.evaluate_every, parts.best)
         return Trainer(
             update,
             parts.batches,

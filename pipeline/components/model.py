@@ -19,26 +19,23 @@ from pipeline.trust import instantiate
 
 
 def build(node: DictConfig, data: Data) -> keras.Model:
-    """Return the model of `node`, built for one example's shape.
-
-    A builder gets `input_shape` (of one example, without the batch), `classes` and `training_examples` (the training
-    split, example by example) where it has parameters of those names and the config gives them no value.
+    """Return the model of `node`. A builder gets `input_shape` (of one example, without the batch), `classes` and
+    `training_examples` (the training split, example by example) where it has parameters of those names and the config
+    gives them no value.
 
     Raises:
         ConfigError: the target or one of its arguments is wrong, or it has no weights to train.
     """
-    target = instantiate.locate(node, "model")
     known = {"input_shape": data.input_shape, "classes": data.classes, "training_examples": data.train}
-    offers = instantiate.accepted(target, node, **known)
+    offers = instantiate.accepted(instantiate.locate(node, "model"), node, **known)
     model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):
         raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
     for name in ("train_step", "compute_loss"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
-            rule = (
-                f"must not define {name}, which is not called here: use add_loss, a keras.losses.Loss as training.loss"
-            )
-            raise ConfigError("model", f"{rule}, or an own loop with pipeline.accumulation", type(model).__name__)
+            rule = f"must not define {name}, which is not called here: use add_loss, a keras.losses.Loss as "
+            rule += "training.loss, or an own loop with pipeline.accumulation"
+            raise ConfigError("model", rule, type(model).__name__)
     for layer in layers_of(model):
         if getattr(layer, "synchronized", False):
             rule = "must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a loop"
@@ -78,8 +75,7 @@ def cnn(
     Args:
         input_shape: (height, width, channels).
         classes: width of the output, which are logits.
-        filters: channels of each convolution.
-        kernel_size: height and width of each convolution.
+        filters, kernel_size: channels, and height and width, of each convolution.
         hidden, dropout, l2: as for `mlp`, for the dense layers; `l2` holds for the convolutions too.
     """
     if len(input_shape) != 3:
@@ -130,8 +126,7 @@ def decoder(
         classes: number of tokens, and width of the output, which are logits (batch, time, tokens).
         length: longest sequence.
         width: of the residual stream, a multiple of `heads`.
-        blocks: of attention and dense layers.
-        heads: of each attention.
+        blocks, heads: of attention and dense layers, and of each attention.
         dropout: share of each block's outputs that is dropped.
     """
     _check(dropout=dropout, classes=[classes], length=[length], width=[width], blocks=[blocks], heads=[heads])
@@ -155,8 +150,7 @@ def application(
     """Return a network of `keras.applications` with a dense layer of `classes` logits on its pooled features.
 
     Args:
-        input_shape: (height, width, channels).
-        classes: width of the output, which are logits.
+        input_shape, classes: as for `cnn`.
         name: such as `ResNet50` or `MobileNetV2`.
         weights: your own, of this network: a `.keras` file, of which the layers that fit are taken by name, or a
             `.weights.h5` file, of which they are taken in their order; the last layer may be another one.
@@ -180,25 +174,22 @@ def application(
 
 
 def _take_weights(model: keras.Model, file: str) -> None:
-    """Take the weights of a file that fit: of a `.keras` file by the names of layers, else in their order."""
     if not Path(file).is_file():
         raise ValueError(f"weights must be a file that is there. Received: {file}")
     if file.endswith(".weights.h5"):
         before = model.get_weights()
         model.load_weights(file, skip_mismatch=True)
-        if all(map(np.array_equal, before, model.get_weights())):
-            raise ValueError(f"weights must be of this model: no layer's fit. Received: {file}")
-        return
-    if not file.endswith(".keras"):
+        fits = not all(map(np.array_equal, before, model.get_weights()))
+    elif file.endswith(".keras"):
+        theirs = {layer.name: layer.get_weights() for layer in keras.models.load_model(file, compile=False).layers}
+        shapes = {name: [value.shape for value in values] for name, values in theirs.items() if values}
+        fitting = [layer for layer in model.layers if shapes.get(layer.name) == [w.shape for w in layer.weights]]
+        for layer in fitting:
+            layer.set_weights(theirs[layer.name])
+        fits = bool(fitting)
+    else:
         raise ValueError(f"weights must be a .keras or .weights.h5 file. Received: {file}")
-    theirs = {layer.name: layer for layer in keras.models.load_model(file, compile=False).layers}
-    taken = 0
-    for layer in model.layers:
-        values = theirs[layer.name].get_weights() if layer.name in theirs else []
-        if values and [value.shape for value in values] == [weight.shape for weight in layer.weights]:
-            layer.set_weights(values)
-            taken += 1
-    if not taken:
+    if not fits:
         raise ValueError(f"weights must be of this model: no layer's fit. Received: {file}")
 
 
@@ -219,9 +210,7 @@ def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
 
 def _head(x: keras.KerasTensor, classes: int, hidden: Sequence[int], dropout: float, l2: float) -> keras.KerasTensor:
     for units in hidden:
-        x = layers.Dense(units, activation="relu", kernel_regularizer=_l2(l2))(x)
-        if dropout:
-            x = layers.Dropout(dropout)(x)
+        x = _dropped(layers.Dense(units, activation="relu", kernel_regularizer=_l2(l2))(x), dropout)
     # Logits in full precision under a mixed policy: a softmax of float16 loses what the loss needs.
     return layers.Dense(classes, dtype=keras.config.floatx(), kernel_regularizer=_l2(l2))(x)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from pipeline import accumulation
 from pipeline.accumulation import Losses, Metrics, by_name
 from pipeline.common.errors import ConfigError, refused
-from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
+from pipeline.config.objective_nodes import metrics_of
 from pipeline.trust import instantiate
 
 
@@ -21,28 +22,23 @@ class Objective:
     """What is minimised and what is measured; what is of several outputs stands under the name of the output.
 
     Attributes:
-        loss, loss_weights: used in every update and on the validation split.
-        metrics, weighted_metrics: used in the updates.
-        validation_metrics: for `metrics` and `weighted_metrics`, the same with state of their own.
+        training: in every update.
+        evaluation: of a split; the same, with metrics that have a state of their own.
         callbacks: Keras callbacks under their names in the config; one batch of theirs is one update.
-        layer_metrics: those that the model's layers update.
     """
 
-    loss: Losses
-    loss_weights: Any
-    metrics: Metrics
-    weighted_metrics: Metrics
-    validation_metrics: dict[str, Metrics]
+    training: accumulation.Objective
+    evaluation: accumulation.Objective
     callbacks: dict[str, keras.callbacks.Callback]
-    layer_metrics: list[keras.metrics.Metric] = field(default_factory=list)
+
+    def with_layer_metrics(self, metrics: Sequence[keras.metrics.Metric]) -> Objective:
+        """Return the objective with the metrics that the model's layers update."""
+        training, evaluation = (replace(goal, layer_metrics=metrics) for goal in (self.training, self.evaluation))
+        return replace(self, training=training, evaluation=evaluation)
 
 
 class FunctionLoss(keras.losses.Loss):
-    """A loss that calls a function of (y_true, y_pred), which returns one value per example.
-
-    Args:
-        function: takes tensors with the examples on axis 0.
-    """
+    """A loss that calls a function of (y_true, y_pred), which returns one value per example, on axis 0."""
 
     def __init__(self, function: Callable[[Any, Any], Any]):
         super().__init__(name=getattr(function, "__name__", "loss"))
@@ -59,37 +55,29 @@ class FunctionLoss(keras.losses.Loss):
 
 
 def build(training: DictConfig) -> Objective:
-    """Return the objective of the `training` group, whose nodes are in `training`.
-
-    Raises:
-        ConfigError: a target or one of its arguments is wrong.
-    """
+    """Return the objective of the `training` group; raise a `ConfigError` for a wrong target or argument."""
     weights: Any = training.loss_weights
     if OmegaConf.is_config(weights):
         weights = OmegaConf.to_container(weights)
-    return Objective(
-        _losses(training.loss, "training.loss"),
-        tf.nest.map_structure(lambda weight: None if weight is None else float(weight), weights),
-        _metrics(training, "metrics"),
-        _metrics(training, "weighted_metrics"),
-        validation_metrics={group: _metrics(training, group) for group in METRIC_GROUPS},
-        callbacks={str(name): _callback(node, name) for name, node in training.callbacks.items()},
+    weights = tf.nest.map_structure(lambda weight: None if weight is None else float(weight), weights)
+    loss = _losses(training.loss, "training.loss")
+    goal, evaluated = (
+        accumulation.Objective(loss, weights, _metrics(training, "metrics"), _metrics(training, "weighted_metrics"))
+        for _ in range(2)
     )
+    callbacks = {str(name): _callback(node, name) for name, node in training.callbacks.items()}
+    return Objective(goal, evaluated, callbacks)
 
 
 def compile(
     objective: Objective, model: keras.Model, optimizer: keras.optimizers.Optimizer, y: Any, outputs: Any
 ) -> None:
-    """Compile the model as its callbacks look for it, and the saved model keeps it.
-
-    Raises:
-        ConfigError: a callback cannot do its work.
-    """
-    metrics = {"metrics": objective.metrics or None, "weighted_metrics": objective.weighted_metrics or None}
-    weights = objective.loss_weights
+    """Compile the model as its callbacks look for it, and the saved model keeps it; try its callbacks."""
+    goal, weights = objective.training, objective.training.loss_weights
     if isinstance(weights, dict):  # Keras wants one for each
         weights = {name: 1.0 if weights.get(name) is None else weights[name] for name in by_name(model, outputs)}
-    model.compile(optimizer, objective.loss, loss_weights=weights, **metrics)
+    metrics = {"metrics": goal.metrics or None, "weighted_metrics": goal.weighted_metrics or None}
+    model.compile(optimizer, goal.loss, loss_weights=weights, **metrics)
     if tf.is_tensor(y) and tf.is_tensor(outputs):
         for compiled in model.metrics:
             if not getattr(compiled, "built", True):  # Keras' callbacks look in it for the metric that they monitor
@@ -100,17 +88,13 @@ def compile(
 
 
 def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
-    """Raise where a Keras callback would raise at the first end of an epoch.
-
-    Fresh callbacks are tried in its place, with nothing to write and nothing to stop.
-    """
+    """Raise where a Keras callback would at the end of the first epoch; a fresh one is tried, with nothing to stop."""
     if isinstance(getattr(callback, "monitor", None), str) and hasattr(callback, "mode"):
         trial = keras.callbacks.EarlyStopping(callback.monitor, mode=callback.mode, patience=1)
         trial.set_model(model)
         trial.on_train_begin()
         trial.on_epoch_end(0, {callback.monitor: 0.0})
-    sets_rate = keras.callbacks.LearningRateScheduler | keras.callbacks.ReduceLROnPlateau
-    if isinstance(callback, sets_rate):
+    if isinstance(callback, keras.callbacks.LearningRateScheduler | keras.callbacks.ReduceLROnPlateau):
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         try:
             model.optimizer.learning_rate = rate

@@ -9,24 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import (
-    Losses,
-    Metrics,
-    Term,
-    by_name,
-    labels_by_name,
-    logits_of,
-    mask_of,
-    measured,
-    spread,
-    terms,
-    update_metrics,
-    weighted_sum,
-)
+from pipeline import accumulation
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components.objective import Objective
 from pipeline.config.metric_names import UPDATE_METRICS, is_name
 from pipeline.config.objective_nodes import METRIC_GROUPS
+from pipeline.config.resolve import RunSpec
 from pipeline.dataset.splits import Data
 
 
@@ -41,52 +29,51 @@ class _Example:
 
 
 def check(
-    objective: Objective,
-    model: keras.Model,
-    data: Data,
-    batch: Any,
-    class_weight: Mapping[int, float] | None = None,
-    *,
-    padded: bool = False,
-) -> tuple[Any, Any, list[keras.metrics.Metric]]:
+    objective: Objective, model: keras.Model, data: Data, batch: Any, spec: RunSpec
+) -> tuple[Any, Any, Objective]:
     """Compute the loss and the metrics of `batch`, so that labels and outputs that do not fit are refused at once.
 
-    This builds the model if it is not built yet. `padded` is whether examples of unequal length were padded.
+    This builds the model if it is not built yet.
 
     Returns:
-        The labels, the outputs, and the metrics that the model's layers update.
+        The labels, the outputs, and the objective with the metrics that the model's layers update.
 
     Raises:
         ConfigError: the loss does not fit the labels or the model's outputs, or the model trains nothing.
     """
+    goal, padded = objective.training, spec.dataset.get("pad") is not None
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with refused("model", f"must take inputs of {_shape(x)}", model.name):
         outputs = model(x, training=False)
     if not model.trainable_variables:
         raise ConfigError("model", "must have weights to train", model.name)
     shapes = f"must fit labels {_shape(y)} and outputs {_shape(outputs)}"
-    example = _Example(y, sample_weight, by_name(model, outputs), shapes)
-    _check_loss(objective, model, data, example, padded)
-    _check_class_weight(class_weight or {}, data.classes or _classes(objective.loss, *example.outputs.values()))
-    labels = {} if y is None else labels_by_name(objective.loss, y, example.outputs)
+    example = _Example(y, sample_weight, accumulation.by_name(model, outputs), shapes)
+    _check_loss(goal, model, data, example, padded)
+    classes = data.classes or _classes(goal.loss, *example.outputs.values())
+    for label in spec.config.training.class_weight or {}:
+        if classes is not None and label >= classes:
+            raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
+    labels = {} if y is None else accumulation.labels_by_name(goal.loss, y, example.outputs)
     for group in METRIC_GROUPS:
-        _check_metrics(getattr(objective, group), f"training.{group}", labels, example)
+        _check_metrics(getattr(goal, group), f"training.{group}", labels, example)
     layers = model.layers if model.compiled else [model]
     layer_metrics = [metric for layer in layers for metric in layer.metrics]
-    _check_names(objective, list(example.outputs), layer_metrics)
-    return y, outputs, layer_metrics
+    _check_names(goal, list(example.outputs), layer_metrics)
+    return y, outputs, objective.with_layer_metrics(layer_metrics)
 
 
-def _check_loss(objective: Objective, model: keras.Model, data: Data, example: _Example, padded: bool) -> None:
-    """Refuse a loss that does not fit, or that does not depend on the model's outputs."""
+def _check_loss(
+    objective: accumulation.Objective, model: keras.Model, data: Data, example: _Example, padded: bool
+) -> None:
     if objective.loss is None:
         if not model.losses:
             raise ConfigError("training.loss", "must be given for a model that adds no loss by itself", model.name)
         return
-    # By the outputs and not by the weights, which under a strategy have gradients only inside of a replica. From a
-    # softmax or a sigmoid Keras takes the logits, which it has left on the output.
+    # By the outputs, as under a strategy the weights have gradients only inside of a replica. From a softmax or a
+    # sigmoid Keras takes the logits, which it has left on the output.
     reached = [output for output in example.outputs.values() if output.dtype.is_floating]
-    reached += [logits for output in reached if (logits := logits_of(output)) is not None]
+    reached += [logits for output in reached if (logits := accumulation.logits_of(output)) is not None]
     with tf.GradientTape() as tape:
         tape.watch(reached)
         total = _sum_of_losses(objective, data, example, padded)
@@ -94,75 +81,70 @@ def _check_loss(objective: Objective, model: keras.Model, data: Data, example: _
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", model.name)
 
 
-def _sum_of_losses(objective: Objective, data: Data, example: _Example, padded: bool) -> tf.Tensor:
-    """Return the sum of the losses of all outputs; refuse one that does not fit."""
+def _sum_of_losses(objective: accumulation.Objective, data: Data, example: _Example, padded: bool) -> tf.Tensor:
     loss, outputs = objective.loss, example.outputs
     if example.y is None:
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
-    with refused("training.loss", example.shapes, _names(loss)):
-        found = terms(loss, None, example.y, outputs, example.sample_weight)
+    names = ", ".join(each.name for each in tf.nest.flatten(loss) if each is not None)
+    with refused("training.loss", example.shapes, names):
+        found = accumulation.terms(loss, None, example.y, outputs, example.sample_weight)
     with refused("training.loss_weights", "must fit the outputs", objective.loss_weights):
-        spread(objective.loss_weights, list(outputs))
+        accumulation.spread(objective.loss_weights, list(outputs))
     total = tf.zeros((), tf.float64)
     for term in found:
         key = f"training.loss.{term.name}" if len(outputs) > 1 and isinstance(loss, dict) else "training.loss"
         if padded and _counts_padding(term):
-            rule = (
-                "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask: "
-            )
-            raise ConfigError(f"{key}.reduction", f"{rule}this one divides by the padding as well", term.loss.reduction)
+            rule = "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask"
+            rule += ": this one divides by the padding as well"
+            raise ConfigError(f"{key}.reduction", rule, term.loss.reduction)
         with refused(key, example.shapes, term.loss.name):
             _check_shapes(term.loss, term.y, term.output)
             _check_classes(term.loss, term.y, term.output, data.classes if len(outputs) == 1 else None)
             arguments = term.loss, term.y, term.output, term.sample_weight
-            total += tf.cast(weighted_sum(*arguments).total, tf.float64)
-            _trace(weighted_sum, *arguments)
+            total += tf.cast(accumulation.weighted_sum(*arguments).total, tf.float64)
+            _trace(accumulation.weighted_sum, *arguments)
     return total
 
 
-def _check_class_weight(class_weight: Mapping[int, float], classes: int | None) -> None:
-    for label in class_weight:
-        if classes is not None and label >= classes:
-            raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
-
-
-def _classes(loss: Losses, output: Any, *others: Any) -> int | None:
+def _classes(loss: accumulation.Losses, output: Any, *others: Any) -> int | None:
     """Return the number of classes of a cross-entropy, if there is one output; None if that is not known."""
     if others or not isinstance(loss, _CROSS_ENTROPIES):
         return None
     return max(2, output.shape[-1]) if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
 
 
-def _counts_padding(term: Term) -> bool:
+def _counts_padding(term: accumulation.Term) -> bool:
     """Return whether the mean is over all elements, those of padding with weight 0 included."""
-    weights = term.sample_weight
-    several = tf.is_tensor(weights) and weights.shape.rank > 1
-    return several and term.loss.reduction in ("mean", "sum_over_batch_size") and mask_of(term.output) is None
+    several = tf.is_tensor(term.sample_weight) and term.sample_weight.shape.rank > 1
+    averages = term.loss.reduction in ("mean", "sum_over_batch_size")
+    return several and averages and accumulation.mask_of(term.output) is None
 
 
-def _check_metrics(metrics: Metrics, key: str, labels: dict[str, Any], example: _Example) -> None:
+def _check_metrics(metrics: accumulation.Metrics, key: str, labels: dict[str, Any], example: _Example) -> None:
     by_output = isinstance(metrics, Mapping)
-    given: list[tuple[str, Any]] = list(metrics.items()) if isinstance(metrics, Mapping) else [("", metrics)]
-    for output, metric in ((output, metric) for output, listed in given for metric in listed):
-        alone: Metrics = {output: [metric]} if by_output else [metric]
+    given: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {"": metrics}
+    for output, metric in ((output, metric) for output, listed in given.items() for metric in listed):
+        alone: accumulation.Metrics = {output: [metric]} if by_output else [metric]
         where = f"{key}.{output}.{metric.name}" if by_output else f"{key}.{metric.name}"
         with refused(where, example.shapes, type(metric).__name__):
             if not by_output and len(example.outputs) == 1 and labels:
                 _check_shapes(metric, *labels.values(), *example.outputs.values())
             weighted = key.endswith("weighted_metrics")
             arguments = alone, labels, example.outputs, example.sample_weight if weighted else None
-            update_metrics(*arguments)
-            _trace(update_metrics, *arguments)
+            accumulation.update_metrics(*arguments)
+            _trace(accumulation.update_metrics, *arguments)
             if tf.nest.is_nested(result := metric.result()) or tf.convert_to_tensor(result).shape.rank != 0:
                 raise ValueError("its result is not one number")
         metric.reset_state()
 
 
-def _check_names(objective: Objective, outputs: list[str], layer_metrics: list[keras.metrics.Metric]) -> None:
+def _check_names(
+    objective: accumulation.Objective, outputs: list[str], layer_metrics: list[keras.metrics.Metric]
+) -> None:
     """Refuse names of outputs and of layers' metrics under which nothing can be logged."""
-    own = list(measured(layer_metrics))
+    own = list(accumulation.measured(layer_metrics))
     own += [f"{name}_loss" for name in outputs] if len(outputs) > 1 else []
-    configured = measured(objective.metrics, objective.weighted_metrics)
+    configured = accumulation.measured(objective.metrics, objective.weighted_metrics)
     for name in own:
         if name in UPDATE_METRICS or name in configured or own.count(name) > 1 or not is_name(f"train/{name}"):
             rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"
@@ -200,8 +182,7 @@ def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int |
         labels, ignored = tf.cast(y, tf.int64), loss.ignore_class
         counting = labels if ignored is None else labels[labels != ignored]
         largest = classes - 1 if ignored is None and classes is not None else int(tf.reduce_max(counting))
-        smallest = int(tf.reduce_min(counting))
-        for label in (largest, smallest):
+        for label in (largest, int(tf.reduce_min(counting))):
             if not 0 <= label < outputs.shape[-1]:
                 raise ValueError(f"label {label} is outside of the {outputs.shape[-1]} outputs")
     elif float(tf.reduce_min(y)) < 0 or float(tf.reduce_max(y)) > 1:
@@ -225,10 +206,6 @@ _CROSS_ENTROPIES = (
     keras.losses.CategoricalCrossentropy,
     keras.losses.SparseCategoricalCrossentropy,
 )
-
-
-def _names(loss: Losses) -> str:
-    return ", ".join(each.name for each in tf.nest.flatten(loss) if each is not None)
 
 
 def _shape(nest: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,8 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
-from pipeline.config.lr_scaling import FACTORS, Rule
 from pipeline.config.resolve import RunSpec
-from pipeline.config.schema import ScalingConfig
+from pipeline.config.schema import Rule, ScalingConfig
 from pipeline.trust import instantiate
 
 # The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
@@ -21,46 +21,37 @@ _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps":
 
 
 def build(spec: RunSpec, updates: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a run, with its learning-rate schedule.
-
-    Args:
-        spec: of the run; `scaling` compares its effective batch with the reference.
-        updates: the horizon; lengths such as `5%` in the schedule are shares of it.
+    """Return the optimizer of a run of so many `updates`, with its learning-rate schedule.
 
     Raises:
         ConfigError: a target or one of its arguments is wrong.
     """
-    node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), updates)
-    schedule = scaled(schedule, spec.config.scaling, spec.batching.effective_batch_size, updates)
+    node = spec.node("optimizer")
+    schedule = scaled(
+        build_schedule(spec.node("schedule"), updates), spec.config.scaling, spec.batching.effective_batch_size, updates
+    )
     optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        rule = "must name a keras.optimizers.Optimizer"
-        raise ConfigError("optimizer._target_", rule, node.get("_target_"))
+        raise ConfigError("optimizer._target_", "must name a keras.optimizers.Optimizer", node.get("_target_"))
     if optimizer.gradient_accumulation_steps:
         rule = "must be left out: the pipeline accumulates; set accumulation.factor"
         raise ConfigError("optimizer.gradient_accumulation_steps", rule, optimizer.gradient_accumulation_steps)
-    if spec.config.hardware.precision.name == "mixed_float16" and not isinstance(
-        optimizer, keras.optimizers.LossScaleOptimizer
-    ):
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    return optimizer
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if spec.config.hardware.precision.name != "mixed_float16" or scales:
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer)
 
 
 def build_schedule(node: DictConfig, updates: int) -> Any:
-    """Return the schedule of `node`: a Keras schedule, or a constant number.
-
-    Args:
-        node: the `schedule` group; a string such as `5%` stands for that share of `updates`, at least one.
-        updates: the horizon.
+    """Return the schedule of the `schedule` group, or a constant; `5%` stands for that share of the `updates`.
 
     Raises:
         ConfigError: a target or one of its arguments is wrong.
     """
     lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule"))
     assert isinstance(lengths, DictConfig)
-    boundaries = OmegaConf.select(node, "boundaries")
-    if isinstance(boundaries, ListConfig) and list(lengths.boundaries) != sorted(lengths.boundaries):
-        raise ConfigError("schedule.boundaries", "must rise", list(boundaries))
+    if isinstance(node.get("boundaries"), ListConfig) and list(lengths.boundaries) != sorted(lengths.boundaries):
+        raise ConfigError("schedule.boundaries", "must rise", list(node.boundaries))
     schedule = instantiate.build(lengths, "schedule")
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule | float | int):
         raise ConfigError("schedule._target_", "must name a Keras schedule or give a number", node.get("_target_"))
@@ -68,15 +59,7 @@ def build_schedule(node: DictConfig, updates: int) -> Any:
 
 
 def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Trace the apply of one gradient, which changes nothing: only then Keras checks most arguments.
-
-    Args:
-        optimizer: built.
-        variables: that it was built for.
-
-    Raises:
-        ConfigError: one of its arguments, or its schedule, cannot be computed with.
-    """
+    """Trace the apply of one gradient, which changes nothing: only then Keras checks most arguments."""
     named, variable = getattr(optimizer, "inner_optimizer", optimizer), variables[0]
     with refused("optimizer", "must be able to apply a gradient", type(named).__name__):
         rate = float(ops.convert_to_numpy(named.learning_rate))
@@ -87,10 +70,17 @@ def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Varia
 
 
 def scaled(schedule: Any, scaling: ScalingConfig, effective_batch_size: int, updates: int) -> Any:
-    """Return `schedule` scaled for the effective batch by the rule of `scaling`: see `config.lr_scaling`."""
+    """Return `schedule` with its rates multiplied, for r = effective batch / `scaling.reference_batch_size`, by
+
+    none    1
+    linear  r, which keeps the step an example takes: Krizhevsky 2014 (arXiv:1404.5997, section 5);
+            Goyal et al. 2017 (arXiv:1706.02677, section 2.1)
+    sqrt    √r, which keeps the variance of an update: Krizhevsky 2014; Hoffer et al. 2017 (arXiv:1705.08741)
+    """
     if scaling.rule == Rule.none:
         return schedule
-    factor = FACTORS[scaling.rule](effective_batch_size / scaling.reference_batch_size)
+    ratio = effective_batch_size / scaling.reference_batch_size
+    factor = math.sqrt(ratio) if scaling.rule == Rule.sqrt else ratio
     warmup = _in_updates(scaling.warmup, updates, "scaling.warmup")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ConfigError("scaling.warmup", "must be a number of updates, or a share of the horizon such as 5%", warmup)
@@ -126,17 +116,12 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
         return rate * (1 + (self.factor - 1) * ops.cast(share, rate.dtype))
 
     def get_config(self) -> dict[str, Any]:
-        schedule = self.schedule
-        if callable(schedule):
-            schedule = keras.optimizers.schedules.serialize(schedule)
+        schedule = keras.saving.serialize_keras_object(self.schedule)
         return {"schedule": schedule, "factor": self.factor, "warmup": self.warmup}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Scaled:
-        schedule = config["schedule"]
-        if isinstance(schedule, dict):
-            schedule = keras.optimizers.schedules.deserialize(schedule)
-        return cls(schedule, config["factor"], config["warmup"])
+        return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})
 
 
 @keras.saving.register_keras_serializable("pipeline")
@@ -176,18 +161,11 @@ def _in_updates(value: Any, updates: int, key: str) -> Any:
         if not 0 <= share <= 1:
             raise ConfigError(key, "must be from 0% to 100%", value)
         return max(1, round(share * updates))
-    if isinstance(value, int | float):
-        _check_length(value, updates, key)
-    return value
-
-
-def _check_length(value: float, updates: int, key: str) -> None:
-    """Refuse a length that is not a number of updates within the run, which Keras would accept."""
     name = key.rpartition(".")[2]
-    if name not in _LEAST:
-        return
-    warms_up = name.startswith("warmup")
-    whole = not isinstance(value, bool) and value % 1 == 0
-    if not whole or value < _LEAST[name] or (warms_up and value > updates):
-        most = f" to the horizon's {updates}" if warms_up else " on"
-        raise ConfigError(key, f"must be a whole number of updates from {_LEAST[name]}{most}", value)
+    if isinstance(value, int | float) and name in _LEAST:  # Keras would accept any
+        warms_up = name.startswith("warmup")
+        whole = not isinstance(value, bool) and value % 1 == 0
+        if not whole or value < _LEAST[name] or (warms_up and value > updates):
+            most = f" to the horizon's {updates}" if warms_up else " on"
+            raise ConfigError(key, f"must be a whole number of updates from {_LEAST[name]}{most}", value)
+    return value

@@ -12,7 +12,6 @@ _PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folde
 
 
 def check_allowed(allow: Iterable[str]) -> None:
-    """Refuse an entry that is neither a dotted name nor a place for artifacts."""
     for entry in allow:
         if not (DOTTED.fullmatch(entry) or _PLACE.fullmatch(entry)):
             rule = "must list dotted names, such as mypkg.models, and places, such as /folder or https://host/path"
@@ -20,10 +19,8 @@ def check_allowed(allow: Iterable[str]) -> None:
 
 
 def allowed_names(allow: Iterable[str]) -> list[str]:
-    """Return the dotted names in `allow`."""
     return [entry for entry in allow if DOTTED.fullmatch(entry)]
 
 
 def allowed_places(allow: Iterable[str]) -> list[str]:
-    """Return the folders and URIs in `allow`."""
     return [entry for entry in allow if _PLACE.fullmatch(entry)]

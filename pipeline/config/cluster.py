@@ -24,17 +24,11 @@ _PORTS = range(20000, 32000)  # of Slurm's tasks: below those that Linux gives t
 
 @dataclass(frozen=True)
 class Cluster:
-    """All workers of a run, and which one this process is.
+    """All workers of a run, and which one this process is."""
 
-    Attributes:
-        addresses: `host:port` of each worker.
-        index: of this worker; 0 is the chief, which logs and writes checkpoints.
-        started: whether the chief starts the other workers itself, on its machine.
-    """
-
-    addresses: tuple[str, ...]
-    index: int = 0
-    started: bool = False
+    addresses: tuple[str, ...]  # `host:port` of each worker
+    index: int = 0  # of this worker; 0 is the chief, which logs and writes checkpoints
+    started: bool = False  # whether the chief starts the other workers itself, on its machine
 
     @property
     def is_chief(self) -> bool:
@@ -43,14 +37,15 @@ class Cluster:
     @property
     def index_on_machine(self) -> int:
         """Return the number of workers with a lower index on this machine."""
-        hosts = [address.rpartition(":")[0] for address in self.addresses]
-        return hosts[: self.index].count(hosts[self.index])
+        return self._hosts[: self.index].count(self._hosts[self.index])
 
     @property
     def on_machine(self) -> int:
-        """Return the number of workers on this machine."""
-        hosts = [address.rpartition(":")[0] for address in self.addresses]
-        return hosts.count(hosts[self.index])
+        return self._hosts.count(self._hosts[self.index])
+
+    @property
+    def _hosts(self) -> list[str]:
+        return [address.rpartition(":")[0] for address in self.addresses]
 
     def at(self, index: int) -> Cluster:
         """Return the same workers, as seen by worker `index`."""
@@ -60,10 +55,6 @@ class Cluster:
 def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | None:
     """Return the workers of a run; None for a single one. Workers that are started here get free ports of this machine.
 
-    Args:
-        workers: `hardware.workers`; null stands for the number that the environment says.
-        environment: of this process.
-
     Raises:
         ConfigError: `workers` is not positive, or contradicts the environment, or neither says how many there are.
     """
@@ -71,10 +62,14 @@ def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | No
         raise ConfigError(KEY, "must be at least 1, or null for what TF_CONFIG or Slurm says", workers)
     if workers == 1:
         return None
-    found = _of_environment(environment)
+    found = None
+    if text := environment.get("TF_CONFIG"):
+        found = _of_tf_config(text)
+    elif is_named(environment) and "SLURM_PROCID" in environment:
+        found = _of_slurm(environment)
     if found is not None:
         if workers not in (None, len(found.addresses)):
-            where = "TF_CONFIG" if environment.get("TF_CONFIG") else "the step of this Slurm job"
+            where = "TF_CONFIG" if text else "the step of this Slurm job"
             raise ConfigError(KEY, f"must be null, or the {len(found.addresses)} of {where}", workers)
         return found if len(found.addresses) > 1 else None
     if workers is None:
@@ -88,14 +83,6 @@ def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | No
 def is_named(environment: Mapping[str, str]) -> bool:
     """Return whether the environment names the workers, so that this process starts none."""
     return bool(environment.get("TF_CONFIG")) or int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
-
-
-def _of_environment(environment: Mapping[str, str]) -> Cluster | None:
-    if text := environment.get("TF_CONFIG"):
-        return _of_tf_config(text)
-    if int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1 and "SLURM_PROCID" in environment:
-        return _of_slurm(environment)
-    return None
 
 
 def _of_tf_config(text: str) -> Cluster:

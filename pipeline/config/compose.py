@@ -30,12 +30,17 @@ from pipeline.common.secrets import mask
 from pipeline.config import former_names
 from pipeline.config.hydra_errors import COMPOSITION, as_config_error
 from pipeline.config.hydra_internals import get_args_parser
-from pipeline.config.packaged import directory
 from pipeline.config.schema import register
 
 Task = Callable[[DictConfig, list[str], Path], float]
 # An override of what is text, also where Hydra would read a number in it; what Hydra knows as more than words is its.
-_TEXT = re.compile(r"(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)")
+_TEXT = re.compile(r"\A(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)\Z")
+
+
+def directory(name: str = "conf") -> str:
+    """Return the packaged folder `conf` or `sweeps`: inside an installed wheel, beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return str(package / name if (package / name).is_dir() else package.parent / name)
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
@@ -46,10 +51,7 @@ def composed(arguments: Sequence[str]) -> DictConfig:
 
 
 def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], task: Task, folders: Sequence[str] = ()) -> None:
-    """Compose a recorded config, which is plain, resolved and checked, with `overrides`; call `task` on it.
-
-    The user's own config groups are in `folders`.
-    """
+    """Compose a recorded config, plain, resolved and checked, with `overrides` and a user's `folders`; call `task`."""
     ours = OmegaConf.load(Path(directory()) / "config.yaml")
     of_hydra = [entry for entry in ours.defaults if not isinstance(entry, str) and "override" in str(entry)]
     hydras = {**ours.hydra, "searchpath": [f"file://{folder}" for folder in folders]}
@@ -71,19 +73,12 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
 
 @dataclass
 class Session:
-    """One call of Hydra: what its plugins leave for who called it.
+    """One call of Hydra: what its plugins leave for who called it."""
 
-    Attributes:
-        key: the config key of the run directory, and
-        asked: the folder that it names.
-        made: the folders that Hydra makes for it, the innermost first.
-        sweep: the parent run of a multirun, once there is one.
-    """
-
-    key: str = ""
-    asked: Path = Path()
-    made: Sequence[Path] = ()
-    sweep: Any = None
+    key: str = ""  # the config key of the run directory, and
+    asked: Path = Path()  # the folder that it names
+    made: Sequence[Path] = ()  # the folders that Hydra makes for it, the innermost first
+    sweep: Any = None  # the parent run of a multirun, once there is one
 
     @contextmanager
     def checking_folder(self) -> Iterator[None]:
@@ -155,29 +150,28 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
     raised: list[Exception] = []
 
     def job(config: DictConfig) -> Any:
+        multirun = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             _expand_home(config)
             former_names.rename(config)
             return task(config)
         except NotShippedError as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
+            if multirun:
                 say(str(error))
                 return error.loss  # the job has done what it was for
             raised.append(error)
-            return None
         except Exception as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
+            if multirun:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.
                 say(*mask(traceback.format_exc()).splitlines())
                 raise RuntimeError(mask(str(error) if isinstance(error, ConfigError) else described(error))) from None
             raised.append(_with_traceback_kept(error))  # raised again below: else Hydra prints a line of its own
-            return None
+        return None
 
     # A shell leaves KEY=~/… as it is, and Hydra's grammar has no ~ in a value.
-    arguments = [re.sub("^([^=]+=(sqlite:///)?)~(?=/)", rf"\1{Path.home()}", argument) for argument in arguments]
-    arguments = as_text(arguments)
+    arguments = as_text([re.sub("^([^=]+=(sqlite:///)?)~(?=/)", rf"\1{Path.home()}", text) for text in arguments])
     options = _parsed(arguments)
-    folders = [directory(), *([options.config_dir] if options.config_dir else [])]
+    folders = [directory(), *filter(None, [options.config_dir])]
     with as_config_error(options.overrides, folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     flags = [argument for argument in arguments if argument not in options.overrides]
@@ -212,8 +206,7 @@ def _with_traceback_kept(error: Exception) -> Exception:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():
         return error
-    file = run_dir / "traceback.log"
-    lines = mask("".join(traceback.format_exception(error))).splitlines()
+    file, lines = run_dir / "traceback.log", mask("".join(traceback.format_exception(error))).splitlines()
     try:
         file.write_text("\n".join([*map(printable, lines), ""]), encoding="utf-8")
         kept = f"traceback in {file}"
@@ -226,13 +219,12 @@ def _with_traceback_kept(error: Exception) -> Exception:
 
 def as_text(overrides: Sequence[str]) -> list[str]:
     """Return the overrides with quotes around the start of a run, which may look like a number, such as 12e4."""
-    texts = []
-    for text in overrides:
-        if found := _TEXT.fullmatch(text):
-            values = [value.strip() for value in found[2].split(",")]
-            text = found[1] + ",".join(value if value.lower() in ("null", "") else f"'{value}'" for value in values)
-        texts.append(text)
-    return texts
+
+    def quoted(found: re.Match[str]) -> str:
+        values = map(str.strip, found[2].split(","))
+        return found[1] + ",".join(value if value.lower() in ("null", "") else f"'{value}'" for value in values)
+
+    return [_TEXT.sub(quoted, text) for text in overrides]
 
 
 def check_config_dir(folder: str) -> None:
@@ -251,23 +243,20 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
 
     The environment carries the secrets to the jobs of a sweep: Hydra writes their overrides into files.
     """
-    texts = []
-    for number, override in enumerate(overrides):
-        text = str(override.input_line)
+    texts = [str(override.input_line) for override in overrides]
+    for number, (text, override) in enumerate(zip(texts, overrides, strict=True)):
         if mask(text) != text and not override.is_sweep_override():
-            name = f"PIPELINE_SECRET_{number}"
-            os.environ[name] = str(override.value())
-            text = f"{text.split('=')[0]}=${{oc.env:{name}}}"
-        texts.append(text)
+            os.environ[name := f"PIPELINE_SECRET_{number}"] = str(override.value())
+            texts[number] = f"{text.split('=')[0]}=${{oc.env:{name}}}"
     return texts
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line as Hydra's own parser reads it; refuse a wrong one in one line."""
-    parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError("arguments", f"must be what Hydra takes ({message})", " ".join(arguments))
 
+    parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(list(arguments))

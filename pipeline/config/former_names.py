@@ -1,7 +1,4 @@
-"""Dotted names that configs and records of earlier versions hold, and what they are called now.
-
-A config of a user's own keeps them as long as it likes: `pipeline.model.mlp` is `pipeline.components.model.mlp`.
-"""
+"""Dotted names in configs and records of earlier versions: `pipeline.model.mlp` → `pipeline.components.model.mlp`."""
 
 from __future__ import annotations
 
@@ -44,12 +41,4 @@ def _renamed(node: Any) -> Any:
 def rename(config: DictConfig) -> None:
     """Replace former names among the values of a composed config, in place."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    _rename(config, {key: value for key, value in plain.items() if key not in _FREE_TEXT})
-
-
-def _rename(node: Any, plain: Any) -> None:
-    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
-        if isinstance(value, dict | list):
-            _rename(node[key], value)
-        elif isinstance(value, str) and current(value) != value:
-            node[key] = current(value)
+    config.merge_with({key: value for key, value in renamed(plain).items() if value != plain[key]})

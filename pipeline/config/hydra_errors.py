@@ -15,19 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    ConfigTypeError,
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    InterpolationToMissingValueError,
-    KeyValidationError,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-    ValidationError,
-)
+from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.config.objective_nodes import NAMED
@@ -49,17 +37,19 @@ _TEXTS = (
     (r"(?P<key>hydra\.searchpath) must be", "must be a list of folders"),
     (r"force-add of config groups is not supported: '(?P<override>.+)'", "must be added with one + only"),
 )
-COMPOSITION = (HydraException, OmegaConfBaseException, UnicodeDecodeError, yaml.YAMLError)
+_LINKS: dict[type[Exception], str] = {
+    errors.InterpolationKeyError: "must refer to a key that exists",
+    errors.InterpolationToMissingValueError: "must refer to a key that has a value",
+    errors.UnsupportedInterpolationType: "must use a resolver that exists",
+}
+COMPOSITION = (HydraException, errors.OmegaConfBaseException, UnicodeDecodeError, yaml.YAMLError)
 
 
 @contextmanager
 def as_config_error(
     overrides: Sequence[str] = (), folders: Sequence[str] = (), kinds: tuple[type[Exception], ...] = COMPOSITION
 ) -> Iterator[None]:
-    """Raise a `ConfigError` in place of errors of `kinds`, which only the user's input can cause.
-
-    It names the override in `overrides`, or the file in one of `folders`, that caused the error.
-    """
+    """Raise a `ConfigError` in place of errors of `kinds`: it names the override, or the file in one of `folders`."""
     try:
         yield
     except ConfigError:
@@ -70,10 +60,8 @@ def as_config_error(
 
 def groups(folders: Sequence[str]) -> dict[str, list[str]]:
     """Return the options of each config group in `folders`."""
-    found: dict[str, set[str]] = {}
-    for file in (file for folder in folders for file in Path(folder).glob("*/*.yaml")):
-        found.setdefault(file.parent.name, set()).add(file.stem)
-    return {group: sorted(options) for group, options in sorted(found.items())}
+    files = sorted({(file.parent.name, file.stem) for folder in folders for file in Path(folder).glob("*/*.yaml")})
+    return {group: [name for other, name in files if other == group] for group, _ in files}
 
 
 def _refusal(error: Exception, overrides: Sequence[str], folders: Sequence[str]) -> ConfigError:
@@ -92,14 +80,13 @@ def _refusal(error: Exception, overrides: Sequence[str], folders: Sequence[str])
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         file, line = error.problem_mark.name, error.problem_mark.line + 1
         return ConfigError(f"{file}:{line}", f"must be YAML ({error.problem})", linecache.getline(file, line).strip())
-    link: BaseException | None = error
+    origin, link = _origin(error), error
     while link is not None:
-        if isinstance(link, OmegaConfBaseException) and link.full_key:
-            return _of_key(link, _origin(error), overrides, folders)
-        link = link.__cause__ or link.__context__
-    if "ConfigTypeError" in str(error) and (listed := _listed(_origin(error), folders)) is not None:
-        return listed
-    return _from_text(error, overrides, folders)
+        if isinstance(link, errors.OmegaConfBaseException) and link.full_key:
+            return _of_key(link, origin, overrides, folders)
+        link = link.__cause__ or link.__context__  # type: ignore[assignment]
+    listed = _listed(origin, folders) if "ConfigTypeError" in str(error) else None
+    return _from_text(error, overrides, folders) if listed is None else listed
 
 
 def _listed(origin: str, folders: Sequence[str]) -> ConfigError | None:
@@ -114,11 +101,11 @@ def _listed(origin: str, folders: Sequence[str]) -> ConfigError | None:
 
 
 def _of_key(
-    error: OmegaConfBaseException, origin: str, overrides: Sequence[str], folders: Sequence[str]
+    error: errors.OmegaConfBaseException, origin: str, overrides: Sequence[str], folders: Sequence[str]
 ) -> ConfigError:
     """Return the refusal of an error in which OmegaConf names the key and its node."""
     key = str(error.full_key)
-    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+    if isinstance(error, errors.ConfigKeyError | errors.ConfigAttributeError):
         parent, _, name = key.rpartition(".")
         # The schema's own nodes take no other keys.
         if isinstance(error.parent_node, DictConfig) and OmegaConf.get_type(error.parent_node) is dict:
@@ -127,32 +114,25 @@ def _of_key(
         if not parent:
             siblings = sorted({*siblings, *groups(folders)})
         return ConfigError(key, f"must be a key of {parent or 'the config'}{origin}", name, siblings)
-    if isinstance(error, ValidationError):
+    if isinstance(error, errors.ValidationError):
         rule, choices = _type_of(error)
-        rule = _NAMED.get(key, rule)
-        return ConfigError(key, f"must be {rule}{origin}", error.value, choices)
-    if isinstance(error, ConfigTypeError) and "Cannot merge" in str(error):  # which value, it does not say
+        return ConfigError(key, f"must be {_NAMED.get(key, rule)}{origin}", error.value, choices)
+    if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):  # which value, it does not say
         for given, _, value in (override.lstrip("+").partition("=") for override in overrides):
             if given == key in _NAMED:
                 return ConfigError(key, f"must be {_NAMED[key]}", value)
         return ConfigError(key, f"must be {'a list' if error.object_type is list else 'a mapping'}{origin}")
-    rules: dict[type[Exception], str] = {
-        InterpolationKeyError: "must refer to a key that exists",
-        InterpolationToMissingValueError: "must refer to a key that has a value",
-        UnsupportedInterpolationType: "must use a resolver that exists",
-    }
-    otherwise = "must have a value" if isinstance(error, InterpolationResolutionError) else "must be valid"
-    rule = rules.get(type(error), f"{otherwise} ({_cause(error)})")
-    value = error.value
-    if isinstance(error, KeyValidationError):  # YAML reads `off`, `on`, `yes` and `no` without quotes as no text
+    if isinstance(error, errors.KeyValidationError):  # YAML reads `off`, `on`, `yes` and `no` without quotes as no text
         return ConfigError(key.rpartition(".")[0] or key, f"must have text for its keys{origin}", error.key)
+    otherwise = "must have a value" if isinstance(error, errors.InterpolationResolutionError) else "must be valid"
+    rule, value = _LINKS.get(type(error), f"{otherwise} ({_cause(error)})"), error.value
     if isinstance(error.parent_node, DictConfig):  # as it was written, with its interpolation
         written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
         value = reduce(lambda node, name: node[name], str(error.key).split("."), written)
     return ConfigError(key, f"{rule}{origin}", value)
 
 
-def _type_of(error: ValidationError) -> tuple[str, list[str] | None]:
+def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
     """Return what the schema wants at the key of `error`, and the choices of an enumeration."""
     hint = get_type_hints(error.object_type).get(error.key) if hasattr(error.object_type, "__annotations__") else None
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -160,17 +140,15 @@ def _type_of(error: ValidationError) -> tuple[str, list[str] | None]:
     (kind, *_) = [kind for kind in kinds if kind is not NoneType]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of its choices{null}", list(kind.__members__)
-    kind = get_origin(kind) or kind
-    if kind in _KINDS:
-        return _KINDS[kind] + null, None
+    if name := _KINDS.get(get_origin(kind) or kind):
+        return name + null, None
     return ("a mapping" if hasattr(kind, "__annotations__") else f"valid ({_cause(error)})"), None
 
 
 def _from_text(error: Exception, overrides: Sequence[str], folders: Sequence[str]) -> ConfigError:
     text = str(error)
     for pattern, rule in _TEXTS:
-        match = re.match(pattern, text)
-        if match is not None:
+        if match := re.match(pattern, text):
             found = match.groupdict()
             key, _, value = found.get("override", found.get("key", "")).partition("=")
             named = next((override for override in overrides if override.lstrip("+~").split("=")[0] == key), key)
@@ -204,5 +182,5 @@ def _origin(error: Exception) -> str:
     return "" if match is None or match[1] in ("config", "hydra/config") else f" (in {match[1]})"
 
 
-def _cause(error: OmegaConfBaseException) -> str:
+def _cause(error: errors.OmegaConfBaseException) -> str:
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip("\"'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,16 +21,12 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     """Return every leaf of a plain config under its dotted name; an empty dict or list is a leaf."""
-    if isinstance(node, Mapping) and node:
-        items: Iterable[tuple[Any, Any]] = node.items()
-    elif isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
-        items = enumerate(node)
-    else:
+    if isinstance(node, list) and any(isinstance(value, dict | list) for value in node):
+        node = dict(enumerate(node))
+    if not (isinstance(node, Mapping) and node):
         return {prefix: node}
-    found: dict[str, Any] = {}
-    for key, value in items:
-        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+    dot = f"{prefix}." if prefix else ""
+    return {name: leaf for key, value in node.items() for name, leaf in leaves(value, f"{dot}{key}").items()}
 
 
 def links(config: DictConfig) -> dict[str, str]:
@@ -42,13 +38,8 @@ def links(config: DictConfig) -> dict[str, str]:
     return {key: entry for key, entry in written.items() if isinstance(entry, str) and LINK.fullmatch(entry)}
 
 
-def as_node(value: Mapping[Any, Any]) -> DictConfig:
-    """Return a plain, resolved mapping as a node; text in it that looks like an interpolation stays text."""
-    return OmegaConf.create(escaped(value))
-
-
 def escaped(value: Any) -> Any:
-    """Return a plain value in which no text is an interpolation to OmegaConf."""
+    """Return a plain value in which no text is an interpolation to OmegaConf, though it may look like one."""
     if isinstance(value, Mapping):
         return {key: escaped(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -2,20 +2,16 @@
 
     composed config ─ resolve ─► RunSpec ─ resume, search, cache, verify: `changed` ─► RunSpec ─► the run
 
-`resolve` checks the config and decides what the command line and the environment decide: the horizon, the sizes, the
-workers. What depends on the machine or on the data is decided later, by functions that take a spec and return
-another one: the micro-batch size that fits, whether the examples are kept in memory, the values that a resumed run
-keeps. A spec is never changed. It keeps the config as Hydra composed it, so that links such as `${another.key}`
-follow a changed value; `resolved` is what a run records. Only this package sees the composed config: everywhere else a
-value is read from `RunSpec.config`, which is typed, and what builds an object from `RunSpec.node`.
-
-Imports neither TensorFlow nor MLflow: a wrong config is refused in under a second.
+`resolve` decides what the command line and the environment decide: the horizon, the sizes, the workers. What depends on
+the machine or on the data is decided later, by functions from one spec to another: the micro-batch size that fits,
+where the examples are kept, the values that a resumed run keeps. A spec keeps the config as Hydra composed it, so that
+links such as `${another.key}` follow a changed value.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,30 +29,19 @@ from pipeline.config.sizes import Batching, Horizon
 
 # What each of several workers has from its own config, as it is the machine's or a secret.
 OWN = ("tracking", "trust", "start", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory")
-_NOTHING = object()
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run does; made by `resolve`.
+    """What a run does; made by `resolve`, and never changed."""
 
-    Attributes:
-        config: typed; the nodes of objects are plain mappings in it.
-        asked: the resolved config as `resolve` returned it, plain; changes leave it as it is.
-        resolved: the resolved config, plain, as it is recorded.
-        overrides: of the command line.
-        batching: how an effective batch is cut.
-        horizon: how long the run is, in the unit that was asked for.
-        workers: of the run, as this process sees them; None for a single one.
-    """
-
-    config: Config
-    asked: Mapping[str, Any]
-    resolved: Mapping[str, Any]
-    overrides: tuple[str, ...]
-    batching: Batching
-    horizon: Horizon
-    workers: Cluster | None
+    config: Config  # typed; the nodes of objects are plain mappings in it
+    asked: Mapping[str, Any]  # the config as `resolve` returned it, plain; changes leave it as it is
+    resolved: Mapping[str, Any]  # the config, plain, as it is recorded
+    overrides: tuple[str, ...]  # of the command line
+    batching: Batching  # how an effective batch is cut
+    horizon: Horizon  # how long the run is, in the unit that was asked for
+    workers: Cluster | None  # of the run, as this process sees them; None for a single one
     _composed: DictConfig
 
     def node(self, key: str) -> DictConfig:
@@ -66,7 +51,6 @@ class RunSpec:
 
     @property
     def dataset(self) -> DictConfig:
-        """Return the node of the data."""
         return self.node("dataset")
 
     @property
@@ -115,23 +99,21 @@ class RunSpec:
 
     def to_text(self) -> str:
         """Return the whole spec as text for a process that this one starts: YAML, as JSON has no integers for keys."""
-        return _as_text(self.asked, self.resolved)
+        return _yaml({"asked": self.asked, "resolved": self.resolved})
 
     def shared_text(self) -> str:
         """Return the spec as text for the other workers, without secrets and without what is a machine's own."""
-        return _as_text(*(_without_own(masked(dict(config))) for config in (self.asked, self.resolved)))
+        return _yaml(_without_own(self.recorded))
 
     def adopting(self, text: str) -> RunSpec:
         """Return the spec of another worker's `shared_text`, completed by what is this machine's own or secret here."""
-        given = yaml.safe_load(text)["resolved"]
-        own = {key: value for key in OWN if (value := _at(self.resolved, key)) is not _NOTHING}
-        composed = plain.as_node(_with_secrets(given, self.resolved))
-        _update(composed, own)
-        return _from_resolved(composed, self.asked, self.workers, self.overrides)
+        composed = OmegaConf.create(plain.escaped(_with_secrets(yaml.safe_load(text), self.resolved)))
+        _update(composed, {key: value for key, value in plain.leaves(self.resolved).items() if _is_own(key)})
+        return _spec(OmegaConf.merge(OmegaConf.structured(Config), composed), self.workers, self.overrides, self.asked)
 
     @cached_property
     def _tree(self) -> DictConfig:
-        return plain.as_node(self.resolved)
+        return OmegaConf.create(plain.escaped(self.resolved))
 
 
 @as_config_error()
@@ -156,37 +138,39 @@ def resolve(
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     workers = cluster.resolve(composed.hardware.workers, environment)
     composed.hardware.workers = 1 if workers is None else len(workers.addresses)
-    horizon = sizes.horizon_of({unit: composed.training[unit] for unit in sizes.HORIZONS}, named)
+    horizon = sizes.horizon_of(_horizons(composed), named)
     composed.training.update({unit: None for unit in sizes.HORIZONS if unit != horizon.unit})
     validate.check_settings(composed)
     composed.accumulation.update(sizes.sizes_in_force(_sizes(composed), named))
-    batching = sizes.batching(_sizes(composed), _replicas(composed), named)
-    read = _read(composed)
-    return RunSpec(
-        **read, asked=read["resolved"], overrides=tuple(overrides), batching=batching, horizon=horizon, workers=workers
-    )
+    return _spec(composed, workers, overrides, named=named)
 
 
 def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
     """Return the spec of a `RunSpec.to_text`."""
     given = yaml.safe_load(text)
-    return _from_resolved(plain.as_node(given["resolved"]), given["asked"], workers)
+    composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain.escaped(given["resolved"])))
+    return _spec(composed, workers, asked=given["asked"])
 
 
 def comparable(spec: RunSpec) -> dict[str, Any]:
     """Return the values that all workers must have in common, by their dotted keys: as asked, without their `OWN`."""
-    return plain.leaves(_without_own(masked(dict(spec.asked))))
+    return {key: value for key, value in plain.leaves(masked(dict(spec.asked))).items() if not _is_own(key)}
 
 
-def _from_resolved(
-    resolved: DictConfig, asked: Mapping[str, Any], workers: Cluster | None, overrides: tuple[str, ...] = ()
+def _spec(
+    composed: Any,
+    workers: Cluster | None,
+    overrides: Sequence[str] = (),
+    asked: Mapping[str, Any] | None = None,
+    named: Container[str] = (),
 ) -> RunSpec:
-    composed: Any = OmegaConf.merge(OmegaConf.structured(Config), resolved)
-    horizon = sizes.horizon_of({unit: composed.training[unit] for unit in sizes.HORIZONS})
-    batching = sizes.batching(_sizes(composed), _replicas(composed))
-    return RunSpec(
-        **_read(composed), asked=asked, overrides=overrides, batching=batching, horizon=horizon, workers=workers
-    )
+    """Return the spec of a config whose horizon and sizes are those in force; it is what was asked without `asked`."""
+    horizon, replicas = sizes.horizon_of(_horizons(composed)), composed.hardware.replicas
+    if replicas > 0:  # else it is refused as it was given
+        replicas *= composed.hardware.workers
+    batching, read = sizes.batching(_sizes(composed), replicas, named), _read(composed)
+    asked = read["resolved"] if asked is None else asked
+    return RunSpec(**read, asked=asked, overrides=tuple(overrides), batching=batching, horizon=horizon, workers=workers)
 
 
 def _read(composed: DictConfig) -> dict[str, Any]:
@@ -198,10 +182,8 @@ def _sizes(composed: DictConfig) -> dict[str, Any]:
     return {name: composed.accumulation[name] for name in sizes.SIZES}
 
 
-def _replicas(composed: DictConfig) -> int:
-    """Return the replicas of all workers; a number that is not positive as it is, to be refused."""
-    replicas: int = composed.hardware.replicas
-    return replicas * composed.hardware.workers if replicas > 0 else replicas
+def _horizons(composed: DictConfig) -> dict[str, int | None]:
+    return {unit: composed.training[unit] for unit in sizes.HORIZONS}
 
 
 def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
@@ -210,16 +192,19 @@ def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
             OmegaConf.update(composed, key, plain.escaped(value), merge=False)
 
 
-def _as_text(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
-    text: str = yaml.safe_dump({"asked": dict(asked), "resolved": dict(resolved)}, sort_keys=False)
-    return text
+def _yaml(node: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(node, sort_keys=False))
+
+
+def _is_own(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{own}.") for own in OWN)
 
 
 def _without_own(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {
         key: _without_own(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in node.items()
-        if f"{prefix}{key}" not in OWN
+        if not _is_own(f"{prefix}{key}")
     }
 
 
@@ -232,11 +217,3 @@ def _with_secrets(given: Any, own: Any) -> Any:
         own = own if isinstance(own, list) and len(own) == len(given) else [None] * len(given)
         return [_with_secrets(value, each) for value, each in zip(given, own, strict=True)]
     return own if isinstance(given, str) and HIDDEN in given and own is not None else given
-
-
-def _at(node: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return _NOTHING
-        node = node[name]
-    return node

@@ -14,8 +14,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.lr_scaling import Rule
 
+Rule = Enum("Rule", ["none", "linear", "sqrt"])
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])

@@ -1,7 +1,6 @@
 """Sizes and horizons: effective = micro × factor × replicas; epochs and examples → updates.
 
-Sizes and horizons that the command line names outrank the defaults. Everything is integer arithmetic on the number of
-examples, so it can be checked by hand.
+Sizes and horizons that the command line names outrank the defaults.
 """
 
 from __future__ import annotations
@@ -44,16 +43,14 @@ class Batching:
 
     def of(self, micro_batch_size: int) -> Batching:
         """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
-        factor = _ceil(self.share, micro_batch_size)
-        return Batching(self.effective_batch_size, micro_batch_size, factor, self.replicas)
+        return replace(self, micro_batch_size=micro_batch_size, factor=_ceil(self.share, micro_batch_size))
 
     def __str__(self) -> str:
-        replicas = f"{self.replicas} replica" + ("s" if self.replicas > 1 else "")
-        text = f"effective batch {self.effective_batch_size} = {self.micro_batch_size} × {self.factor} × {replicas}"
+        replicas = f"{self.replicas} replica" + "s" * (self.replicas > 1)
         rounded_up = self.micro_batch_size * self.factor * self.replicas
-        if rounded_up != self.effective_batch_size:
-            text += f" (rounded up: {rounded_up}; the last micro-batch is smaller)"
-        return text
+        text = f"effective batch {self.effective_batch_size} = {self.micro_batch_size} × {self.factor} × {replicas}"
+        smaller = f" (rounded up: {rounded_up}; the last micro-batch is smaller)"
+        return text + (smaller if rounded_up != self.effective_batch_size else "")
 
 
 def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
@@ -98,29 +95,20 @@ class Plan:
     before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
-        """Return the plan of a run that from after `update` on is cut into other micro-batches.
-
-        Updates that are done again keep the count that their rows have.
-        """
-        update = max([update, *(last for last, _ in self.before)])
+        """Return the plan of a run that from after `update` on is cut into other micro-batches."""
+        update = max([update, *(last for last, _ in self.before)])  # updates that are done again keep their counts
         before = (*self.before, (update, self.batching))
         return replace(self, batching=self.batching.of(micro_batch_size), before=before)
 
     @property
     def tags(self) -> dict[str, str]:
         """Return the tags of a run whose micro-batches were halved, in prose and as JSON; see `recorded_cuts`."""
-        sizes = [f"{cut.micro_batch_size} up to update {last}" for last, cut in self.before]
-        cuts = [[cut.micro_batch_size, last] for last, cut in self.before]
-        now = self.batching.micro_batch_size
-        return {HALVED: ", ".join([*sizes, f"{now} then"]), CUTS: json.dumps([*cuts, [now, None]])}
+        cuts = [(cut.micro_batch_size, last) for last, cut in self.before]
+        sizes, now = [f"{size} up to update {last}" for size, last in cuts], self.batching.micro_batch_size
+        return {HALVED: ", ".join([*sizes, f"{now} then"]), CUTS: json.dumps([*cuts, (now, None)])}
 
     def after(self, cuts: Sequence[tuple[int, int | None]], update: int) -> Plan:
-        """Return the plan of a run that was cut by the recorded `cuts` up to `update`, and from there on by this plan.
-
-        Args:
-            cuts: micro-batch sizes with the last update of each, as `recorded_cuts` returns them.
-            update: the last one that is done.
-        """
+        """Return the plan of a run that was cut by the recorded `cuts` up to `update`, then by this one."""
         end = max([update, *(last for _, last in cuts if last is not None)])
         before = ((end if last is None else last, self.batching.of(size)) for size, last in cuts)
         return replace(self, before=tuple(before))
@@ -131,7 +119,6 @@ class Plan:
 
     @property
     def epochs(self) -> int:
-        """Epochs begun; the last one may be cut short by the horizon."""
         return _ceil(self.updates, self.updates_per_epoch)
 
     def batch_size(self, update: int) -> int:
@@ -140,7 +127,6 @@ class Plan:
         return min(self.batching.effective_batch_size, self.examples - first)
 
     def examples_seen(self, update: int) -> int:
-        """Return the examples that went into the first `update` updates."""
         epochs, rest = divmod(update, self.updates_per_epoch)
         return epochs * self.examples + rest * self.batching.effective_batch_size
 
@@ -154,12 +140,10 @@ class Plan:
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
         epochs, rest = divmod(update, self.updates_per_epoch)
-        share = _ceil(self.batch_size(self.updates_per_epoch), cut.replicas)
-        tail = _ceil(share, cut.micro_batch_size)
+        tail = _ceil(_ceil(self.batch_size(self.updates_per_epoch), cut.replicas), cut.micro_batch_size)
         return epochs * ((self.updates_per_epoch - 1) * cut.factor + tail) + rest * cut.factor
 
     def epoch(self, update: int) -> float:
-        """Return the passes over the training split after `update` updates; a whole number at the end of an epoch."""
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
@@ -194,11 +178,10 @@ def plan(batching: Batching, examples: int, horizon: Horizon) -> Plan:
     size = batching.effective_batch_size
     if size > examples:
         raise ConfigError(EFFECTIVE, f"must be at most the {examples} examples of the training split", size)
-    per_epoch = _ceil(examples, size)
-    unit, length = horizon
-    epochs, rest = divmod(length, examples)
-    updates = {"epochs": length * per_epoch, "updates": length, "examples": epochs * per_epoch + _ceil(rest, size)}
-    return Plan(batching, examples, updates[unit])
+    per_epoch, (epochs, rest) = _ceil(examples, size), divmod(horizon.length, examples)
+    in_examples = epochs * per_epoch + _ceil(rest, size)
+    updates = {"epochs": horizon.length * per_epoch, "updates": horizon.length, "examples": in_examples}
+    return Plan(batching, examples, updates[horizon.unit])
 
 
 class Horizon(NamedTuple):
@@ -228,22 +211,19 @@ def horizon_of(given: Mapping[str, int | None], named: Container[str] = ()) -> H
 
 def sizes_in_force(given: Mapping[str, Any], named: Container[str] = ()) -> dict[str, Any]:
     """Return the sizes of `accumulation` with null for the defaults that the `named` ones outrank."""
-    sizes = dict(given)
-    present = [name for name in SIZES if sizes[name] is not None]
+    present = [name for name in SIZES if given[name] is not None]
     explicit = [name for name in present if f"accumulation.{name}" in named]
-    if explicit:  # defaults fill up to two, the effective batch before the factor
-        defaults = [name for name in present if name not in explicit]
-        sizes.update(dict.fromkeys(defaults[max(0, 2 - len(explicit)) :]))
-    return sizes
+    if not explicit:
+        return dict(given)
+    defaults = [name for name in present if name not in explicit]
+    # Defaults fill up to two, the effective batch before the factor.
+    return {**given, **dict.fromkeys(defaults[max(0, 2 - len(explicit)) :])}
 
 
 def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = ()) -> Batching:
-    """Return how an effective batch is cut by the sizes in force; `replicas` counts those of all workers.
+    """Return how an effective batch is cut by the sizes in force, on the `replicas` of all workers.
 
     A micro-batch size that is yet to be searched for is replaced by the largest there can be: the share of a replica.
-
-    Raises:
-        ConfigError: the sizes do not give one cut.
     """
     effective, factor, micro = (sizes[name] for name in SIZES)
     if micro in SEARCHED:
@@ -252,5 +232,5 @@ def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = ()
             raise ConfigError(FACTOR, rule, factor)
         if effective is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
-        return derive(effective, 1, None, replicas)
+        factor, micro = 1, None
     return derive(effective, factor, micro, replicas)

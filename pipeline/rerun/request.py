@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 
 from pipeline.common.errors import Parser
 from pipeline.config import compose, hydra_errors
-from pipeline.config.packaged import directory
+from pipeline.config.compose import directory
 
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # overrides that do not change the run
 

@@ -2,8 +2,7 @@
 
     share of a replica ─► powers of two ─► sizes between ─► [powers below, timed] ─► cached
 
-The result is cached for (config, machine, versions). Imports no TensorFlow: each trial is a process of its own, whose
-death means that the size does not fit.
+Imports no TensorFlow: each trial is a process of its own, whose death means that the size does not fit.
 """
 
 from __future__ import annotations
@@ -45,42 +44,29 @@ Trial = Callable[[int, bool], dict[str, Any]]  # of a micro-batch size, and whet
 
 @dataclass(frozen=True)
 class Found:
-    """A micro-batch size that was found.
+    """A micro-batch size that was found."""
 
-    Attributes:
-        spec: of the run, with that size.
-        how: in words, for a tag.
-        tries: a row of `COLUMNS` for each trial.
-    """
-
-    spec: RunSpec
-    how: str
-    tries: Sequence[Sequence[Any]]
+    spec: RunSpec  # of the run, with that size
+    how: str  # in words, for a tag
+    tries: Sequence[Sequence[Any]]  # a row of `COLUMNS` for each trial
 
 
 def search(spec: RunSpec) -> Found:
-    """Search for the micro-batch size of a run.
-
-    The result is cached for this config on this machine; processes that search for the same wait for each other.
+    """Search for the micro-batch size of a run, or recall it; processes that search for the same wait for each other.
 
     Raises:
         ConfigError: not even one example fits, or the longest example cannot be known, or the config is wrong.
     """
     memory = spec.config.hardware.memory
-    budget = {
-        "resident": memory_budget.limit() // spec.workers_on_machine,
-        "address_space": memory_budget.address_space(),
-    }
-    if memory is not None:
-        budget["resident"] = memory_budget.parsed(memory)
+    resident = memory_budget.limit() // spec.workers_on_machine if memory is None else memory_budget.parsed(memory)
+    budget = {"resident": resident, "address_space": memory_budget.address_space()}
     file = disk_cache.place("micro_batch_size", json.dumps(_identity(spec, budget), sort_keys=True))
     with _locked(file):
         entry = disk_cache.recall(file)
         if entry:
             say(f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})")
         else:
-            entry = _found(spec, budget)
-            disk_cache.remember(file, entry)
+            disk_cache.remember(file, entry := _found(spec, budget))
     return Found(spec.with_micro_batch(entry["micro_batch_size"]), entry["how"], entry["tries"])
 
 
@@ -102,7 +88,6 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _found(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    """Search, and return what is cached: the size, how it was found, and the trials."""
     cut, asked, memory = spec.batching, spec.config.accumulation.micro_batch_size, spec.config.hardware.memory
     limit = min(filter(None, budget.values()))
     say(f"{MICRO}={asked}: trying what fits into {MARGIN:.0%} of {memory_budget.readable(limit)}, or into the GPU")
@@ -139,8 +124,7 @@ def balanced(share: int, size: int) -> int:
 def largest(share: int, fits: Callable[[int], bool]) -> int | None:
     """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does.
 
-    A size that is smaller than one that fits is taken to fit. Of all sizes that cut `share` into the same number of
-    pieces only the smallest is tried.
+    Of all sizes that cut `share` into the same number of pieces only the smallest is tried.
     """
     if fits(share):
         return share
@@ -163,10 +147,7 @@ def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 
 def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> int:
-    """Return the fastest micro-batch of up to `most` examples, which fit: `most`, or a power of two below.
-
-    Of sizes that are about equally fast it is the smallest.
-    """
+    """Return the fastest of `most`, which fit, and the powers of two below; the smallest of those about as fast."""
     sizes = sorted({balanced(share, 2**power) for power in range(most.bit_length())} | {most}, reverse=True)
     rates: dict[int, float] = {}
     for size in (size for size in sizes if size <= most):
@@ -178,11 +159,9 @@ def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> 
 
 
 def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the result depends on.
-
-    Of an optimizer's numbers only whether they are 0 matters: without momentum there is no velocity in memory.
-    """
+    """Return everything that the result depends on."""
     given = spec.resolved
+    # Only whether they are 0 matters: without momentum there is no velocity in memory.
     numbers = {key: bool(value) for key, value in given["optimizer"].items() if isinstance(value, int | float)}
     hardware = {key: value for key, value in given["hardware"].items() if key not in ("parallel_jobs", "gpus_per_job")}
     training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
@@ -222,11 +201,10 @@ def _own_code(targets: Sequence[str]) -> str:
         spec = importlib.util.find_spec(name)
         if spec is None or "site-packages" in str(spec.origin):  # whose version counts
             continue
-        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        files = [path for folder in folders for path in folder.rglob("*.py")]
-        for path in sorted(
-            files or (Path(spec.origin).parent.glob("*.py") if spec.has_location and spec.origin else ())
-        ):
+        files = [path for folder in spec.submodule_search_locations or () for path in Path(folder).rglob("*.py")]
+        if not files and spec.has_location and spec.origin:
+            files = [*Path(spec.origin).parent.glob("*.py")]
+        for path in sorted(files):
             found.update(path.read_bytes())
     return found.hexdigest()
 
@@ -250,28 +228,25 @@ def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
         assert questions is not None
         assert answers is not None
 
-        def trial(size: int, timed: bool) -> dict[str, Any]:
-            asked = {"micro_batch_size": size, "timed": timed}
+        def tell(what: dict[str, Any]) -> None:
             with suppress(BrokenPipeError):
-                print(json.dumps(asked), file=questions, flush=True)
-            line = answers.readline()
-            if not line:
+                print(json.dumps(what), file=questions, flush=True)
+
+        def trial(size: int, timed: bool) -> dict[str, Any]:
+            tell({"micro_batch_size": size, "timed": timed})
+            if not (line := answers.readline()):
                 said.seek(0)
-                last = [text.strip() for text in said if text.strip()][-1:]
-                raise ConfigError(
-                    MICRO, f"must be a number, as the process that tries sizes ended ({mask(*last or [''])})"
-                )
+                last = next((text for text in reversed([*map(str.strip, said)]) if text), "")
+                raise ConfigError(MICRO, f"must be a number, as the process that tries sizes ended ({mask(last)})")
             answer: dict[str, Any] = json.loads(line)
-            if "refused" in answer:
-                error = ConfigError(answer["refused"]["key"], answer["refused"]["rule"])
-                vars(error).update(answer["refused"])
+            if refused := answer.get("refused"):
+                error = ConfigError(refused["key"], refused["rule"])
+                vars(error).update(refused)
                 raise error
             return answer
 
         try:
-            opening = {"spec": spec.to_text(), "budget": budget}
-            with suppress(BrokenPipeError):
-                print(json.dumps(opening), file=questions, flush=True)
+            tell({"spec": spec.to_text(), "budget": budget})
             yield trial
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,27 +41,20 @@ LEAST, SECONDS = 3, 1.0  # the least number of updates that are timed, and for h
 
 
 def main() -> None:
-    """Answer questions until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the user's code prints is not an answer
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     opening = json.loads(sys.stdin.readline())
     spec = resolve.from_text(opening["spec"])
-    for line in sys.stdin:
-        asked = json.loads(line)
+    for asked in map(json.loads, sys.stdin):
         of_size = replace(spec, batching=spec.batching.of(asked["micro_batch_size"]))
-        found = _run_fork(of_size, asked["timed"], **opening["budget"])
-        print(json.dumps(found), file=answers, flush=True)
+        print(json.dumps(_run_fork(of_size, asked["timed"], **opening["budget"])), file=answers, flush=True)
 
 
 def _run_fork(spec: RunSpec, timed: bool, resident: float, address_space: float | None) -> dict[str, Any]:
     """Try the cut of a spec in a fork of this process; return its measurements, with `why` if it does not fit.
 
-    Args:
-        spec: of the run.
-        timed: whether updates are timed too.
-        resident: limit of resident memory in bytes, on a CPU.
-        address_space: limit of the address space in bytes, on a CPU; None if there is none.
+    On a CPU the limits of `resident` memory and of the `address_space` hold, in bytes.
     """
     began, parent = time.monotonic(), os.getppid()
     answers, theirs = multiprocessing.Pipe(duplex=False)
@@ -104,7 +95,6 @@ def _run_fork(spec: RunSpec, timed: bool, resident: float, address_space: float 
 
 
 def _try(spec: RunSpec, timed: bool, answers: Connection) -> None:
-    """Try the cut of a spec in this process, which ends."""
     try:
         answers.send_bytes(json.dumps({"on_gpu": devices.uses_gpu(spec.config.hardware)}).encode())
         found = _measured(spec, timed)
@@ -148,7 +138,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
             with tf.device(gpu.name):
                 margins.append(tf.zeros([int(peak * (1 / MARGIN - 1))], tf.uint8))
         step(batch)["loss"].numpy()
-    return {"peak": peak, "address_space": _address_space(), "update": min(seconds)}
+    return {"peak": peak, "address_space": devices.status_bytes("VmPeak") or 0, "update": min(seconds)}
 
 
 def _does_not_fit(name: str, size: int) -> None:
@@ -166,11 +156,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
         rule = f"must be a number, as the update that is tried fails ({described(error)})"
         error = ConfigError("accumulation.micro_batch_size", rule)
     return {"refused": vars(error)}
-
-
-def _address_space() -> int:
-    found = re.search(r"^VmPeak:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return 0 if found is None else int(found[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,16 +19,16 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
-from pipeline.common.errors import ConfigError, NotShippedError, say
+from pipeline.common.errors import ConfigError, NotShippedError, first_line, say
 from pipeline.common.secrets import mask
-from pipeline.common.signals import Interruption
+from pipeline.common.signals import Interruption, Terminated
 from pipeline.config import sizes
+from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
 from pipeline.run.batch_size_search import Found
-from pipeline.run.closing import closing, log_model, unshipped_line
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
@@ -52,8 +54,7 @@ def run(
     """Train by a config and record it.
 
     Args:
-        composed: the config, as Hydra composed it.
-        overrides: of the command line.
+        composed: the config, as Hydra composed it from `overrides`.
         run_dir: of this run; exists. It stays as it is if the config is refused.
         tags: of the run, in addition to its own.
         check_dataset: takes the record of the data, as `provenance.dataset` returns it, and may refuse it.
@@ -71,22 +72,30 @@ def run(
         if spec.workers is not None and not spec.workers.is_chief:
             worker.run(spec)
             return "", math.inf
-        with Chief(spec.workers) as workers:
+        with Chief(spec.workers) as workers, ExitStack() as undo:  # a run that is refused leaves no trace
             before = resume_rules.of(run_dir, spec, required=resume)
             if before is not None:
                 if before.finished:
                     return before.run_id, _finished(before, workers)
+                undo.callback(before.past.close)
                 spec, check_dataset = before.spec, before.check_dataset
             start = _start(spec, run_dir, before)
-            journal = _open(spec)  # while TensorFlow is imported
-            with _abandoning(journal, before):
-                found = _search(spec, journal)
-                spec = spec if found is None else found.spec
-                parts = _gather(spec, run_dir, start, check_dataset, workers)
-                update = parts.update()
-                _check(update, parts, before, start)
-                if found is None:
-                    journal.ready()
+            asked, found = spec.config.tracking, None
+            when = asked.when_unreachable.name
+            journal = Journal(asked.uri, asked.experiment, patience=asked.patience, when_unreachable=when)
+            undo.callback(journal.abandon)  # it opens while TensorFlow is imported
+            if spec.searches:
+                journal.ready()  # before: the search takes minutes, which a store that refuses the run would waste
+                found = batch_size_search.search(spec)
+                spec = found.spec
+            parts = _gather(spec, run_dir, start, check_dataset, workers)
+            update = parts.update()
+            for began in (before, start):
+                if isinstance(began, Continuation | Fork):
+                    began.check(update, parts.plan)
+            if found is None:
+                journal.ready()
+            undo.pop_all()
             tracker = Tracker(journal, run_dir, parts.plan, parts.files)
             loss = _train(parts, update, tracker, _Beginning(tags, before, start, found), interruption, workers)
     uri = spec.config.tracking.uri
@@ -107,14 +116,14 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
 
 
 def _finished(before: Continuation, workers: Chief) -> float:
-    """Print that nothing is left to train, and ship what the store has not got; return the last loss."""
+    """Say that nothing is left to train, and ship what the store has not got; return the last loss."""
     before.past.close()
     say(f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train")
     workers.dismiss()
     last, tracking = before.past.last, before.spec.config.tracking
     loss = last.get("val/loss", last.get("train/loss", math.inf))
     if sync_run(str(before.run_dir), tracking.uri, tracking.patience, named=False):
-        raise NotShippedError(unshipped_line(before.run_dir), loss)
+        raise NotShippedError(_unshipped_line(before.run_dir), loss)
     return loss
 
 
@@ -122,51 +131,11 @@ def _start(spec: RunSpec, run_dir: Path, before: Continuation | None) -> Checkpo
     """Return the checkpoint that the training starts from; None if it starts from the first update."""
     if before is None:
         return fork.of(spec, run_dir)
-    if before.checkpoint is not None:
-        return before.checkpoint
-    try:
-        return fork.of(spec, run_dir, before.past.start["tags"].get(fork.UPDATE))
-    except BaseException:
-        before.past.close()
-        raise
-
-
-def _open(spec: RunSpec) -> Journal:
-    tracking = spec.config.tracking
-    return Journal(
-        tracking.uri,
-        tracking.experiment,
-        patience=tracking.patience,
-        when_unreachable=tracking.when_unreachable.name,
-    )
-
-
-@contextmanager
-def _abandoning(journal: Journal, before: Continuation | None) -> Iterator[None]:
-    """Leave no trace of a run that is refused before it begins."""
-    try:
-        yield
-    except BaseException:
-        journal.abandon()
-        if before is not None:
-            before.past.close()
-        raise
-
-
-def _search(spec: RunSpec, journal: Journal) -> Found | None:
-    """Search for the micro-batch size, if that is asked for."""
-    if not spec.searches:
-        return None
-    journal.ready()  # before: the search takes minutes, which a store that refuses the run would waste
-    return batch_size_search.search(spec)
+    return before.checkpoint or fork.of(spec, run_dir, before.past.start["tags"].get(fork.UPDATE))
 
 
 def _gather(
-    spec: RunSpec,
-    run_dir: Path,
-    start: Checkpoint | Fork | None,
-    check_dataset: CheckDataset | None,
-    workers: Chief,
+    spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None, check_dataset: CheckDataset | None, workers: Chief
 ) -> Parts:
     """Gather all workers, and assemble the parts of the run together with them."""
     workers.start(spec, run_dir)
@@ -180,29 +149,14 @@ def _gather(
     return parts
 
 
-def _check(update: Update, parts: Parts, before: Continuation | None, start: Checkpoint | Fork | None) -> None:
-    """Refuse a checkpoint that does not fit the model or the horizon."""
-    if before is not None:
-        before.check(update, parts.plan)
-    if isinstance(start, Fork):
-        start.check(update, parts.plan)
-
-
 @dataclass(frozen=True)
 class _Beginning:
-    """What a run begins with.
+    """What a run begins with."""
 
-    Attributes:
-        tags: in addition to the run's own.
-        before: the run that is resumed; None for a new one.
-        start: the checkpoint that the training starts from.
-        found: the micro-batch size that was searched for.
-    """
-
-    tags: Mapping[str, str]
-    before: Continuation | None
-    start: Checkpoint | Fork | None
-    found: Found | None
+    tags: Mapping[str, str]  # in addition to the run's own
+    before: Continuation | None  # the run that is resumed; None for a new one
+    start: Checkpoint | Fork | None  # the checkpoint that the training starts from
+    found: Found | None  # the micro-batch size that was searched for
 
     def link(self, tracker: Tracker) -> None:
         """Name the run in the one whose checkpoint it starts from."""
@@ -217,7 +171,7 @@ class _Beginning:
         if self.before is None:
             dependent = {
                 "model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none",
-                "model.cut_dependent_noise": ", ".join(parts.cut_dependent_noise()) or "none",
+                "model.cut_dependent_noise": ", ".join(parts.forward.cut_dependent_noise) or "none",
             }
             forked = self.start.tags if isinstance(self.start, Fork) else {}
             tracker.start(*record, *data, parts.model, {**dependent, **forked, **self.tags})
@@ -236,31 +190,19 @@ class _Beginning:
         run = f"MLflow run {tracker.run_id} in {where}" if tracker.run_id else "no MLflow run yet"
         say(f"run directory {tracker.run_dir}", run)
 
-    def continue_cuts(self, recorder: Recorder) -> None:
-        """Let a resumed run count the micro-steps of updates that were cut smaller.
-
-        From here on it is cut by the config again: the memory may no longer be short.
-        """
-        if self.before is not None and (cuts := sizes.recorded_cuts(self.before.past.tags)):
-            done = max([self.before.update, *self.before.past.updates])
-            recorder.cut(recorder.plan.after(cuts, done))
-
 
 def _train(
-    parts: Parts,
-    update: Update,
-    tracker: Tracker,
-    beginning: _Beginning,
-    interruption: Interruption,
-    workers: Chief,
+    parts: Parts, update: Update, tracker: Tracker, beginning: _Beginning, interruption: Interruption, workers: Chief
 ) -> float:
     """Begin the run, train, and close the run; return its last loss."""
     from pipeline.components import fitting
 
     recorder = fitting.recorder(parts, tracker)
-    with closing(tracker, recorder) as unshipped, fitting.checkpoints(parts, tracker.run_dir) as checkpoints:
+    with _closing(tracker, recorder) as unshipped, fitting.checkpoints(parts, tracker.run_dir) as checkpoints:
         beginning.begin(tracker, parts)
-        beginning.continue_cuts(recorder)
+        if (before := beginning.before) is not None and (cuts := sizes.recorded_cuts(before.past.tags)):
+            # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
+            recorder.cut(parts.plan.after(cuts, max([before.update, *before.past.updates])))
         recorder.restart_clock()
         with workers.as_worker_error(), interruption.between_updates():
             loss = fitting.fit(parts, update, recorder, checkpoints, beginning.start, tracker, interruption.asked)
@@ -268,7 +210,56 @@ def _train(
         tracker.check_files()
         beginning.link(tracker)  # again: two runs that begin at one moment may have overwritten each other's link
         if parts.spec.config.tracking.log_model:
-            log_model(parts, tracker)
+            _log_model(parts, tracker)
     if unshipped:
         raise NotShippedError(unshipped[0], loss)
     return loss
+
+
+@contextmanager
+def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
+    """Close the run; the list gets a line if it has finished but the store did not get all of it."""
+    unshipped: list[str] = []
+    status, failure = "FINISHED", None
+    try:
+        yield unshipped
+    except BaseException as error:
+        status = "KILLED" if isinstance(error, KeyboardInterrupt | Terminated) else "FAILED"
+        failure = "".join(traceback.format_exception_only(error)).strip()
+        with suppress(Exception):  # a second failure, such as of a lost device, must not hide the first
+            recorder.fetch()
+        raise
+    finally:
+        recorder.progress.close()
+        try:
+            why = tracker.end(status, failure) if tracker.begun else None
+        except BaseException:
+            say(_unshipped_line(tracker.run_dir))
+            raise
+        unshipped += [_unshipped_line(tracker.run_dir, f" ({why})")] if why else []
+        if failure is not None:
+            say(*unshipped)
+
+
+def _unshipped_line(run_dir: Path, why: str = "") -> str:
+    return f"not all of the run is in the store{why}: {shlex.join(['pipeline', 'sync', str(run_dir)])}"
+
+
+def _log_model(parts: Parts, tracker: Tracker) -> None:
+    """Log the trained model; one that cannot be logged does not undo the run."""
+    from pipeline.tracking import logged_model  # imports TensorFlow
+
+    spec, tracking = parts.spec, parts.spec.config.tracking
+    if not tracker.reaches_store():
+        tracker.journal.write({"tags": {"model.not_logged": "the store was away"}})
+        say("the model was not logged, as the store is away: its weights are in the last checkpoint")
+        return
+    try:
+        code = tracking.code
+        if code is None:
+            targets = [str(value) for key, value in leaves(spec.resolved).items() if key.endswith("_target_")]
+            code = logged_model.own_code(parts.model, targets)
+        logged_model.log(tracking.uri, tracker.experiment_id, tracker.run_id, parts.model, parts.example(), code)
+    except Exception as error:  # the run is trained and recorded all the same
+        tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
+        say(f"the model was not logged: {first_line(error)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pipeline.config.packaged import directory
+from pipeline.config.compose import directory
 
 
 def sweep_files() -> dict[str, Path]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import __version__
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import mask
-from pipeline.config.packaged import directory
+from pipeline.config.compose import directory
 from pipeline.config.plain import leaves
 from pipeline.dataset.checksums import Files
 

@@ -105,7 +105,7 @@ def _compared(
     from pipeline.verify import engine, layers
 
     computing = refused("model", "must compute an update in float64, in which it is verified", parts.model.name)
-    with layers.without_noise(parts.model, parts.placed()) as quiet, computing:
+    with layers.without_noise(parts.model, parts.forward.placed) as quiet, computing:
         compared = engine.compare(update, show)
         evaluated = [engine.compare_evaluation(parts.evaluation(), batch) for batch in validation]
     return compared, evaluated, quiet

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
 from pipeline.components import optimizer
-from pipeline.config.compose import composed
-from pipeline.config.packaged import directory
+from pipeline.config.compose import composed, directory
 from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
 from tests.parameters import mostly_slow
