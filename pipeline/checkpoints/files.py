@@ -50,11 +50,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     Args:
         folder: of all checkpoints of the run; made with the first one. Incomplete checkpoints in it are removed.
-        every: None for no checkpoints; a number of updates; `epoch`; `auto` for five minutes, and more if a checkpoint
-            stalls training for more than 1% of that.
+        every: None, a number of updates, `epoch`, or `auto`: five minutes, more if that stalls training by over 1%.
         plan: where epochs end.
         keep: how many of the latest checkpoints are kept. Of the best ones, those that the kept ones refer to are.
-        writes: whether this process writes; otherwise it only reads what the chief writes.
+        writes: whether this process writes, or only reads what the chief writes.
     """
 
     def __init__(self, folder: Path, every: int | str | None, plan: Plan, keep: int = 2, writes: bool = True):
@@ -71,16 +70,16 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Return whether to write a checkpoint after `update` updates; always after the `last` one."""
         if self.every is None or not self.writes:
             return False
+        if last:
+            return True
         if self.every == "auto":
-            writing = self._writer is not None and self._writer.is_alive()
-            return last or (time.monotonic() >= self._next and not writing)
-        return last or (self.plan.ends_epoch(update) if isinstance(self.every, str) else update % self.every == 0)
+            return time.monotonic() >= self._next and not (self._writer is not None and self._writer.is_alive())
+        return self.plan.ends_epoch(update) if isinstance(self.every, str) else update % self.every == 0
 
     def save(self, update: int, capture: Callable[[], State], *, best: bool = False) -> None:
         """Write the snapshot that `capture` returns as the checkpoint of `update`, in a thread.
 
-        Waits for the previous checkpoint first. If writing fails, one line says so and training continues. A run never
-        resumes from the `best` checkpoint, which has a folder of its own.
+        Waits for the previous checkpoint first. If writing fails, one line says so and training continues.
         """
         if not self.writes:
             return
@@ -91,12 +90,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         except MemoryError as error:
             say(f"the checkpoint after update {update} was left out: {first_line(error)}")
             return
-        folder = self.folder / BEST if best else self.folder
         # Not a daemon: the interpreter waits until it is written.
-        self._writer = threading.Thread(target=self._write, args=(folder, update, state), name="checkpoint")
+        self._writer = threading.Thread(target=self._write, args=(update, state, best), name="checkpoint")
         self._writer.start()
-        ended = time.monotonic()
         if not best:
+            ended = time.monotonic()
             self._next = ended + max(AUTO_SECONDS, STALLS * (ended - began))
 
     def best(self, update: int) -> Checkpoint | None:
@@ -113,15 +111,17 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if self._writer is not None:
             self._writer.join()
 
-    def _write(self, folder: Path, update: int, state: State) -> None:
+    def _write(self, update: int, state: State, best: bool) -> None:
+        folder = self.folder / BEST if best else self.folder
         new, place = folder / f".{update}", folder / str(update)
         try:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
             size = {"examples": self.plan.examples, "effective_batch_size": self.plan.batching.effective_batch_size}
-            _write(new / "meta.json", {"format": FORMAT, "update": update, **size, **state.write(new)})
-            hashes = {file.name: _hash(file) for file in sorted(new.iterdir())}
-            _write(new / "manifest.json", {"sha256": hashes})
+            meta = {"format": FORMAT, "update": update, **size, **state.write(new)}
+            (new / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+            manifest = {"sha256": {file.name: _hash(file) for file in sorted(new.iterdir())}}
+            (new / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
             for written in (*new.iterdir(), new):
                 _sync(written)
             _verified(new, update)
@@ -132,15 +132,13 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             shutil.rmtree(new, ignore_errors=True)
             say(f"the checkpoint of update {update} was not written: {described(error)}")
             return
-        self._remove_old(update, best=folder != self.folder)
+        self._remove_old(update, best)
 
     def _remove_old(self, update: int, best: bool) -> None:
-        """Remove the checkpoints that are no longer needed after the one of `update`."""
         if not best:
             done = updates(self.folder)
-            # A run that resumed from an earlier update has left later ones.
-            later, earlier = ([u for u in done if u > update], [u for u in done if u <= update])
-            for old in later + earlier[: -self.keep]:
+            later = [other for other in done if other > update]  # of a run that resumed from before them
+            for old in later + done[: len(done) - len(later)][: -self.keep]:
                 shutil.rmtree(self.folder / str(old), ignore_errors=True)
         needed = {_best(self.folder / str(other)) for other in updates(self.folder)}  # a run may resume from each
         for old in set(updates(self.folder / BEST)) - needed - ({update} if best else set()):
@@ -148,11 +146,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
 
 def newest(folder: Path, most: float = math.inf) -> Checkpoint | None:
-    """Return the latest intact checkpoint in `folder` of at most `most` updates; one line reports each damaged one.
-
-    Raises:
-        ConfigError: the checkpoint has another format.
-    """
+    """Return the latest intact checkpoint in `folder` of at most `most` updates; one line reports each damaged one."""
     for update in reversed([update for update in updates(folder) if update <= most]):
         try:
             return _verified(folder / str(update), update)
@@ -162,11 +156,7 @@ def newest(folder: Path, most: float = math.inf) -> Checkpoint | None:
 
 
 def at(folder: Path, update: int) -> Checkpoint:
-    """Return the checkpoint of `update` in `folder`.
-
-    Raises:
-        ConfigError: it is missing or damaged, or has another format.
-    """
+    """Return the checkpoint of `update` in `folder`; a `ConfigError` says why it cannot be used."""
     place = folder / str(update)
     if not place.is_dir():
         raise ConfigError(f"the checkpoint {place}", "must be there", update, updates(folder))
@@ -177,13 +167,12 @@ def at(folder: Path, update: int) -> Checkpoint:
 
 
 class _DamagedError(Exception):
-    """The files are not those that were written."""
+    pass
 
 
 def _verified(folder: Path, update: int) -> Checkpoint:
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        hashes = manifest["sha256"]
+        hashes = json.loads((folder / "manifest.json").read_bytes())["sha256"]
         there = {file.name for file in folder.iterdir()} - {"manifest.json"}
         if there != set(hashes) or "meta.json" not in there:
             raise _DamagedError(f"manifest.json names other files than {', '.join(sorted(there)) or 'none'}")
@@ -191,13 +180,12 @@ def _verified(folder: Path, update: int) -> Checkpoint:
             if _hash(folder / name) != expected:
                 raise _DamagedError(f"{name} is not as manifest.json says")
         meta = json.loads((folder / "meta.json").read_bytes())
-        format_, written = meta["format"], meta["update"]
+        if meta["format"] != FORMAT:
+            raise ConfigError(f"the checkpoint {folder}", f"must be of format {FORMAT}", meta["format"])
+        if meta["update"] != update:
+            raise _DamagedError(f"it is of update {meta['update']}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _DamagedError(described(error)) from error
-    if format_ != FORMAT:
-        raise ConfigError(f"the checkpoint {folder}", f"must be of format {FORMAT}", format_)
-    if written != update:
-        raise _DamagedError(f"it is of update {written}")
     return Checkpoint(folder, update, meta)
 
 
@@ -219,12 +207,7 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _write(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
 def _sync(place: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(place, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,7 +18,7 @@ from pipeline.tracking.journal_file import Past
 
 if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.accumulation import Update
-    from pipeline.checkpoints.snapshot import Callbacks, State, Taken
+    from pipeline.checkpoints.snapshot import Callbacks, State
     from pipeline.training.recorder import Recorder
 
 RUN, UPDATE = "start.run", "start.update"  # tags: the run and the update whose checkpoint a run began with
@@ -27,58 +27,40 @@ _RATE = ("optimizer.learning_rate.", "schedule.", "scaling.")  # the keys that a
 
 @dataclass
 class Fork:
-    """The checkpoint of another run that a run begins with.
+    """The checkpoint of another run that a run begins with."""
 
-    Attributes:
-        run_id: of the other run in MLflow; empty if no store has it yet.
-        run_dir: of the other run.
-        checkpoint: of the other run.
-        weights_only: restore the model's weights alone.
-        own_rate: the learning rate of this config differs from that of the other run.
-    """
-
-    run_id: str
-    run_dir: Path
+    run_id: str  # of the other run in MLflow; empty if no store has it yet
+    run_dir: Path  # of the other run
     checkpoint: Checkpoint
-    weights_only: bool
-    own_rate: bool
+    weights_only: bool  # restore the model's weights alone
+    own_rate: bool  # the learning rate of this config differs from that of the other run
     _state: State | None = None
 
     @property
-    def update(self) -> int:
-        """Return the number of updates from which this run counts on."""
+    def update(self) -> int:  # from which this run counts on
         return 0 if self.weights_only else self.checkpoint.update
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return the tags of a run that began with this checkpoint."""
         return {RUN: self.run_id or str(self.run_dir), UPDATE: str(self.checkpoint.update)}
 
     def said(self, callbacks: Callbacks) -> list[str]:
-        """Return the lines that are printed when the run begins."""
         from pipeline.checkpoints import snapshot
 
         line = f"of run {self.run_id or self.run_dir} after update {self.checkpoint.update}"
         if self.weights_only:
             return [f"begins with the weights {line}"]
         rate = ", with a learning rate of its own" if self.own_rate else ""
-        anew = [
-            f"training.callbacks.{name} starts anew: it offers no state" for name in snapshot.without_state(callbacks)
-        ]
-        return [f"goes on with the state {line}{rate}", *anew]
+        return [f"goes on with the state {line}{rate}", *snapshot.starting_anew(callbacks)]
 
     def check(self, update: Update, plan: Plan) -> None:
-        """Read the checkpoint, as the other run may delete it, and check that it fits.
-
-        Raises:
-            ConfigError: it does not fit the model, the horizon does not go beyond it, or it cannot be read.
-        """
+        """Read the checkpoint, as the other run may delete it, and check that it fits the model and the horizon."""
         from pipeline.checkpoints import snapshot
 
         if self.update >= plan.updates:
             rule = f"must have a horizon beyond the {self.update} updates of {RUN}"
             raise ConfigError("training", rule, plan.updates)
-        snapshot.check(self.checkpoint.meta, update, self._taken())
+        snapshot.check(self.checkpoint.meta, update, self._takes)
         try:
             self._state = snapshot.read(self.checkpoint.folder, self.checkpoint.meta)
         except Exception as error:
@@ -95,29 +77,24 @@ class Fork:
         """Restore the state into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
-        loop = snapshot.restore(taken, update, recorder, callbacks, self._taken())
-        update.model.stop_training = False  # a callback may have stopped the other run
+        loop: dict[str, Any] = {"open": False, "validation": {}}
+        if self.weights_only:
+            snapshot.restore_variables(taken, update, self._takes)
+        else:
+            loop |= snapshot.restore(taken, update, recorder, callbacks, self._takes)
+            update.model.stop_training = False  # a callback may have stopped the other run
         # The best evaluation of the other run does not count here: its checkpoint lies in the other directory.
-        begun = {"open": loop.get("open", False), "validation": loop.get("validation", {})}
-        return {**begun, "stopped_by": None, "best": None}
+        return loop | {"stopped_by": None, "best": None}
 
-    def _taken(self) -> Taken:
-        from pipeline.checkpoints.snapshot import Taken
-
-        return Taken(self.weights_only, self.own_rate)
+    def _takes(self, name: str) -> bool:
+        """Return whether the variable `name` is restored; either side may lack a learning rate that is not."""
+        if self.weights_only:
+            return name.startswith("model/") and not name.endswith("/seed_generator_state")
+        return not (self.own_rate and name.startswith("optimizer/") and name.endswith("/learning_rate"))
 
 
 def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
-    """Return the checkpoint of another run that this run begins with; None without `start.run`.
-
-    Args:
-        spec: of the run.
-        run_dir: of the run.
-        update: of the checkpoint that the run began with, where it was interrupted since.
-
-    Raises:
-        ConfigError: there is no such run, or no such checkpoint.
-    """
+    """Return the checkpoint of another run that this one begins with, at `update` if it did so before; None if none."""
     text, weights_only = spec.config.start.run, spec.config.start.weights_only
     if text is None:
         return None
@@ -128,13 +105,8 @@ def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
     past = Past.of(source, RUN, running=True)
     past.close()
     found = _checkpoint(source / "checkpoints", text, update or last)
-    return Fork(
-        past.run.get("run_id", ""),
-        source.absolute(),
-        found,
-        weights_only,
-        _has_own_rate(spec, recorded_config(source, RUN), past),
-    )
+    own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
+    return Fork(past.run.get("run_id", ""), source.absolute(), found, weights_only, own_rate)
 
 
 def _checkpoint(folder: Path, text: str, update: str) -> Checkpoint:
@@ -151,7 +123,6 @@ def _checkpoint(folder: Path, text: str, update: str) -> Checkpoint:
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
-    """Return whether the learning rate of a run differs from that of the run that its checkpoint comes from."""
     both = [leaves(each) for each in (recorded, spec.recorded)]
     then, now = ({key: leaf for key, leaf in values.items() if f"{key}.".startswith(_RATE)} for values in both)
     size = past.start["segment"]["cut"]["effective_batch_size"]

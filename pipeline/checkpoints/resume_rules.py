@@ -24,54 +24,34 @@ if TYPE_CHECKING:  # importing these takes seconds
 
     from pipeline.accumulation import Update
 
-_TRAINING = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
 # A change of these makes it another run. The effective batch, which follows from several keys, is checked by its size.
 _SAME = (
     *("dataset", "model", "optimizer", "schedule", "scaling", "seed", "schema", "start", "hardware.precision"),
-    *(f"training.{name}" for name in _TRAINING),
+    *(f"training.{name}" for name in ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")),
 )
 _FREE = (
-    *(
-        "dataset.data_dir",
-        "dataset.download",
-        "dataset.checksum",
-        "tracking",
-        "trust",
-        "training.resume",
-        "training.checkpoint_every",
-    ),
-    *("hardware.parallel_jobs", "hardware.gpus_per_job", "hardware.memory"),
+    *("dataset.data_dir", "dataset.download", "dataset.checksum", "tracking", "trust", "training.resume"),
+    *("training.checkpoint_every", "hardware.parallel_jobs", "hardware.gpus_per_job", "hardware.memory"),
 )
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A run that is resumed.
-
-    Attributes:
-        run_dir: of the run.
-        spec: that it is resumed with: keys that are left open, such as `auto`, have the values of the run.
-        past: the content of its journal, which is locked.
-        checkpoint: to resume from; None if it was interrupted before its first checkpoint.
-        changes: of the config, a line each.
-        finished: whether there is nothing left to train.
-    """
+    """A run that is resumed."""
 
     run_dir: Path
-    spec: RunSpec
-    past: Past
-    checkpoint: Checkpoint | None
-    changes: list[str] = field(default_factory=list)
-    finished: bool = False
+    spec: RunSpec  # keys that are left open, such as `auto`, have the values of the run
+    past: Past  # its journal is locked
+    checkpoint: Checkpoint | None  # None if it was interrupted before its first checkpoint
+    changes: list[str] = field(default_factory=list)  # of the config, a line each
+    finished: bool = False  # whether there is nothing left to train
 
     @property
-    def update(self) -> int:
-        """Return the number of completed updates."""
+    def update(self) -> int:  # completed updates
         return 0 if self.checkpoint is None else self.checkpoint.update
 
     @property
-    def run_id(self) -> str:
-        """Return the run's ID in MLflow; empty if no store has it yet."""
+    def run_id(self) -> str:  # empty if no store has the run yet
         return self.past.run.get("run_id", "")
 
     def check_dataset(self, now: dict[str, Any]) -> None:
@@ -90,32 +70,22 @@ class Continuation:
             by = self.checkpoint.meta["values"]["loop"]["stopped_by"]
             rule = f"was ended by training.callbacks.{by} after update {self.update}: begin another one there, with "
             raise ConfigError("RUN", f"{rule}start.run=RUN@{self.update}", str(self.run_dir))
-        reached = self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED")
-        if reached:
+        if self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED"):
             raise ConfigError("training", f"must have a horizon beyond the {self.update} updates done", plan.updates)
         snapshot.check(self.checkpoint.meta, update)
 
     def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
-        """Return the lines that are printed when the run goes on."""
         from pipeline.checkpoints import snapshot
 
-        anew = [
-            f"training.callbacks.{name} starts anew: it offers no state" for name in snapshot.without_state(callbacks)
-        ]
+        anew = snapshot.starting_anew(callbacks) if self.update else []
         damage = [f"{NAME}: {self.past.damage}; what follows is trained again"] if self.past.damage else []
-        return [f"goes on after update {self.update}", *self.changes, *damage, *(anew if self.update else [])]
+        return [f"goes on after update {self.update}", *self.changes, *damage, *anew]
 
 
 def of(run_dir: Path, spec: RunSpec, *, required: bool) -> Continuation | None:
-    """Return the run in `run_dir`, to be resumed; None if there is none, so that one may begin there.
+    """Return the run in `run_dir`, to be resumed with `spec`; None if there is none, so that one may begin there.
 
-    Args:
-        run_dir: of the run.
-        spec: that it is to be resumed with.
-        required: whether the run must exist, and must have a checkpoint.
-
-    Raises:
-        ConfigError: the run in the directory must not be resumed, or cannot be.
+    If `required`, the run must exist, and must have a checkpoint. A `ConfigError` says why it cannot be resumed.
     """
     if not required and not has_begun(run_dir / NAME):
         return None
@@ -154,10 +124,7 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
 
 
 def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the order of the examples of the `recorded` dataset group.
-
-    It decides what the config leaves open, and a key that the run did not know yet is left out.
-    """
+    """Return the spec with the order of the examples of the `recorded` dataset group, without keys unknown to it."""
     node, values = spec.dataset, dict[str, Any]()
     if node.get("in_memory") == "auto":
         values["dataset.in_memory"] = recorded.get("in_memory", True)
@@ -168,16 +135,7 @@ def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
 
 
 def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
-    """Return a line for each change of the config that a run allows.
-
-    Args:
-        recorded: the config that the run began with.
-        spec: that it is to be resumed with.
-        past: of the run.
-
-    Raises:
-        ConfigError: a change makes it another run, or the store is another one.
-    """
+    """Return a line for each change from `recorded` to `spec` that the run allows; refuse one that makes it another."""
     uri, first, cut = spec.config.tracking.uri, past.start["segment"]["cut"]["effective_batch_size"], spec.batching
     remember(uri)  # the record may hide what only its URI shows to be a secret
     if past.run and mask(absolute(uri)) != mask(past.start["store"]):

@@ -15,12 +15,9 @@ from pipeline.tracking.journal_file import NAME, Past
 
 
 def find(start: str, key: str, but: Path | None = None) -> Path:
-    """Return the run directory that `start` names: itself, or the start of the ID of its run in MLflow.
+    """Return the only run directory that `start` names: itself, or the start of the ID of its run in MLflow.
 
     The one in `but` is passed over, and its journal is not opened: closing it would free its lock.
-
-    Raises:
-        ConfigError: there is none below the working directory, or there are several.
     """
     if (Path(start) / NAME).exists() and not _same(Path(start), but):
         return Path(start)
@@ -32,12 +29,7 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
 
 
 def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
-    """Return the run directories below the working directory by the ID of their run in MLflow.
-
-    `key` and `but` are as `find` has them.
-
-    That a journal is there which says so is proof enough: no store has named the folder.
-    """
+    """Return the run directories below the working directory by the ID of their run, which their journals say."""
     found = {}
     for folder in (folder for folder in run_dirs([]) if not _same(Path(folder), but)):
         try:
@@ -62,11 +54,7 @@ def run_dirs(folders: Sequence[str]) -> list[str]:
 
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
-    """Return the resolved config that the run in `run_dir` began with.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the resolved config that the run in `run_dir` began with; a `ConfigError` says that it cannot be read."""
     try:
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         if not isinstance(config, dict):

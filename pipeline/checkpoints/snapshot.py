@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,21 +43,8 @@ _KEPT: dict[type, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Selects what is restored: everything where a run resumes, less where another run starts from its checkpoint."""
-
-    weights_only: bool = False  # restore only the model's weights
-    own_rate: bool = False  # keep a learning rate that is a variable; the checkpoint or the optimizer may lack it
-
-    def has(self, name: str) -> bool:
-        """Return whether the variable `name` is restored."""
-        if self.weights_only:
-            return name.startswith("model/") and not name.endswith("/seed_generator_state")
-        return not (self.own_rate and name.startswith("optimizer/") and name.endswith("/learning_rate"))
-
-
-EVERYTHING = Taken()
+def _everything(name: str) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -68,15 +55,10 @@ class State:
     values: dict[str, Any]  # JSON
 
     def specs(self) -> list[Any]:
-        """Return name, shape and dtype of each array."""
         return [[name, list(array.shape), array.dtype.name] for name, array in self.arrays.items()]
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the arrays into `folder`; return what else `read` needs, as JSON.
-
-        Raises:
-            OSError: an array was read back with another value.
-        """
+        """Write the arrays into `folder`, read them back, and return what else `read` needs, as JSON."""
         with tf.device("CPU:0"):
             variables = [tf.Variable(array, trainable=False) for array in self.arrays.values()]
             tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
@@ -92,17 +74,14 @@ def read(folder: Path, meta: Mapping[str, Any]) -> State:
     with tf.device("CPU:0"):
         variables = [tf.Variable(tf.zeros(shape, dtype), trainable=False) for _, shape, dtype in meta["arrays"]]
         tf.train.Checkpoint(arrays=variables).read(str(folder / "arrays")).assert_consumed()
-    names = [name for name, _, _ in meta["arrays"]]
-    return State(dict(zip(names, (v.numpy() for v in variables), strict=True)), dict(meta["values"]))
+    arrays = {name: own.numpy() for (name, _, _), own in zip(meta["arrays"], variables, strict=True)}
+    return State(arrays, dict(meta["values"]))
 
 
 def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]) -> State:
     """Copy everything that an update changes, and `loop`, the state of the training loop as JSON.
 
-    The recorder must have fetched all of its rows; `callbacks` are by name.
-
-    Raises:
-        TypeError: `get_state` of a callback returned something other than JSON and arrays.
+    The recorder must have fetched all of its rows. A callback's `get_state` may return JSON values and arrays only.
     """
     arrays = _copied(_variables(update))
     states = {name: state for name, callback in callbacks.items() if (state := _state_of(callback)) is not None}
@@ -118,27 +97,31 @@ def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapp
     return State(arrays, values)
 
 
-def restore(
-    state: State, update: Update, recorder: Recorder, callbacks: Callbacks, taken: Taken = EVERYTHING
-) -> dict[str, Any]:
-    """Restore what `taken` selects; return the state of the training loop, empty with `weights_only`.
-
-    Raises:
-        ConfigError: the snapshot is of another model or optimizer; nothing was changed.
-    """
-    if _SEED in state.arrays and taken.has(_SEED) and global_seed() is None:
+def restore_variables(state: State, update: Update, takes: Callable[[str], bool] = _everything) -> None:
+    """Restore the variables whose names `takes` accepts; a `ConfigError` says that one does not fit."""
+    if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
         with update.strategy.scope():
             global_seed(make=True)
-    check({"arrays": state.specs()}, update, taken)
-    _assign({name: copies for name, copies in _variables(update).items() if taken.has(name)}, state.arrays)
-    if taken.weights_only:
-        return {}
+    check({"arrays": state.specs()}, update, takes)
+    _assign({name: copies for name, copies in _variables(update).items() if takes(name)}, state.arrays)
+
+
+def restore(
+    state: State, update: Update, recorder: Recorder, callbacks: Callbacks, takes: Callable[[str], bool] = _everything
+) -> dict[str, Any]:
+    """Restore everything but the variables that `takes` leaves out; return the state of the training loop."""
+    restore_variables(state, update, takes)
     values = state.values
     update.model.stop_training = values["stop_training"]
     recorder.set_state(values["recorder"])
     for name, callback in callbacks.items():
         if name in values["callbacks"] and values["kinds"][name] == _kind(callback):
-            _set_state_of(callback, _with_arrays(values["callbacks"][name], state.arrays))
+            own = _with_arrays(values["callbacks"][name], state.arrays)
+            if _offers(callback):
+                callback.set_state(own)
+            else:
+                for attribute, value in own.items():
+                    setattr(callback, attribute, value)
     np.random.set_state(tuple(_with_arrays(values["numpy"], state.arrays)))
     version, numbers, gauss = values["random"]
     random.setstate((version, tuple(numbers), gauss))
@@ -146,15 +129,10 @@ def restore(
 
 
 def adapt(update: Update, state: State) -> None:
-    """Give `Normalization` layers the statistics of the snapshot, whatever data the model was adapted to.
-
-    Such a layer computes with constants that it derives from its variables, and tracing captures the constants: call
-    this before anything is traced.
-    """
+    """Give `Normalization` layers the statistics of the snapshot, before a trace captures constants of theirs."""
     layers = [layer for layer in layers_of(update.model) if isinstance(layer, keras.layers.Normalization)]
     own = {f"model/{variable.path}" for layer in layers for variable in layer.variables}
-    adapted = {name: copies for name, copies in _variables(update).items() if name.partition(_SAME)[0] in own}
-    _assign(adapted, state.arrays)
+    _assign({name: at for name, at in _variables(update).items() if name.partition(_SAME)[0] in own}, state.arrays)
     for layer in layers:
         layer.finalize_state()
 
@@ -171,54 +149,39 @@ def lent(state: State, update: Update) -> Iterator[None]:
         _assign(variables, before)
 
 
-def check(meta: Mapping[str, Any], update: Update, taken: Taken = EVERYTHING) -> None:
-    """Check that a checkpoint fits the model and optimizer, as far as `taken` selects their variables.
-
-    Args:
-        meta: what `State.write` returned.
-
-    Raises:
-        ConfigError: a variable is missing on one side, or has another shape or dtype.
-    """
+def check(meta: Mapping[str, Any], update: Update, takes: Callable[[str], bool] = _everything) -> None:
+    """Check that all variables that `takes` accepts are in `meta` and in the model, with the same shape and dtype."""
     saved, variables = {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}, _variables(update)
     for name, (copy, *_) in variables.items():
         spec = f"{tuple(copy.shape)} {copy.dtype.name}"
-        if taken.has(name) and saved.get(name) != spec and not (name == _SEED and name not in saved):
+        if takes(name) and saved.get(name) != spec and not (name == _SEED and name not in saved):
             raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {spec}", saved.get(name))
     for name in (name.partition(_REPLICA)[0] for name in saved if name.startswith(("model/", "optimizer/"))):
-        if taken.has(name) and name not in variables:
+        if takes(name) and name not in variables:
             raise ConfigError("the checkpoint", "must fit the model, which has no such variable", name)
 
 
-def without_state(callbacks: Callbacks) -> list[str]:
-    """Return the names of callbacks whose state cannot be saved: they start anew when a run resumes."""
-    return [name for name, callback in callbacks.items() if type(callback) not in _KEPT and not _offers(callback)]
+def starting_anew(callbacks: Callbacks) -> list[str]:
+    """Return a line for each callback whose state cannot be saved."""
+    stateless = [name for name, callback in callbacks.items() if type(callback) not in _KEPT and not _offers(callback)]
+    return [f"training.callbacks.{name} starts anew: it offers no state" for name in stateless]
 
 
 def _variables(update: Update) -> dict[str, Sequence[Any]]:
-    """Return all variables by unique name, each as a list of its copies on the replicas.
-
-    The list has one entry for a variable that is equal on all replicas: trainable weights, the optimizer's variables.
-    """
-    model, found, count = update.model, dict[str, Sequence[Any]](), Counter[str]()
-
-    def add(name: str, variable: Any, per_replica: bool = True) -> None:
-        count[name] += 1
-        unique = name if count[name] == 1 else f"{name}{_SAME}{count[name]}"
-        found[unique] = update.strategy.experimental_local_results(variable) if per_replica else [variable]
-
+    """Return all variables by unique name, each as a list of its copies on the replicas, or of one if all are equal."""
+    model, local = update.model, update.strategy.experimental_local_results
     trainable = {id(variable) for variable in model.trainable_variables}
-    for variable in model.trainable_variables:
-        add(f"model/{variable.path}", variable.value, per_replica=False)
-    for variable in model.variables:  # also the seeds
-        if id(variable) not in trainable:
-            add(f"model/{variable.path}", variable.value)
-    for name, own in unknown_to_keras(model):
-        add(f"model/{name}", own)
-    for variable in update.optimizer.variables:
-        add(f"optimizer/{variable.path}", variable.value, per_replica=False)
-    if (seed := global_seed()) is not None:
-        add(_SEED, seed.value)
+    named = list[tuple[str, Sequence[Any]]]()
+    named += [(f"model/{each.path}", [each.value]) for each in model.trainable_variables]
+    # The others include the seeds.
+    named += [(f"model/{each.path}", local(each.value)) for each in model.variables if id(each) not in trainable]
+    named += [(f"model/{name}", local(own)) for name, own in unknown_to_keras(model)]
+    named += [(f"optimizer/{each.path}", [each.value]) for each in update.optimizer.variables]
+    named += [] if (seed := global_seed()) is None else [(_SEED, local(seed.value))]
+    found, count = dict[str, Sequence[Any]](), Counter[str]()
+    for name, copies in named:
+        count[name] += 1
+        found[name if count[name] == 1 else f"{name}{_SAME}{count[name]}"] = copies
     return found
 
 
@@ -258,14 +221,6 @@ def _state_of(callback: Any) -> Any:
         return callback.get_state()
     known = [kept for kind, kept in _KEPT.items() if isinstance(callback, kind)]
     return {name: getattr(callback, name) for name in known[0] if hasattr(callback, name)} if known else None
-
-
-def _set_state_of(callback: Any, state: Any) -> None:
-    if _offers(callback):
-        callback.set_state(state)
-        return
-    for name, value in state.items():
-        setattr(callback, name, value)
 
 
 def _without_arrays(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:

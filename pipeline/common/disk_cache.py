@@ -13,7 +13,6 @@ from typing import Any
 
 
 def place(kind: str, key: str) -> Path:
-    """Return the file of the entry `key`."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "pipeline" / kind / hashlib.sha256(key.encode()).hexdigest()
 

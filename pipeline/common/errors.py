@@ -77,11 +77,7 @@ NOT_SHIPPED = 4  # exit status
 
 
 class NotShippedError(Exception):
-    """A run trained to its end, but not all of it is in the store: `pipeline sync` ships the rest. Exit status 4.
-
-    Args:
-        loss: the last loss of the run.
-    """
+    """A run trained to its last `loss`, but not all of it is in the store: `pipeline sync` does that. Exit status 4."""
 
     def __init__(self, message: str, loss: float):
         super().__init__(message)
@@ -127,7 +123,6 @@ def cause(error: BaseException) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return `value` as in YAML, masked and cut to `_LONGEST` characters."""
     text = mask(_yaml(value))  # before it is cut: half a secret would not be recognized
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 

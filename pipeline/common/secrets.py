@@ -46,8 +46,7 @@ def remember(uri: str) -> None:
 
 
 def mask(text: str) -> str:
-    """Mask the credentials of every URI in `text`, the remembered secrets, and the values of secret environment
-    variables."""
+    """Mask credentials of URIs in `text`, remembered secrets, and the values of secret environment variables."""
     text = _CREDENTIALS.sub(f"{HIDDEN}@", _WHOLE.sub(rf"\g<1>{HIDDEN}@", text))
     text = _IN_QUERY.sub(rf"\g<1>{HIDDEN}", text)
     values = _remembered | {value for name, value in os.environ.items() if _SECRET_NAMES.search(name)}

@@ -39,11 +39,10 @@ class Interruption:
     @contextmanager
     def listening(self) -> Iterator[Interruption]:
         """Handle Ctrl-C, SIGTERM and SIGUSR2, which Slurm sends before a time limit."""
-        numbers = [signal.SIGTERM, signal.SIGUSR2]
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as under nohup
-            numbers.append(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []  # only the main thread may handle signals
+        numbers = []
+        if threading.current_thread() is threading.main_thread():  # which alone may handle signals
+            ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as under nohup
+            numbers = [signal.SIGTERM, signal.SIGUSR2, *([] if ignored else [signal.SIGINT])]
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield self
@@ -51,16 +50,12 @@ class Interruption:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _interrupt(self, number: int) -> None:
-        if self._patient:
-            os.kill(os.getpid(), number)
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         error = KeyboardInterrupt() if number == signal.SIGINT else Terminated(signal.Signals(number).name)
         if not self._patient or self._asked is not None:
             raise error
         self._asked = error
         os.write(2, b"finishing this update; once more ends it at once\n")  # `print` may be what was interrupted
-        timer = threading.Timer(GRACE, self._interrupt, [number])
+        timer = threading.Timer(GRACE, lambda: os.kill(os.getpid(), number) if self._patient else None)
         timer.daemon = True
         timer.start()

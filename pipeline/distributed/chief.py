@@ -10,10 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints.files import Checkpoint
@@ -38,35 +37,20 @@ class WorkerError(RunError):
     """A worker is gone, or has failed; the message is one line."""
 
 
-class Chief:
-    """The chief's hold of the other workers.
-
-    Args:
-        workers: of the run, as the chief sees them; None for a single one, which has nothing to do here.
-
-    Attributes:
-        reductions_ready: counts the all-reduces that the chief was ready for, once its devices are set up.
-
-    Raises:
-        ConfigError: the chief's port is taken.
-    """
+class Chief(AbstractContextManager["Chief"]):
+    """The chief's hold of the other workers; `workers` is None for a single one, which has nothing to do here."""
 
     def __init__(self, workers: Cluster | None):
         self.cluster, self._session = workers, compose.session()
         self._server = None if workers is None else rendezvous.Server(workers)
         self._processes: list[subprocess.Popen[str]] = []
         self._made_logs = self._ended = False
-        self.reductions_ready: tf.Variable | None = None
+        self.reductions_ready: tf.Variable | None = None  # counts all-reduces, once the devices are set up
 
-    def __enter__(self) -> Chief:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._ended = True
         if isinstance(error, ConfigError):
-            self.refuse(error)
+            self.dismiss(error)
         if self._server is not None:
             self._server.close()
         for process in self._processes:
@@ -79,52 +63,36 @@ class Chief:
             shutil.rmtree(self._logs, ignore_errors=True)  # nothing was created
 
     def start(self, spec: RunSpec, run_dir: Path, task: str = TRAIN) -> None:
-        """Start the workers on this machine, unless something else does; each prints to a file in RUN_DIR/workers.
-
-        Each calls `task`, a dotted name, as `worker.run` does.
-        """
+        """Start the workers on this machine, unless something else does; `task` is as `worker.run` has it."""
         if self.cluster is None or not self.cluster.started:
             return
         self._logs = run_dir.absolute() / "workers"
         self._made_logs = not self._logs.exists()
         self._logs.mkdir(exist_ok=True)
+        command = [sys.executable, "-P", "-m", "pipeline.distributed.worker"]
+        ours = {**os.environ, "PYTHONPATH": imports.path_of_processes()}
         for index in range(1, len(self.cluster.addresses)):
             with (self._logs / f"{index}.log").open("ab") as log:
+                # A session of its own: Ctrl-C interrupts this process alone, which ends the workers.
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "pipeline.distributed.worker"],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
-                    text=True,
-                    start_new_session=True,  # Ctrl-C interrupts this process alone, which ends the workers
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=ours, text=True, start_new_session=True
                 )
             self._processes.append(process)
-            given = {
-                "addresses": self.cluster.addresses,
-                "index": index,
-                "spec": spec.to_text(),
-                "task": task,
-                "gate": _gate(),
-            }
+            given = {"addresses": self.cluster.addresses, "index": index, "spec": spec.to_text(), "task": task}
+            given["gate"] = None if (found := gate.in_force()) is None else asdict(found)
             assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:  # it may have ended, which `_check_processes` finds
-                pipe.write(json.dumps(given) + "\n")
+                pipe.write(json.dumps(given, default=str) + "\n")
 
     def gather(self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None) -> None:
-        """Wait for all workers, and send them the spec and the checkpoint that the run starts from.
-
-        Raises:
-            ConfigError: a worker refuses its config, or has another one, or did not come.
-        """
+        """Wait for all workers, and send them the spec and the checkpoint that the run starts from."""
         if self._server is None:
             return
         answer = {"run_dir": str(run_dir.absolute()), "spec": spec.shared_text(), "start": _as_json(start)}
         self._server.gather(rendezvous.statement(spec), answer, self._check_processes)
-        self._server.watch(self._reductions, self._lost)
-
-    def _reductions(self) -> int:
-        return 0 if self.reductions_ready is None else int(self.reductions_ready.numpy())
+        self._server.watch(
+            lambda: 0 if self.reductions_ready is None else int(self.reductions_ready.numpy()), self._lost
+        )
 
     def _check_processes(self) -> None:
         for index, process in enumerate(self._processes, start=1):
@@ -134,15 +102,10 @@ class Chief:
                 last = next((line for line in reversed(printed) if line.strip()), "it has said nothing")
                 raise WorkerError(f"worker {index} ended with status {process.returncode} before it began: {last}")
 
-    def refuse(self, error: ConfigError) -> None:
-        """Tell the workers that wait that there will be no run."""
-        if self._server is not None and self.cluster is not None and not self.cluster.started:
-            self._server.refuse(error)
-
-    def dismiss(self) -> None:
-        """Tell the workers that wait that the run has finished."""
-        if self._server is not None and self.cluster is not None and not self.cluster.started:
-            self._server.finished()
+    def dismiss(self, error: ConfigError | None = None) -> None:
+        """Tell the workers that wait that there will be no run; without an error, that the run has finished."""
+        if self._server is not None and not self._server.cluster.started:
+            self._server.dismiss(error)
 
     def _lost(self, index: int, said: Mapping[str, Any]) -> None:
         """Kill a worker that hangs, so that TensorFlow notices; later end this process if it still waits for joins."""
@@ -159,23 +122,15 @@ class Chief:
             return
         why = said.get("refused") or said.get("failed") or "it was killed, or is cut off"
         say(f"pipeline: worker {index} does not take part: {why}")
-        self._remove_created()
-        os._exit(2 if "refused" in said else 1)
-
-    def _remove_created(self) -> None:
         if self._made_logs:
             shutil.rmtree(self._logs, ignore_errors=True)
         with suppress(OSError):
             self._session.remove_empty_folders()
+        os._exit(2 if "refused" in said else 1)
 
     @contextmanager
     def as_worker_error(self) -> Iterator[None]:
-        """Raise an error of one line in place of TensorFlow's, if its cause is another worker.
-
-        Raises:
-            WorkerError: a worker is gone, or has failed.
-            ConfigError: a worker refuses what it alone knows, such as its data.
-        """
+        """Raise an error of one line in place of TensorFlow's if another worker is its cause, or refuses its data."""
         try:
             yield
         except Exception as error:
@@ -185,34 +140,21 @@ class Chief:
             index, said = self._server.failed()
             if "refused" in said:
                 raise ConfigError(f"worker {index}", f"refuses: {said['refused'].rstrip('.')}") from error
-            found = re.search(r"task:([1-9]\d*)", text)
-            number = index or (found and found[1])
+            number = index or next(iter(re.findall(r"task:([1-9]\d*)", text)), None)
             who = f"worker {number}" if number else "a worker"
             why = said.get("failed") or "it was killed, hangs, or is cut off"
             raise WorkerError(f"{who} does not take part any more: {why}") from error
 
 
 def tell_workers(count: int | None, error: ConfigError) -> bool:
-    """Tell the workers that run elsewhere that this one refuses; return whether the chief prints the error.
-
-    `count` is `hardware.workers` of the config that is refused.
-    """
+    """Tell the `count` workers that run elsewhere that this one refuses; return whether the chief prints the error."""
     found = cluster.resolve(count, os.environ)
     if found is None or found.started:
         return False
     if found.is_chief:
-        rendezvous.Server(found).refuse(error)
+        rendezvous.Server(found).dismiss(error)
         return False
     return rendezvous.Client(found).refuse(error)
-
-
-def _gate() -> dict[str, Any] | None:
-    """Return the gate in force in this process, as JSON values."""
-    found = gate.in_force()
-    if found is None:
-        return None
-    places = {name: None if (path := getattr(found, name)) is None else str(path) for name in ("run_dir", "data_dir")}
-    return {**asdict(found), **places, "allowed": list(found.allowed)}
 
 
 def _as_json(start: Checkpoint | Fork | None) -> dict[str, Any] | None:

@@ -14,17 +14,10 @@ LONGEST = 2**24  # bytes of a message
 
 
 class JsonSocket:
-    """A connection whose messages are lines of JSON.
-
-    Attributes:
-        greeting: the first message of the other side.
-    """
-
-    greeting: Mapping[str, Any] = {}
+    """A connection whose messages are lines of JSON."""
 
     def __init__(self, connection: socket.socket):
-        self.socket = connection
-        self._rest = b""
+        self.socket, self._rest = connection, b""
 
     def write(self, message: Mapping[str, Any]) -> None:
         try:

@@ -32,79 +32,62 @@ INTERVAL = 2.0  # seconds between two heartbeats
 REFUSING = 10.0  # seconds for which a chief that refuses its config waits for workers to tell them
 FINISHED = 60.0  # the same if its run has finished: they import TensorFlow before they come
 
+Count = Callable[[], int]  # returns the number of all-reduces that this process was ready for
+Lost = Callable[[int, dict[str, Any]], None]  # takes the index of a worker and its last message
+
 
 def statement(spec: RunSpec) -> dict[str, Any]:
     """Return what all workers must have in common: the config without what is a machine's own, and the versions."""
     packages = ("tensorflow", "keras", "numpy", "tensorflow-datasets", "scikit-learn")
-    versions = {name: importlib.metadata.version(name) for name in packages} | {"pipeline": __version__}
-    return {
-        "config": comparable(spec),
-        "versions": {"python": platform.python_version(), **versions},
-    }
+    versions = {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+    return {"config": comparable(spec), "versions": {**versions, "pipeline": __version__}}
 
 
 class Server:
-    """The chief's side of the connections.
-
-    Raises:
-        ConfigError: the chief's port is taken.
-    """
+    """The chief's side of the connections; a `ConfigError` says that its port is taken."""
 
     def __init__(self, cluster: Cluster):
-        self.cluster = cluster
+        self.cluster, self._server, self._closed = cluster, _listening(cluster), False
         self._workers: dict[int, JsonSocket] = {}
         self._failed: dict[int, dict[str, Any]] = {}
-        self._closed = False
-        self._server = _listening(cluster)
 
     def gather(self, own: Mapping[str, Any], answer: Mapping[str, Any], check: Callable[[], None]) -> None:
         """Wait for all workers, compare their statements with the chief's `own`, and send each the `answer`.
 
-        `check` is called meanwhile, and may raise.
-
-        Raises:
-            ConfigError: a worker refuses its config, or has another one, or did not come. All have been told.
+        `check` is called meanwhile, and may raise. If a worker refuses, differs or does not come, all are told.
         """
         until = time.monotonic() + PATIENCE
         try:
             while len(self._workers) + 1 < len(self.cluster.addresses):
-                self._accept(until, check)
-                for index, connection in self._workers.items():
-                    _compare(connection.greeting, own, index)
+                _compare(*self._accept(until, check), own)
         except ConfigError as error:
-            self.refuse(error)
+            self.dismiss(error)
             raise
         finally:
             self._server.close()  # the port is TensorFlow's from now on
         for connection in self._workers.values():
             connection.write({"answer": answer})
 
-    def refuse(self, error: ConfigError) -> None:
-        """Tell all workers that the chief refuses."""
-        self._dismiss({"refused": str(error)}, REFUSING)
-
-    def finished(self) -> None:
-        """Tell all workers that the run has finished, so that nothing is left to do."""
-        self._dismiss({"finished": True}, FINISHED)
-
-    def _dismiss(self, word: Mapping[str, Any], patience: float) -> None:
-        """Send a last message to all workers, also to those that come within `patience` seconds."""
-        until = time.monotonic() + patience
+    def dismiss(self, error: ConfigError | None = None) -> None:
+        """Tell all workers, also those that come soon, that the chief refuses; without an error, that all is done."""
+        until = time.monotonic() + (FINISHED if error is None else REFUSING)
         with suppress(ConfigError, OSError):
             while len(self._workers) + 1 < len(self.cluster.addresses):
                 self._accept(until, lambda: None)
         for connection in self._workers.values():
-            connection.write(word)
+            connection.write({"finished": True} if error is None else {"refused": str(error)})
         self.close()
 
-    def watch(self, reductions: Callable[[], int], lost: Callable[[int, Mapping[str, Any]], None]) -> None:
-        """Watch all workers from now on, in a thread.
+    def watch(self, reductions: Count, lost: Lost) -> None:
+        """Watch all workers from now on, in a thread, which calls `lost` for one that is gone or a straggler."""
 
-        Args:
-            reductions: returns the number of all-reduces that the chief was ready for.
-            lost: called with the index of a worker that is gone or a straggler, and with its last message.
-        """
-        threading.Thread(target=self._watch, args=(reductions, lost), daemon=True).start()
+        def noted(index: int, last: dict[str, Any]) -> None:
+            if not self._closed:
+                self._failed |= {index: last} if last else {}
+                lost(index, last)
+
+        arguments = (dict(self._workers), 0, reductions, noted)
+        threading.Thread(target=_exchange_heartbeats, args=arguments, daemon=True).start()
 
     def failed(self, patience: float = 3.0) -> tuple[int, dict[str, Any]]:
         """Return the worker that reported to have failed or refused, with its message; 0 and nothing without one."""
@@ -114,48 +97,13 @@ class Server:
         return next(iter(self._failed.items()), (0, {}))
 
     def close(self) -> None:
-        """Close all connections."""
         self._closed = True
         self._server.close()
         for connection in self._workers.values():
             connection.socket.close()
 
-    def _watch(self, reductions: Callable[[], int], lost: Callable[[int, Mapping[str, Any]], None]) -> None:
-        try:
-            self._exchange_heartbeats(dict(self._workers), reductions, lost)
-        except (OSError, ValueError):
-            if not self._closed:  # else a connection was closed in the middle
-                raise
-
-    def _exchange_heartbeats(
-        self,
-        connections: dict[int, JsonSocket],
-        reductions: Callable[[], int],
-        lost: Callable[[int, Mapping[str, Any]], None],
-    ) -> None:
-        counts, next_beat = ReductionCounts(len(self.cluster.addresses)), 0.0
-        while connections and not self._closed:
-            for index in readable(connections, max(0.0, next_beat - time.monotonic())):
-                messages = connections[index].received()
-                last = {} if messages is None else next((each for each in messages if "reductions" not in each), None)
-                for each in messages or ():
-                    counts.note(index, each.get("reductions", 0))
-                if last is not None and not self._closed:
-                    del connections[index]
-                    self._failed |= {index: last} if last else {}
-                    lost(index, last)
-            if time.monotonic() >= next_beat:
-                counts.note(0, count := reductions())
-                for connection in connections.values():
-                    connection.write({"reductions": count})
-                next_beat = time.monotonic() + INTERVAL
-            if late := counts.straggler():  # not 0: if the chief is the straggler, the workers end
-                self._failed[late] = {"failed": f"it has let the others wait for {TIMEOUT:.0f} s", "late": True}
-                connections.pop(late).socket.close()
-                lost(late, self._failed[late])
-
-    def _accept(self, until: float, check: Callable[[], None]) -> None:
-        """Wait for one more worker."""
+    def _accept(self, until: float, check: Callable[[], None]) -> tuple[int, dict[str, Any]]:
+        """Wait for one more worker; return its index and its statement."""
         while True:
             check()
             self._server.settimeout(0.5)
@@ -164,36 +112,29 @@ class Server:
             except TimeoutError:
                 if time.monotonic() < until:
                     continue
-                missing = [number for number in range(1, len(self.cluster.addresses)) if number not in self._workers]
-                places = ", ".join(f"{number} at {self.cluster.addresses[number]}" for number in missing)
-                raise ConfigError(KEY, "must all be started, at about one time", f"no {places}") from None
+                missing = [
+                    f"{n} at {at}" for n, at in enumerate(self.cluster.addresses) if n not in {0, *self._workers}
+                ]
+                raise ConfigError(KEY, "must all be started, at about one time", f"no {', '.join(missing)}") from None
             connection = JsonSocket(accepted)
             greeting = connection.read(min(until, time.monotonic() + 5.0))
             if greeting is not None and greeting.get("index") in range(1, len(self.cluster.addresses)):
-                connection.greeting = greeting
                 self._workers[greeting["index"]] = connection
-                return
+                return greeting["index"], greeting
             accepted.close()  # no worker of this run
 
 
 class Client:
-    """The side of a worker other than the chief.
-
-    Attributes:
-        told: whether the chief knows why this worker, or another one, refuses.
-    """
+    """The side of a worker other than the chief."""
 
     def __init__(self, cluster: Cluster):
-        self.cluster, self.told = cluster, False
+        self.cluster = cluster
+        self.told = False  # whether the chief knows why this worker, or another one, refuses
         self._connection: JsonSocket | None = None
         self._done, self._chief_ended = False, threading.Event()
 
     def join(self, own: Mapping[str, Any], patience: float = PATIENCE) -> dict[str, Any] | None:
-        """Send this worker's `own` statement, and return the chief's answer; None if the run has finished.
-
-        Raises:
-            ConfigError: the chief refuses, or does not answer.
-        """
+        """Send this worker's `own` statement, and return the chief's answer; None if the run has finished."""
         try:
             _listening(self.cluster).close()
         except ConfigError as error:
@@ -204,16 +145,15 @@ class Client:
             with suppress(OSError):  # the chief does not listen yet
                 connection = JsonSocket(socket.create_connection((host.strip("[]"), int(port)), timeout=5.0))
                 connection.write({"index": self.cluster.index, **own})
-                said = connection.read(float("inf"))  # it may search for a micro-batch size meanwhile
-                if said is not None and "answer" in said:
-                    self._connection = connection
-                    answer: dict[str, Any] = said["answer"]
-                    return answer
-                if said is not None and "finished" in said:
-                    return None
-                if said is not None:
-                    self.told = True
-                    raise ConfigError(KEY, f"must all take part; refused: {said.get('refused')}")
+                match connection.read(float("inf")):  # it may search for a micro-batch size meanwhile
+                    case {"answer": dict(answer)}:
+                        self._connection = connection
+                        return answer
+                    case {"finished": _}:
+                        return None
+                    case dict(said):
+                        self.told = True
+                        raise ConfigError(KEY, f"must all take part; refused: {said.get('refused')}")
             time.sleep(0.2)
         raise ConfigError(KEY, "must include a chief that answers", self.cluster.addresses[0])
 
@@ -223,12 +163,18 @@ class Client:
             self.join({"refused": str(error)}, REFUSING)
         return self.told
 
-    def watch(self, reductions: Callable[[], int]) -> None:
-        """Watch the chief from now on, in a thread: this process ends when the chief is gone, or the straggler.
+    def watch(self, reductions: Count) -> None:
+        """Watch the chief from now on, in a thread: this process ends when the chief is gone, or the straggler."""
+        assert self._connection is not None
 
-        `reductions` returns the number of all-reduces that this worker was ready for.
-        """
-        threading.Thread(target=self._watch, args=(reductions,), daemon=True).start()
+        def lost(_: int, last: dict[str, Any]) -> None:
+            if self._done and "refused" not in last:
+                self._chief_ended.set()
+            else:
+                os._exit(2 if "refused" in last else 1)  # the main thread waits in TensorFlow, and cannot be woken
+
+        arguments = ({0: self._connection}, 1, reductions, lost)
+        threading.Thread(target=_exchange_heartbeats, args=arguments, daemon=True).start()
 
     def fail(self, why: Mapping[str, str]) -> None:
         """Tell the chief why this worker has `failed`, or `refused`."""
@@ -241,23 +187,28 @@ class Client:
         self._done = True
         self._chief_ended.wait()
 
-    def _watch(self, reductions: Callable[[], int]) -> None:
-        assert self._connection is not None
-        counts, next_beat = ReductionCounts(2), 0.0
-        while True:
-            messages = self._connection.received(max(0.0, next_beat - time.monotonic()))
-            if messages is None and self._done:
-                self._chief_ended.set()
-                return
-            for said in messages or ():
-                counts.note(0, said.get("reductions", 0))
-            counts.note(1, reductions())
-            refused = any("refused" in said for said in messages or ())
-            if messages is None or refused or (counts.straggler() == 0 and not self._done):
-                os._exit(2 if refused else 1)  # the main thread waits in TensorFlow, and cannot be woken
-            if time.monotonic() >= next_beat:
-                self._connection.write({"reductions": reductions()})
-                next_beat = time.monotonic() + INTERVAL
+
+def _exchange_heartbeats(connections: dict[int, JsonSocket], own: int, reductions: Count, lost: Lost) -> None:
+    """Tell all how far this process is, of index `own`; call `lost` for one that is gone or a straggler."""
+    counts, next_beat = ReductionCounts(max(own, *connections) + 1), 0.0
+    while connections:
+        for index in readable(connections, max(0.0, next_beat - time.monotonic())):
+            messages = connections[index].received()
+            last = {} if messages is None else next((each for each in messages if "reductions" not in each), None)
+            for each in messages or ():
+                counts.note(index, each.get("reductions", 0))
+            if last is not None:
+                del connections[index]
+                lost(index, last)
+        if time.monotonic() >= next_beat:
+            counts.note(own, count := reductions())
+            for connection in connections.values():
+                connection.write({"reductions": count})
+            next_beat = time.monotonic() + INTERVAL
+        late = counts.straggler()
+        if late is not None and late in connections:  # not `own`: then the others end
+            connections.pop(late).socket.close()
+            lost(late, {"failed": f"it has let the others wait for {TIMEOUT:.0f} s", "late": True})
 
 
 def _listening(cluster: Cluster) -> socket.socket:
@@ -276,13 +227,13 @@ def _listening(cluster: Cluster) -> socket.socket:
         raise ConfigError(f"worker {cluster.index}", rule, address) from error
 
 
-def _compare(said: Mapping[str, Any], own: Mapping[str, Any], index: int) -> None:
+def _compare(index: int, said: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if "refused" in said:
         raise ConfigError(f"worker {index}", f"refuses: {str(said['refused']).rstrip('.')}")
     for what in ("versions", "config"):
         here, there = own[what], said.get(what)
         there = there if isinstance(there, dict) else {}
-        for key in [*here, *(key for key in there if key not in here)]:
+        for key in here | there:
             if repr(here.get(key)) != repr(there.get(key)):  # NaN is not equal to itself
                 rule = f"must be the same for all workers, and is {there.get(key)!r} on worker {index}"
                 raise ConfigError(key, rule, here.get(key))

@@ -20,7 +20,6 @@ class ReductionCounts:
         self._counts, self._since = [0] * workers, time.monotonic()
 
     def note(self, worker: int, count: int) -> None:
-        """Note that `worker` was ready for `count` all-reduces."""
         if self._counts[worker] == count:
             return
         least, even = min(self._counts), min(self._counts) == max(self._counts)

@@ -1,7 +1,6 @@
 """A worker other than the chief: it computes as the chief does, which alone logs, writes checkpoints and prints.
 
-`python -m pipeline.distributed.worker` is a worker that the chief has started: it reads a line of JSON with the cluster
-and the spec.
+The chief starts `python -m pipeline.distributed.worker`, which reads a line of JSON with the cluster and the spec.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,13 +36,10 @@ TRAIN = "pipeline.distributed.worker.train"
 
 
 def run(spec: RunSpec, task: str = TRAIN) -> None:
-    """Work for the chief to the end of the run.
+    """Work for the chief to the end of the run, given this worker's own `spec`.
 
-    If this worker refuses, it ends this process with status 2, and with 1 if it fails: the others notice at once.
-
-    Args:
-        spec: of this worker's own config.
-        task: dotted name of a function of the parts of the run, its directory, and the checkpoint that it starts from.
+    `task` names a function of the parts of the run, its directory, and the checkpoint that it starts from. A worker
+    that refuses ends this process with status 2, one that fails with 1: the others notice at once.
     """
     workers = spec.workers
     assert workers is not None
@@ -61,8 +57,7 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
         counted: list[tf.Variable] = []
         client.watch(lambda: int(counted[0].numpy()) if counted else 0)
         start = _from_json(answer["start"])
-        first = 0 if start is None else start.update
-        parts = assembly.assemble(spec, None, first)
+        parts = assembly.assemble(spec, None, 0 if start is None else start.update)
         counted.append(parts.devices.reductions_ready)
         module, _, name = task.rpartition(".")
         getattr(import_module(module), name)(parts, Path(answer["run_dir"]), start)
@@ -101,16 +96,13 @@ def _from_json(said: dict[str, Any] | None) -> Checkpoint | Fork | None:
 
 
 def main() -> None:
-    """Run as a worker that the chief has started."""
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     given = json.loads(sys.stdin.readline())
     own = Cluster(tuple(given["addresses"]), given["index"], started=True)
     spec = resolve.from_text(given["spec"], own)
-    if (passed := given["gate"]) is None:
-        run(spec, given["task"])
-        return
-    paths = {name: None if passed[name] is None else Path(passed[name]) for name in ("run_dir", "data_dir")}
-    with gate.strict(gate.Gate(**{**passed, **paths})):
+    passed = given["gate"] or {}
+    places = {name: Path(passed[name]) for name in ("run_dir", "data_dir") if passed.get(name)}
+    with gate.strict(gate.Gate(**passed | places)) if passed else nullcontext():
         run(spec, given["task"])
 
 

@@ -54,15 +54,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome of a comparison.
+    """The outcome of a comparison."""
 
-    Attributes:
-        verdict: `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` without any point.
-        text: the verdict, what was compared, and where the runs differ.
-    """
-
-    verdict: str
-    text: str
+    verdict: str  # `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` without any point
+    text: str  # the verdict, what was compared, and where the runs differ
 
     def __str__(self) -> str:
         return self.text
@@ -77,15 +72,10 @@ def compare(
     same_cut: bool = True,
     until: int | None = None,
 ) -> Agreement:
-    """Compare all points of two runs, except for metrics that only the new one has.
+    """Compare all points of the recorded run and its rerun, except for metrics that only the new one has.
 
-    Args:
-        old: histories of the recorded run.
-        new: histories of its rerun.
-        precision: of the runs; determines the bounds of rounding.
-        validation: examples in the validation split.
-        same_cut: both runs cut a batch into as many micro-batches on as many replicas.
-        until: the last update of the old run, if it was interrupted.
+    `validation` counts the examples of that split; with `same_cut` both runs cut a batch into as many micro-batches on
+    as many replicas; `until` is the last update of the old run, if it was interrupted.
     """
     kept = [metric for metric in old if same_cut or not metric_names.of(metric).of_the_cut]
     points = [
@@ -98,11 +88,8 @@ def compare(
     points.sort(key=lambda point: (point.step, point.metric != "train/loss", point.metric))
     sizes = old.get("train/effective_batch_size", {})
     differing = [point for point in points if point.relative > 0]
-    beyond = []
-    for point in differing:
-        examples = sizes.get(point.step) if point.metric.startswith("train/") else validation
-        if not _is_rounding(point, precision, examples):
-            beyond.append(point)
+    counts = [sizes.get(point.step) if point.metric.startswith("train/") else validation for point in differing]
+    beyond = [p for p, examples in zip(differing, counts, strict=True) if not _is_rounding(p, precision, examples)]
     what = f"{len(points)} points of {len(kept)} metrics"
     if left_out := sorted({*old, *new} - {*kept}):
         what += f" (without {', '.join(left_out)})"
@@ -113,8 +100,8 @@ def compare(
         return Agreement(verdict, f"{verdict}: {what}")
     first, most = differing[0], max(beyond or differing, key=lambda point: point.relative)
     if not beyond:
-        verdict = "equal within rounding"
-        return Agreement(verdict, f"{verdict}: {what}; the first that differs is {first}; the most: {most}")
+        text = f"equal within rounding: {what}; the first that differs is {first}; the most: {most}"
+        return Agreement("equal within rounding", text)
     since = f"; within rounding from {first}" if first.step < beyond[0].step else ""
     text = f"different from update {beyond[0].step} on: {beyond[0]}; the most: {most}{since}; {what}"
     return Agreement("different", text)
@@ -122,14 +109,12 @@ def compare(
 
 def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Agreement, str]:
     """Compare two MLflow runs with `validation` examples in that split; return the outcome and an HTML page."""
-    before, after = (
-        {
-            key: {point.step: point.value for point in client.get_metric_history(run.info.run_id, key)}
-            for key in sorted(run.data.metrics)
-            if key.startswith(("train/", "val/"))
-        }
-        for run in (old, new)
-    )
+
+    def history(run: Any) -> History:
+        keys = [key for key in sorted(run.data.metrics) if key.startswith(("train/", "val/"))]
+        return {key: {at.step: at.value for at in client.get_metric_history(run.info.run_id, key)} for key in keys}
+
+    before, after = history(old), history(new)
     then, now = old.data.params, new.data.params
     halved = [run.data.tags.get(HALVED) for run in (old, new)]
     precisions = {params.get("hardware.precision") for params in (then, now)}
@@ -148,13 +133,10 @@ def page(old: History, new: History, title: str, about: str) -> str:
     """Return a self-contained HTML page: the losses of both runs by update, and their difference."""
     from pipeline.report.html_page import Plot, axis, render, trace
 
-    losses: list[dict[str, Any]] = []
-    apart: list[dict[str, Any]] = []
+    losses, apart = list[dict[str, Any]](), list[dict[str, Any]]()
     for metric, mode in (("train/loss", "lines"), ("val/loss", "lines+markers")):
-        then, now = (
-            {step: value for step, value in history.get(metric, {}).items() if math.isfinite(value)}
-            for history in (old, new)
-        )
+        both = [history.get(metric, {}).items() for history in (old, new)]
+        then, now = ({step: value for step, value in points if math.isfinite(value)} for points in both)
         for points, name in ((then, f"{metric}, then"), (now, f"{metric}, now")):
             losses.append(trace(name, points, points.values(), len(losses), mode))
         differ = {s: Point(metric, s, then[s], now[s]).relative for s in then if s in now and then[s] != now[s]}

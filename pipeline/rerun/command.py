@@ -18,29 +18,27 @@ from pipeline.checkpoints import fork
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line, printable, say
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import former_names, hydra_errors, sizes
+from pipeline.config import compose, former_names, hydra_errors, sizes
 from pipeline.config.allow_list import allowed_names
 from pipeline.config.plain import leaves, plain
 from pipeline.config.resolve import resolve
 from pipeline.config.schema import SCHEMA
+from pipeline.rerun import agreement
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
 from pipeline.rerun.request import Request, in_folder, parsed
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
+from pipeline.tracking.sweep_record import SweepRecord
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict
 
 DIFFERENT = 3  # exit status
 # Keys that change where the data are or how they are read, but not which data they are.
-_SAME_DATA = re.compile(
-    r"dataset\.(data_dir|download|in_memory|shuffle_buffer|shuffle_files|checksum|augment|pad)(\.|$)"
-)
+_SAME_DATA = re.compile(r"dataset\.(data_dir|download|in_memory|shuffle_(buffer|files)|checksum|augment|pad)(\.|$)")
 _OWN = ("tracking.", "tracking=", "trust.")  # such overrides also apply to the user's own config
 
 
 def rerun(arguments: Sequence[str]) -> int:
     """Run a recorded run again and compare the two."""
-    from pipeline.config import compose
-
     request = parsed(arguments, rerun.__doc__)
     # Only the user's own config says where the store is and what is trusted, never the record.
     overrides = [override for override in request.overrides if override.lstrip("+~").startswith(_OWN)]
@@ -68,7 +66,6 @@ class Rerun:
         return str(self.recorded.run.info.run_id)
 
     def run(self) -> int:
-        """Train, compare the two runs, and return the exit status."""
         self._say_plan()
         try:
             config = self._config(self._experiment())
@@ -148,7 +145,6 @@ class Rerun:
 
     def _train(self, config: dict[str, Any]) -> str | None:
         """Train with the config; return the new run's ID, or None with --dry."""
-        from pipeline.config import compose
         from pipeline.run import run
 
         run_ids: list[str] = []
@@ -185,7 +181,6 @@ class Rerun:
             say(f"  differs: {error}")
 
     def _check_without_running(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        """Check all that can be checked without training: the config, and whether the data are the recorded ones."""
         spec = resolve(config, overrides)
         fork.of(spec, self.gate.run_dir)
         with imports.without_chatter():
@@ -198,8 +193,6 @@ class Rerun:
 
     def _compare(self, run_id: str) -> int:
         """Compare the runs, log and print the outcome, and return the exit status."""
-        from pipeline.rerun import agreement
-
         client = self.store.client()
         new = client.get_run(run_id)
         validation = (self.recorded.dataset.get("examples") or {}).get("validation")
@@ -219,7 +212,6 @@ class Rerun:
 
 
 def _gate(request: Request, own: DictConfig) -> Gate:
-    """Return the gate, which knows what the record may reach."""
     data_dir = request.values.get("dataset.data_dir", OmegaConf.select(own, "dataset.data_dir"))
     return Gate(
         _run_dir(request),
@@ -240,8 +232,6 @@ def _run_dir(request: Request) -> Path:
 
 def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     """Rerun all jobs of a sweep, one after the other, each in a process of its own."""
-    from pipeline.tracking.sweep_record import SweepRecord
-
     parent = store.sweep(request.run_id).info
     children = SweepRecord(store.uri, parent.run_id, parent.experiment_id).children()
     if not children:
@@ -249,15 +239,12 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     options = [*request.own, *(f"--allow={entry}" for entry in request.allow), *(["--dry"] if request.dry else [])]
     given = [override for override in request.overrides if not override.startswith("hydra.run.dir=")]
     folder, statuses = _run_dir(request), []
-    environment = {
-        **os.environ,
-        "PYTHONPATH": imports.path_of_processes(),
-    }  # with -P: import nothing from the working directory
+    # -P: import nothing from the working directory
+    verb, environment = ["-P", "-m", "pipeline", "rerun"], {**os.environ, "PYTHONPATH": imports.path_of_processes()}
     for number, (name, run) in enumerate(children.items()):
         say(f"{name}:")
-        command = [run.info.run_id, *options, *given, in_folder(folder / str(number))]
-        statuses.append(subprocess.call([sys.executable, "-P", "-m", "pipeline", "rerun", *command], env=environment))
-    same = sum(status == 0 for status in statuses)
+        command = [*verb, run.info.run_id, *options, *given, in_folder(folder / str(number))]
+        statuses.append(subprocess.call([sys.executable, *command], env=environment))
     verdict = "can be run again" if request.dry else "agree"
-    say(f"rerun of sweep {parent.run_id}: {same} of {len(statuses)} runs {verdict}")
+    say(f"rerun of sweep {parent.run_id}: {statuses.count(0)} of {len(statuses)} runs {verdict}")
     return max(statuses, key=lambda status: (status not in (0, DIFFERENT), status))

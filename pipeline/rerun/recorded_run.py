@@ -27,24 +27,16 @@ LARGEST = 16 * 2**20  # bytes of one file of a record
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The record of a run.
+    """The record of a run; `environment` and `dataset` are empty if an older run recorded none."""
 
-    Attributes:
-        run: of MLflow.
-        config: resolved, as it was written, of any schema.
-        environment, dataset: as `provenance` describes them; empty if an older run recorded none.
-        links: interpolations of the config before it was resolved, by dotted name.
-    """
-
-    run: Any
-    config: dict[str, Any]
+    run: Any  # of MLflow
+    config: dict[str, Any]  # resolved, as it was written, of any schema
     environment: dict[str, Any]
     dataset: dict[str, Any]
-    links: dict[str, str]
+    links: dict[str, str]  # interpolations of the config before it was resolved, by dotted name
 
     @property
-    def run_dir(self) -> str:
-        """Return the run directory that the record names."""
+    def run_dir(self) -> str:  # as the record names it
         return str(self.environment.get("run_dir") or "")
 
     def is_unchanged(self) -> bool:
@@ -52,10 +44,9 @@ class RecordedRun:
         if not self.config.get("schema"):
             return True
         try:
-            taken = provenance.config_hash(self.config, self.run_dir)
+            return provenance.config_hash(self.config, self.run_dir) == str(self.run.data.tags.get("config.hash"))
         except TypeError:  # keys that JSON does not allow; the gate refuses them
             return False
-        return taken == str(self.run.data.tags.get("config.hash"))
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
         """Return the config with current names, and with `run_dir` in place of the recorded run directory."""
@@ -69,9 +60,8 @@ class RecordedRun:
         return dict(former_names.renamed(_copy(self.config, move)))
 
     def check_schema(self) -> None:
-        """Check that the record's schema is known, and say if it is an older one.
+        """Check that the record's schema is known, and say if it is an older one, which would be migrated here.
 
-        `SCHEMA` is raised when a key is renamed, removed or changes its meaning, and older records are migrated here.
         From 0 to 2 nothing has to change, since the defaults of new keys do what older code did. Before 2, only the
         last validation of a run with `use_ema` used the averaged weights.
         """
@@ -91,11 +81,7 @@ class RecordedRun:
 
 
 def fetch(store: ForeignStore, start: str) -> RecordedRun:
-    """Return the record of the run whose ID begins with `start`.
-
-    Raises:
-        ConfigError: there is no such run, or its record cannot be read.
-    """
+    """Return the record of the run whose ID begins with `start`; raise a `ConfigError` if it cannot be read."""
     from mlflow.exceptions import MlflowException
 
     run = store.run(start)
@@ -111,13 +97,12 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         config = _mapping(yaml.safe_load(texts["config.yaml"]), "config.yaml")
         environment, dataset, links = (_mapping(json.loads(texts.get(name, "{}")), name) for name in _FILES[1:])
         gate.check_size(config)
-        parts = {
-            f"{name} of config.yaml": config.get(name) or {} for name in ("dataset", "optimizer", "start", "tracking")
-        }
-        parts |= {f"{name} of environment.json": environment.get(name) or {} for name in ("git", "package", "packages")}
-        parts |= {f"{name} of dataset.json": dataset.get(name) for name in ("examples", "files", "content") if dataset}
-        for name, part in parts.items():
-            _mapping(part, name)
+        for name in ("dataset", "optimizer", "start", "tracking"):
+            _mapping(config.get(name) or {}, f"{name} of config.yaml")
+        for name in ("git", "package", "packages"):
+            _mapping(environment.get(name) or {}, f"{name} of environment.json")
+        for name in ("examples", "files", "content") if dataset else ():
+            _mapping(dataset.get(name), f"{name} of dataset.json")
         if dataset and not (dataset.keys() >= {"name", "version"}):
             raise ValueError("dataset.json lacks name or version")
         if not all(type(count) is int and abs(count) < 2**63 for count in dataset.get("examples", {}).values()):

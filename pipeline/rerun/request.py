@@ -31,19 +31,16 @@ class Request:
     overrides: list[str]
 
     @property
-    def own(self) -> list[str]:
-        """Return the Hydra options that select the user's own config."""
+    def own(self) -> list[str]:  # the Hydra options that select the user's own config
         named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
         return [text for option, value in named.items() if value for text in (option, value)]
 
     @property
-    def changing(self) -> list[str]:
-        """Return the overrides that change the run, not where it runs."""
+    def changing(self) -> list[str]:  # the run, not where it runs
         return [override for override in self.overrides if not override.lstrip("+~").startswith(_PLACE)]
 
     @property
-    def folders(self) -> list[str]:
-        """Return the folders with config groups, the package's first."""
+    def folders(self) -> list[str]:  # with config groups, the package's first
         return [directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
 
     @cached_property
@@ -58,8 +55,7 @@ class Request:
     @cached_property
     def groups(self) -> set[str]:
         """Return the config groups of which an option is chosen, as by `optimizer=lion`."""
-        known = hydra_errors.groups(self.folders)
-        return {key for key, value in self.values.items() if key in known and isinstance(value, str)}
+        return {key for key in hydra_errors.groups(self.folders) if isinstance(self.values.get(key), str)}
 
     def for_hydra(self, run_dir: Path) -> list[str]:
         """Return the overrides in a form for the record, which has no groups and lacks the overridden keys."""
@@ -77,23 +73,18 @@ class Request:
 
 
 def in_folder(run_dir: Path) -> str:
-    """Return the override that sets the run directory."""
     quoted = str(run_dir).replace("'", "\\'")
     return f"hydra.run.dir='{quoted}'"
 
 
 def parsed(arguments: Sequence[str], description: str | None) -> Request:
-    """Parse the command line's `arguments`."""
     parser = Parser(prog="pipeline rerun", description=description, allow_abbrev=False)
-    parser.add_argument("run_id", metavar="RUN_ID", help="ID of a run in the store of tracking.uri, or its start")
-    parser.add_argument("--dry", action="store_true", help="only show the plan and the differences")
-    parser.add_argument("--sweep", action="store_true", help="RUN_ID is a sweep: repeat all of its jobs")
-    parser.add_argument(
-        "--allow", action="append", default=[], metavar="PREFIX", help="a dotted name or place to trust"
-    )
-    parser.add_argument(
-        "--config-dir", "-cd", help="a folder with config groups of your own, which may set trust.allow"
-    )
-    parser.add_argument("--config-name", "-cn", help="name of your own config")
-    parser.add_argument("overrides", nargs="*", help="overrides in Hydra's grammar")
+    add = parser.add_argument
+    add("run_id", metavar="RUN_ID", help="ID of a run in the store of tracking.uri, or its start")
+    add("--dry", action="store_true", help="only show the plan and the differences")
+    add("--sweep", action="store_true", help="RUN_ID is a sweep: repeat all of its jobs")
+    add("--allow", action="append", default=[], metavar="PREFIX", help="a dotted name or place to trust")
+    add("--config-dir", "-cd", help="a folder with config groups of your own, which may set trust.allow")
+    add("--config-name", "-cn", help="name of your own config")
+    add("overrides", nargs="*", help="overrides in Hydra's grammar")
     return Request(**vars(parser.parse_intermixed_args(compose.as_text(arguments))))

@@ -14,22 +14,13 @@ from hydra.utils import get_object
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.config.allow_list import DOTTED
 
+_DATASETS = ("augmentation.Flip", "augmentation.Shift", "breast_cancer", "diabetes", "digits", "from_tfds", "topics")
+_MODELS = ("application", "cnn", "decoder", "mlp", "tabular")
 BUILDERS = {
-    "pipeline.dataset.augmentation.Flip",
-    "pipeline.dataset.augmentation.Shift",
-    "pipeline.dataset.breast_cancer",
-    "pipeline.dataset.diabetes",
-    "pipeline.dataset.digits",
-    "pipeline.dataset.from_tfds",
-    "pipeline.dataset.topics",
+    *(f"pipeline.dataset.{name}" for name in _DATASETS),
+    *(f"pipeline.components.model.{name}" for name in _MODELS),
     "pipeline.components.metrics.BitsPerToken",
-    "pipeline.components.model.application",
-    "pipeline.components.model.cnn",
-    "pipeline.components.model.decoder",
-    "pipeline.components.model.mlp",
-    "pipeline.components.model.tabular",
-    "pipeline.components.optimizer.InverseSquareRoot",
-    "pipeline.components.optimizer.constant",
+    *("pipeline.components.optimizer.InverseSquareRoot", "pipeline.components.optimizer.constant"),
 }
 
 # Public namespace of Keras → what its classes must derive from.
@@ -63,12 +54,8 @@ REFUSED = {
 }
 # Target → the argument that is a path if it is text.
 READERS = {
-    "keras.layers.IntegerLookup": "vocabulary",
-    "keras.layers.StringLookup": "vocabulary",
-    "keras.layers.TextVectorization": "vocabulary",
-    "pipeline.dataset.digits": "data_dir",
-    "pipeline.dataset.from_tfds": "data_dir",
-    "pipeline.dataset.topics": "data_dir",
+    **{f"keras.layers.{name}": "vocabulary" for name in ("IntegerLookup", "StringLookup", "TextVectorization")},
+    **{f"pipeline.dataset.{name}": "data_dir" for name in ("digits", "from_tfds", "topics")},
     "pipeline.components.model.application": "weights",
 }
 
@@ -116,5 +103,4 @@ def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
 
 
 def is_under(name: str, prefixes: Sequence[str]) -> bool:
-    """Return whether a dotted name equals one of `prefixes` or lies under one."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

@@ -40,14 +40,11 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     The check is made when MLflow opens a place, not before: a server may answer differently when asked again. Temporary
     files get a folder of their own, which may be read too, as no store can guess its name: MLflow loads a model from
     there to try it before it is logged.
-
-    The registry of MLflow 3.17.2 returns its own mapping, not a copy; tests/trust/test_artifact_locations.py fails if
-    another version does not.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
     global _places
-    # Scheme → what opens a place: every call of MLflow looks it up here.
+    # Scheme → what opens a place: not a copy in MLflow 3.17.2, so every call of MLflow looks it up here.
     repositories: dict[str, Any] = get_registered_artifact_repositories()
     before_places, before_tempdir, opened = _places, tempfile.tempdir, dict(repositories)
 
@@ -68,18 +65,14 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
 
 
 def allowed_places() -> list[str] | None:
-    """Return the places that the user allows besides the store; None if this process is not `confined`."""
     return _places
 
 
 def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
     """Refuse artifacts that lie neither with the store nor in one of `places`."""
     known = [*_folders(tracking_uri), *places]
-    if (
-        not uri.isprintable()
-        or "\\" in uri
-        or not (_BUCKET.fullmatch(uri) or _is_on(uri, tracking_uri) or any(_lies_in(uri, place) for place in known))
-    ):
+    lies_there = _BUCKET.fullmatch(uri) or _is_on(uri, tracking_uri) or any(_lies_in(uri, place) for place in known)
+    if not lies_there or not uri.isprintable() or "\\" in uri:
         rule = f"must be a store that keeps artifacts with itself or in a bucket: these lie in {uri}"
         raise ConfigError("tracking.uri", f"{rule}; trust.allow or --allow may name that place", tracking_uri)
 
@@ -106,10 +99,9 @@ def _folders(tracking_uri: str) -> list[str]:
 
 def _is_on(uri: str, tracking_uri: str) -> bool:
     """Return whether artifacts are kept by the tracking server itself."""
-    server = urlsplit(tracking_uri)
+    server, found = urlsplit(tracking_uri), _SERVER.fullmatch(uri)
     if server.scheme not in _DEFAULT_PORTS:
         return False
-    found = _SERVER.fullmatch(uri)
     if found is None:
         return _OF_THE_SERVER.fullmatch(uri) is not None
     addresses = (server.netloc.rpartition("@")[2], found[2])

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -38,27 +38,19 @@ _MOST_VALUES, _DEEPEST = 100_000, 40
 class Gate:
     """What a fetched config may reach, all of it given by the user and none of it by the config.
 
-    Attributes:
-        run_dir: of the new run; files are written only here, unless `allowed` names what writes them.
-        data_dir: another folder that files may be read from; a text that is a path must lead into one of these two,
-            the `roots`.
-        allowed: dotted prefixes. `mypkg` allows `mypkg.models.build` if that is defined under `mypkg`, and nothing that
-            `mypkg` only imports. The full name of an object allows that object, wherever it is defined.
-        tracking_uri: the only one that a config may have.
-        start: whether the user named the run whose checkpoint to begin with.
-        downloads: whether TFDS may fetch and prepare a dataset, which runs that dataset's own code on what it
-            downloads; some of it unpickles and evaluates.
+    `allowed`: dotted prefixes. `mypkg` allows `mypkg.models.build` if that is defined under `mypkg`, and nothing that
+    `mypkg` only imports. The full name of an object allows that object, wherever it is defined.
     """
 
-    run_dir: Path
-    data_dir: Path | None = None
+    run_dir: Path  # of the new run; files are written only here, unless `allowed` names what writes them
+    data_dir: Path | None = None  # another folder that files may be read from
     allowed: Sequence[str] = ()
-    tracking_uri: str | None = None
-    downloads: bool = False
-    start: bool = False
+    tracking_uri: str | None = None  # the only one that a config may have
+    downloads: bool = False  # whether TFDS may prepare a dataset: its own code runs; some of it unpickles or evaluates
+    start: bool = False  # whether the user named the run whose checkpoint to begin with
 
     @property
-    def roots(self) -> list[Path]:
+    def roots(self) -> list[Path]:  # a text that is a path must lead into one of these
         return [self.run_dir] if self.data_dir is None else [self.run_dir, self.data_dir]
 
 
@@ -82,7 +74,6 @@ def in_force() -> Gate | None:
 
 
 def downloads() -> bool:
-    """Return whether datasets may be downloaded and prepared now."""
     return _gate is None or _gate.downloads
 
 
@@ -94,11 +85,7 @@ def check(node: DictConfig, key: str) -> None:
 
 
 def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
-    """Refuse a fetched config, in plain dicts, lists and scalars, in which something is not trusted.
-
-    Nothing is imported before every name was accepted. Without `imports` nothing is imported at all, and objects are
-    judged by their names alone.
-    """
+    """Refuse a fetched config in which something is not trusted; without `imports`, judge objects by name alone."""
     check_size(config)
     targets = []
     for key, value, parents in _nodes({k: value for k, value in config.items() if not (gate.start and k == "start")}):
@@ -123,21 +110,20 @@ def check_size(config: Mapping[str, Any]) -> None:
     """Refuse a config that YAML's anchors make huge or endless."""
     for count, (key, _, parents) in enumerate(_nodes(dict(config))):
         if count > _MOST_VALUES or len(parents) > _DEEPEST:
-            rule = f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep"
-            raise ConfigError(key.partition(".")[0], rule)
+            raise ConfigError(key.partition(".")[0], f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep")
 
 
 def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a fetched config without the callbacks that write files and are not `allowed`, and those: key → target."""
     training: Any = config.get("training")
-    callbacks = training.get("callbacks") if isinstance(training, dict) else None
-    if not isinstance(callbacks, dict):
-        return config, {}
-    writers = [target for target in allowlist.WRITERS if not allowlist.is_under(target, allowed)]
-    targets = {name: node.get("_target_") for name, node in callbacks.items() if isinstance(node, dict)}
-    dropped = {f"training.callbacks.{name}": target for name, target in targets.items() if target in writers}
-    kept = {name: node for name, node in callbacks.items() if targets.get(name) not in writers}
-    return {**config, "training": {**training, "callbacks": kept}}, dropped
+    match training:
+        case {"callbacks": dict(callbacks)}:
+            writers = [target for target in allowlist.WRITERS if not allowlist.is_under(target, allowed)]
+            targets = {name: node.get("_target_") for name, node in callbacks.items() if isinstance(node, dict)}
+            dropped = {f"training.callbacks.{name}": target for name, target in targets.items() if target in writers}
+            kept = {name: node for name, node in callbacks.items() if targets.get(name) not in writers}
+            return {**config, "training": {**training, "callbacks": kept}}, dropped
+    return config, {}
 
 
 def confine(path: str, roots: Sequence[Path], key: str) -> None:
@@ -158,10 +144,8 @@ def _check_mapping(node: dict[Any, Any], key: str) -> None:
     for name in node:
         if type(name) not in (str, int, bool, float) or "${" in str(name) or not str(name).isprintable():
             raise ConfigError(key or "the config", "must have plain names for its keys", repr(name))
-    for name in ("class_name", "registered_name"):  # with either Keras would build an object from the mapping
-        if name in node:
-            rule = "must not be a serialized object: name it by _target_"
-            raise ConfigError(_join(key, name), rule, node[name])
+        if name in ("class_name", "registered_name"):  # with either Keras would build an object from the mapping
+            raise ConfigError(_join(key, name), "must not be a serialized object: name it by _target_", node[name])
 
 
 def _is_tfds_name(value: Any, key: str, parent: Any) -> bool:
@@ -175,18 +159,16 @@ def _check_scalar(value: Any, key: str, roots: Sequence[Path]) -> None:
     if value is None or type(value) is bool:
         return
     if type(value) not in (str, int, float):
-        rule = "must be a mapping, a list, text, a number, true, false or null"
-        raise ConfigError(key, rule, type(value).__name__)
+        raise ConfigError(key, "must be a mapping, a list, text, a number, true, false or null", type(value).__name__)
     if key.partition(".")[0] == "start":  # the run is looked for below the working directory
         if not _RUN.fullmatch(str(value)):
             rule = "must be the ID of a run where it comes from a store: give start.run again"
             raise ConfigError("start.run", rule, str(value))
-    elif type(value) is str:
+    elif type(value) is str:  # as a path as well: code that receives it could read it, or write there
         _check_text(value, key, roots)
 
 
 def _check_text(text: str, key: str, roots: Sequence[Path]) -> None:
-    """Check `text` as a path as well: code that receives it could read it, or write there."""
     if "${" in text:
         raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
     # A reader of paths or addresses may skip characters that are not visible.
@@ -199,7 +181,6 @@ def _check_text(text: str, key: str, roots: Sequence[Path]) -> None:
 
 
 def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
-    """Check the name of a target, and the arguments with which some of them read files."""
     target = node["_target_"]
     if type(target) is not str:
         raise ConfigError(_join(key, "_target_"), "must be the dotted name of what builds it", str(target))
@@ -214,22 +195,18 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
 
 def _check_reader(node: dict[Any, Any], target: str, key: str, roots: Sequence[Path]) -> None:
     """Check the arguments of a target that reads files; `_args_` or `_partial_` would hide a path from this check."""
-
-    def refuse(name: str, rule: str, received: object) -> NoReturn:
-        raise ConfigError(_join(key, name), f"of {target} must be {rule}", received)
-
     for name in ("_args_", "_partial_"):
         if node.get(name):
             raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
     if target.startswith(allowlist.APPLICATIONS) and node.get("weights") not in (None, "imagenet"):
-        refuse("weights", "null or 'imagenet'", node["weights"])
+        raise ConfigError(_join(key, "weights"), f"of {target} must be null or 'imagenet'", node["weights"])
     if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
-        rule = "a dataset of TFDS itself: name, name/config or name:version"
-        refuse("name", rule, str(node.get("name")))
+        rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
+        raise ConfigError(_join(key, "name"), rule, str(node.get("name")))
     name = allowlist.READERS.get(target, "")
     path = node.get(name)
     if isinstance(path, dict):  # what it builds could be any text
-        refuse(name, "given as it is", path)
+        raise ConfigError(_join(key, name), f"of {target} must be given as it is", path)
     if type(path) is str:  # a vocabulary may be a list; null is the reader's default
         confine(path, roots, _join(key, name))
 

@@ -29,15 +29,10 @@ _OF_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # a
 
 
 def build(node: DictConfig, key: str, **arguments: Any) -> Any:
-    """Build what `node._target_` names from the other entries of `node`.
+    """Build what `node._target_` names from the other entries of `node`, whose dotted name is `key`.
 
-    Args:
-        node: a config node with a `_target_`; nested nodes with one are built first.
-        key: dotted name of the node, for the error.
-        arguments: further keyword arguments; they outrank those of the node.
-
-    Raises:
-        ConfigError: the target does not exist, is not callable, or refuses its arguments.
+    Nested nodes with a `_target_` are built first. Further `arguments` by keyword outrank those of the node. A
+    `ConfigError` says that the target does not exist, is not callable, or refuses its arguments.
     """
     _check_arguments(locate(node, key), node, key, arguments)
     try:
@@ -50,17 +45,12 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         named = re.search(r"^full_key: (\S+)$", str(error), re.MULTILINE)
         path = named[1].removeprefix(key).lstrip(".") if named else ""
         inner = OmegaConf.select(node, path) if path else node
-        where = f"{key}.{path}".rstrip(".")
         rule = f"must be what {inner.get('_target_')} takes ({described(cause)})"
-        raise ConfigError(where, rule, _arguments(inner)) from error
+        raise ConfigError(f"{key}.{path}".rstrip("."), rule, _arguments(inner)) from error
 
 
 def locate(node: DictConfig, key: str) -> Callable[..., Any]:
-    """Return what `node._target_` names.
-
-    Raises:
-        ConfigError: it does not exist or cannot be called.
-    """
+    """Return what `node._target_` names; a `ConfigError` says that it does not exist or cannot be called."""
     gate.check(node, key)
     key, target = f"{key}._target_", node.get("_target_")
     if not isinstance(target, str):
@@ -70,9 +60,8 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
     except Exception as error:
         parent, _, name = target.rpartition(".")
         close = difflib.get_close_matches(name, dir(sys.modules.get(parent)), n=1)
-        similar = [f"{parent}.{known}" for known in close]
         rule = f"must name something that exists ({described(error.__cause__ or error)})"
-        raise ConfigError(key, rule, target, similar=similar) from error
+        raise ConfigError(key, rule, target, similar=[f"{parent}.{known}" for known in close]) from error
     if not callable(found):
         raise ConfigError(key, "must name something that can be called", target)
     return found
@@ -114,10 +103,9 @@ def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, oth
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters of the signature; None where it cannot be read."""
     try:
         return dict(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # it cannot be read
         return None
 
 

@@ -438,8 +438,8 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
     again = goes_on(stopped, 12, tmp_path / "two", case, every=None)
     assert (again.rows.updates, again.rows.validations, again.loss) == ([], [], stopped.loss)
     assert not (tmp_path / "two" / "checkpoints").exists()
-    assert state.without_state(stopped.callbacks) == ["stop"]
-    assert state.without_state(early_callbacks(tmp_path)) == []
+    assert state.starting_anew(stopped.callbacks) == ["training.callbacks.stop starts anew: it offers no state"]
+    assert state.starting_anew(early_callbacks(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
