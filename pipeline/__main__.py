@@ -23,7 +23,7 @@ VERBS = {  # name → function, and help text
     "sync": ("pipeline.cli.sync:sync", "upload to MLflow what a run could not"),
     "rerun": ("pipeline.rerun.command:rerun", "repeat a run from its record in MLflow, then compare the two"),
     "verify": ("pipeline.verify.command:verify", "check, for this config, that accumulation equals the large batch"),
-    "report": ("pipeline.report.command:report", "write the report of a sweep: findings, a table and plots"),
+    "report": ("pipeline.report.writer:report", "write the report of a sweep: findings, a table and plots"),
     "ui": ("pipeline.cli.ui:ui", "serve MLflow's UI for the configured store on 127.0.0.1"),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
-from pipeline.sweep.parent_run import ParentRun, PlannedJob
+from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.store import Store
 from tests import shared
 
@@ -41,7 +41,7 @@ class Made:
         run = self.client.create_run(self.experiment_id, tags={"sweep.name": self.name}, run_name=f"sweep {self.name}")
         self.run_id = run.info.run_id
         planned = ParentRun(self.store.uri, self.run_id, self.experiment_id)
-        planned.plan([PlannedJob(name, ()) for name in self.names], self.varied)
+        planned.plan(self.names, self.varied)
 
     def job(
         self,

@@ -149,7 +149,7 @@ def _door(name: str) -> list[str]:
         ("tracking/journal", "from pipeline.report import writer", upward),
         ("common/secrets", "from pipeline.common import errors", circles),
         ("common/secrets", "from pipeline.tracking import store", circles),
-        ("sweep/heartbeat", "def f():\n    from . import parent_run", circles),
+        ("sweep/again", "def f():\n    from . import parent_run", circles),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, module, line, check):

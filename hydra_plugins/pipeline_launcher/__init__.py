@@ -1,11 +1,6 @@
-"""Registers the launchers and the sweeper of `pipeline.sweep` with Hydra.
+"""Registers the launchers and the sweeper of `pipeline.sweep` with Hydra, which takes only classes defined here."""
 
-Hydra instantiates only classes that are defined in `hydra_plugins`, so each one has a subclass here.
-"""
-
-from __future__ import annotations
-
-from typing import Any
+from functools import partial
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -37,13 +32,10 @@ class Names(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         here = {"_target_": f"{__name__}.LocalLauncher", "timeout_min": 525600}  # a year
         searching = {"_target_": f"{__name__}.SearchSweeper", "trials": 20, "at_once": 1, "seed": 0, "params": None}
-        nodes: dict[str, Any] = {
-            "launcher/local": here,
-            "launcher/submitit_local": here,  # of recorded sweeps
-            "launcher/submitit_slurm": SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440),
-            "launcher/basic": {"_target_": f"{__name__}.BasicLauncher"},
-            "sweeper/search": searching,
-        }
-        for path, node in nodes.items():
-            group, name = path.split("/")
-            ConfigStore.instance().store(group=f"hydra/{group}", name=name, node=node, provider="pipeline")
+        there = SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440)
+        store = partial(ConfigStore.instance().store, provider="pipeline")
+        store("local", here, "hydra/launcher")
+        store("submitit_local", here, "hydra/launcher")  # of recorded sweeps
+        store("submitit_slurm", there, "hydra/launcher")
+        store("basic", {"_target_": f"{__name__}.BasicLauncher"}, "hydra/launcher")
+        store("search", searching, "hydra/sweeper")

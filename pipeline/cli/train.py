@@ -87,11 +87,11 @@ def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken:
     if status:
         say(missing)
     if broken is None:
-        from pipeline.report import command
-        from pipeline.sweep import description
+        from pipeline.report import writer
+        from pipeline.sweep import mlflow_view
 
-        if any("train/loss" in run.data.metrics for run in description.complete(current).values()):
-            command.publish(current.uri, current.run_id, current.places)
+        if any("train/loss" in run.data.metrics for run in mlflow_view.complete(current).values()):
+            writer.publish(current.uri, current.run_id, current.places)
     return status
 
 

@@ -3,4 +3,4 @@
 In: a sweep's name or run ID; all data comes from MLflow. Out: files, which are logged to the sweep's parent run.
 """
 
-__all__ = ["command", "html_page"]
+__all__ = ["html_page", "writer"]

@@ -1,12 +1,9 @@
-"""Reads a sweep from MLflow: jobs with their curves, in groups that differ only by the seed."""
-
-from __future__ import annotations
+"""Reads a sweep from MLflow: jobs with their curves, in groups that differ only by the seed, and the loss to reach."""
 
 import json
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,11 +16,13 @@ from pipeline.config import former_names
 from pipeline.config.metric_names import UPDATE_METRICS
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
-from pipeline.tracking.foreign_store import ForeignStore, listed
-from pipeline.tracking.sweep_record import SweepRecord
+from pipeline.tracking.foreign_store import ForeignStore, SweepRecord, listed
 
 AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
 NO_RUN = "NO RUN"  # status of a planned job without a run
+EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
+PROGRESS = 0.5  # the least share of the way from the first to the best loss at which a target may be
+FELL = 1e-6  # the least relative fall of a loss; a smaller one is rounding
 _SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
 _COST = re.compile(r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$", re.IGNORECASE)
 
@@ -35,9 +34,9 @@ class Curve:
     steps: NDArray[np.int64]
     values: Array
 
-
-def _last(curve: Curve | None) -> float:
-    return math.nan if curve is None else float(curve.values[-1])
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,11 @@ class JobResult:
 
     @cached_property
     def seconds(self) -> Curve | None:
-        """Return the cumulative time spent in updates, without evaluation, checkpoints and start-up.
-
-        The first update includes seconds of tracing, so it counts as a typical one. If only some updates were logged,
-        each row stands for all updates since the previous row.
-        """
-        curve = self.curves.get("perf/update_seconds")
-        if curve is None:
+        """Return the cumulative time spent in updates, without evaluation, checkpoints, start-up and first tracing."""
+        if (curve := self.curves.get("perf/update_seconds")) is None:
             return None
         each = np.where(curve.steps == 1, self.typical("perf/update_seconds"), curve.values)
+        # If only some updates were logged, each row stands for all updates since the previous row.
         return Curve(curve.steps, np.cumsum(each * np.diff(curve.steps, prepend=0)))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
@@ -99,24 +94,23 @@ class JobResult:
         return np.asarray(known, float)
 
     def last(self, metric: str) -> float:
-        return _last(self.curves.get(metric))
+        return curve.last if (curve := self.curves.get(metric)) else math.nan
 
     def typical(self, metric: str) -> float:
         """Return the median over all rows but the first update's, which includes tracing."""
-        curve = self.curves.get(metric)
-        if curve is None:
+        if (curve := self.curves.get(metric)) is None:
             return math.nan
         later = curve.values[curve.steps > 1]
         return float(np.median(later if later.size else curve.values))
 
 
-def grouped(jobs: Sequence[JobResult], key: str) -> dict[Any, list[JobResult]]:
-    """Group the jobs by their attribute `key`, in order; jobs with None are left out."""
-    found = defaultdict(list)
+def grouped(jobs: Sequence[JobResult], key: str | Callable[[JobResult], Any]) -> dict[Any, list[JobResult]]:
+    """Group the jobs by their attribute `key` or by what it returns, in order; jobs with None are left out."""
+    found: dict[Any, list[JobResult]] = {}
     for job in jobs:
-        if (value := getattr(job, key)) is not None:
-            found[value].append(job)
-    return dict(found)
+        if (value := key(job) if callable(key) else getattr(job, key)) is not None:
+            found.setdefault(value, []).append(job)
+    return found
 
 
 Measure = Callable[[JobResult], float]  # NaN for a job without the value
@@ -133,13 +127,35 @@ def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
 def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
     """Return the spread of `value` over the seeds of one group; for several groups, the mean of their means.
 
-    The latter has no deviation, since groups do not differ by chance; its count is the fewest seeds of a group.
+    The latter has no deviation, since groups do not differ by chance, and counts the fewest seeds of a group.
     """
     groups = grouped(jobs, "group").values()
     spreads = [found for group in groups if (found := statistics.spread([value(job) for job in group])) is not None]
     if len(spreads) < 2:
         return spreads[0] if spreads else None
     return Spread(float(np.mean([s.mean for s in spreads])), None, min(s.count for s in spreads))
+
+
+@dataclass(frozen=True)
+class TargetLoss:
+    """A loss to reach, chosen from the data of a sweep, and the cost of reaching it for each job."""
+
+    metric: str  # `val/loss`, or `train/loss` averaged over `Comparison.window` examples
+    value: float
+    judged: list[str]  # names of the jobs from which it was chosen
+    all_reach: bool  # otherwise half of them reach it
+    costs: dict[str, dict[str, float]]  # by job that reached it and axis, interpolated between two points
+
+    def cost(self, job: JobResult, axis: str) -> float:
+        """Return what the job needed, in units of an axis of `AXES`; NaN if it did not reach the target."""
+        return self.costs.get(job.name, {}).get(axis, math.nan)
+
+    def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
+        """Return the costs of the judged jobs among `jobs`; None unless all of these reached the target."""
+        judged = [job for job in jobs if job.name in self.judged]
+        if not judged or any(job.name not in self.costs for job in judged):
+            return None
+        return pooled(judged, lambda job: self.cost(job, axis))
 
 
 @dataclass(frozen=True)
@@ -197,8 +213,40 @@ class Comparison:
         return Curve(curve.steps, statistics.trailing_mean(examples, curve.values, self.window))
 
     def final(self, job: JobResult, metric: str) -> float:
-        """Return the last value of `smooth`."""
-        return _last(self.smooth(job, metric))
+        return curve.last if (curve := self.smooth(job, metric)) else math.nan
+
+    @cached_property
+    def target(self) -> TargetLoss | None:
+        """Return the lowest loss that all finished jobs, or else the running ones, reach.
+
+        Half of them suffice if that is no progress, as with a diverged job, whose loss every job meets at its start.
+        """
+        jobs = comparable_jobs([job for job in self.jobs if job.status in ("FINISHED", "RUNNING")])
+        for metric in ("val/loss", "train/loss"):
+            curves = {job.name: curve for job in jobs if (curve := self.smooth(job, metric)) is not None}
+            if curves and (metric == "train/loss" or min(len(c.steps) for c in curves.values()) >= EVALUATIONS):
+                break
+        else:
+            return None
+        finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in curves.items()}
+        best = {name: float(values.min()) if values.size else np.inf for name, values in finite.items()}
+        lowest, value = min(best.values()), max(best.values())
+        if not np.isfinite(lowest):
+            return None
+        start = float(np.median([values[0] for values in finite.values() if values.size]))
+        if start - lowest <= FELL * abs(start):
+            return None
+        all_reach = start - value >= PROGRESS * (start - lowest)
+        if not all_reach:
+            value = float(np.sort(list(best.values()))[(len(best) - 1) // 2])
+        costs = {job.name: cost for job in self.jobs if (cost := self._cost(job, metric, value))}
+        return TargetLoss(metric, value, list(curves), all_reach, costs)
+
+    def _cost(self, job: JobResult, metric: str, value: float) -> dict[str, float]:
+        if (curve := self.smooth(job, metric)) is None:
+            return {}
+        found = {axis: statistics.reached(job.along(axis, curve.steps), curve.values, value) for axis in AXES}
+        return {axis: cost for axis, cost in found.items() if cost is not None}
 
     @property
     def at_once(self) -> int:
@@ -209,17 +257,12 @@ class Comparison:
 
 
 def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
-    """Read a sweep in any state, given its run ID, the start of it, or its run name.
-
-    Raises:
-        ConfigError: the store does not answer, or has no such sweep, or several.
-    """
+    """Read a sweep in any state, given its run ID, the start of it, or its run name; else raise a `ConfigError`."""
     store = ForeignStore.open(uri, allow)
     client, parent = store.client(), store.sweep(sweep)
     tags, info = parent.data.tags, parent.info
     runs = SweepRecord(uri, info.run_id, info.experiment_id).children()
-    names = dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
-    jobs = [_job(client, name, runs.get(name)) for name in names]
+    jobs = [_job(client, name, runs.get(name)) for name in dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])]
     best = ""
     with suppress(KeyError, TypeError, ValueError, RecursionError):  # no search, or the tag was changed
         best = " ".join(json.loads(tags["sweep.best"])["overrides"])
@@ -233,14 +276,12 @@ def _job(client: Any, name: str, run: Any) -> JobResult:
     params = {key: former_names.current(value) for key, value in run.data.params.items()}
     metrics = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))]
     curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics}
-    sizes = [_size(params, key) for key in ("factor", "effective_batch_size", "micro_batch_size")]
+    sizes = []
+    for key in ("factor", "effective_batch_size", "micro_batch_size"):
+        # As derived, or as configured if the run ended before it was derived.
+        values = (params.get(f"{place}.{key}", "") for place in ("derived", "accumulation"))
+        sizes.append(next((int(value) for value in values if value.isdigit()), None))
     return JobResult(name, info.run_id, info.status, params, tags, curves, info.start_time, info.end_time, *sizes)
-
-
-def _size(params: Mapping[str, str], name: str) -> int | None:
-    """Return a size as derived, or as configured if the run ended before it was derived."""
-    values = (params.get(f"{place}.{name}", "") for place in ("derived", "accumulation"))
-    return next((int(value) for value in values if value.isdigit()), None)
 
 
 def _curve(points: Sequence[Any]) -> Curve:

@@ -1,29 +1,22 @@
 """Critical batch size: the largest effective batch that still pays, and its prediction by the noise scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from pipeline.report import numbers, statistics
-from pipeline.report.comparison import JobResult, grouped
+from pipeline.report import statistics
+from pipeline.report.comparison import JobResult, TargetLoss, grouped
 from pipeline.report.findings import Finding
-from pipeline.report.numbers import count, joined, number
-from pipeline.report.statistics import Spread
-from pipeline.report.target_loss import TargetLoss
+from pipeline.report.statistics import Spread, count, joined, number
 
 NOISE = "train/gradient_noise_scale"
 PAYS = 2.0  # ratio to the fewest examples: the cost of the critical batch size in McCandlish et al. 2018
 
 
 def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> Iterable[Finding]:
-    """Yield the largest batch that still pays, and the prediction by the noise scale.
-
-    A finding without figures does not name the family, so that all families can share it.
-    """
+    """Yield the largest batch that still pays, and the prediction by the noise scale; without figures unnamed."""
     at = dict(sorted(grouped(jobs, "batch").items()))
     costs = {b: cost for b, of in at.items() if target and (cost := target.spread(of, "examples"))}
     fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
@@ -40,17 +33,17 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
         why += "" if any((job.factor or 0) > 1 for job in jobs) else ", which takes a factor over 1"
         yield Finding("noise_scale", f"The gradient noise scale predicts nothing where {why}.")
         return
-    text = f"{_about(family)}The gradient noise scale predicts a critical batch of {numbers.spread(scale)} examples: "
+    about = f"{family}: " if family else ""
+    text = f"{about}The gradient noise scale predicts a critical batch of {scale.text()} examples: "
     text += f"the mean over {count(scale.count, 'run')} of each one's median up to the target."
     figures: dict[str, Any] = {"family": family, "predicted": scale.mean, "deviation": scale.deviation}
-    figures["runs"] = scale.count
+    figures |= {"runs": scale.count, "cost": {batch: 1 + batch / scale.mean for batch in at}}
     if fit and min(costs) <= critical <= max(costs):
         figures |= {"measured": critical, "ratio": scale.mean / critical}
         text += f" The sweep measured {number(critical)}: the prediction is {figures['ratio']:.2f} times that."
     elif fit:
         figures["extrapolated"] = critical
         text += f" The sweep's own costs extrapolate to {number(critical)}, outside of what was tried."
-    figures["cost"] = {batch: 1 + batch / scale.mean for batch in at}
     high = max(at)
     text += f" At that scale a batch of {high} needs {figures['cost'][high]:.2f} times the examples of a tiny one."
     yield Finding("noise_scale", text, figures, "noise_by_batch")
@@ -59,18 +52,18 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
 def _largest(family: str, at: dict[int, list[JobResult]], costs: dict[int, Spread], critical: float) -> Finding:
     """Return the largest batch that pays by the definition of McCandlish et al. 2018 (arXiv:1812.06162, section 2).
 
-    At the critical batch size a target takes twice the examples that the smallest batches need; a larger batch
-    saves fewer updates than it costs examples. So the largest batch that pays is here the largest that reaches the
-    target with at most `PAYS` times the fewest examples of any batch in the sweep, and with fewer updates than any
-    smaller batch. The sweep's minimum is never below the true one, so this errs towards large batches.
+    At the critical batch size a target takes twice the examples that the smallest batches need. So here it is the
+    largest that reaches the target with at most `PAYS` times the fewest examples of any batch, and with fewer updates
+    than any smaller batch. The sweep's minimum is never below the true one, so this errs towards large batches.
     """
     least = min(costs, key=lambda batch: costs[batch].mean)
     ratio = {batch: cost.mean / costs[least].mean for batch, cost in costs.items()}
     updates = {batch: cost.mean / batch for batch, cost in costs.items()}
     saves = [b for b in costs if b == least or all(updates[b] < updates[smaller] for smaller in costs if smaller < b)]
     largest = max(batch for batch in saves if ratio[batch] <= PAYS)
-    text = f"{_about(family)}The largest effective batch that still pays is {largest}: it reached the target with "
-    text += f"{ratio[largest]:.2f} times the fewest examples ({numbers.spread(costs[least])}, at {least}), where up to "
+    about = f"{family}: " if family else ""
+    text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
+    text += f"{ratio[largest]:.2f} times the fewest examples ({costs[least].text()}, at {least}), where up to "
     text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer "
     fewest = f"{number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)}"
     text += f"updates than any smaller batch ({fewest})."
@@ -88,15 +81,10 @@ def _largest(family: str, at: dict[int, list[JobResult]], costs: dict[int, Sprea
     return Finding("largest_batch", text, figures, "examples_to_target")
 
 
-def _about(family: str) -> str:
-    return f"{family}: " if family else ""
-
-
 def noise_scale(job: JobResult, target: TargetLoss | None) -> float:
     """Return the median of the run's noise scale up to the target, in examples; NaN without one or for a failed run.
 
-    The scale grows while the loss falls (McCandlish et al. 2018), so values after the target are irrelevant. Estimates
-    that are not positive are left out.
+    It grows while the loss falls (McCandlish et al. 2018), so later values do not count, nor do those not positive.
     """
     curve = job.curves.get(NOISE)
     if curve is None or job.status in ("FAILED", "KILLED"):

@@ -1,22 +1,28 @@
 """Findings about a sweep: sentences with the figures behind them."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.report import numbers, statistics
-from pipeline.report.comparison import NO_RUN, Comparison, JobResult, grouped
-from pipeline.report.numbers import count, joined, number
-from pipeline.report.statistics import Spread
-from pipeline.report.target_loss import TargetLoss
-from pipeline.report.trajectories import Parting
+import numpy as np
+
+from pipeline.report import statistics
+from pipeline.report.comparison import NO_RUN, Comparison, Curve, JobResult, grouped
+from pipeline.report.statistics import Scale, Spread, count, joined, number
 
 EQUAL = 1e-6  # relative difference below which float32 results count as equal
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
+LOSS, PRECISION = "train/loss", "hardware.precision"
+# The largest relative difference of losses that rounding explains. For comparison, the machine epsilon of float64 is
+# 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
+AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}
+# The same bound at the first update: both jobs have the same weights, so training has not amplified rounding yet.
+FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 1e-1}
+# Params that may differ within a trajectory: how a batch is cut, where it runs, what is logged when.
+_FREE = ("accumulation.", "derived.factor", "derived.micro_batch_size", "derived.replicas", "tracking.", "hardware.")
+_ALSO_FREE = {"training.evaluate_every", "training.checkpoint_every"}
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,61 @@ def job_states(sweep: Comparison) -> Finding:
     return Finding("jobs", text, figures)
 
 
+@dataclass(frozen=True)
+class Parting:
+    """Two jobs that should train one trajectory, and the relative difference of their training losses."""
+
+    base: str  # the name of the job with the smallest factor
+    other: str
+    precision: str
+    curve: Curve  # the difference at each update that both logged
+    dependent: set[str]  # names of layers whose output depends on the micro-batch
+    first: float  # difference, of those in the curve
+    largest: float
+    agrees: bool  # whether rounding explains the largest difference
+    from_the_start: bool  # whether they differ at the first update by more than rounding
+
+    def above(self, bound: float) -> int | None:
+        """Return the first update at which the difference exceeds `bound`; None if it never does."""
+        return next(map(int, self.curve.steps[self.curve.values > bound]), None)
+
+
+def partings(sweep: Comparison) -> list[Parting]:
+    """Pair each job with the one of smallest factor among those of equal effective batch, seed and config."""
+    found = []
+    for jobs in grouped(sweep.jobs, _trajectory).values():
+        base, *others = sorted(jobs, key=lambda job: job.factor or 0)
+        found += [parting for other in others if (parting := _compare(base, other)) is not None]
+    return found
+
+
+def _trajectory(job: JobResult) -> tuple | None:
+    if job.batch is None or LOSS not in job.curves:
+        return None
+    kept = {key: value for key, value in job.params.items() if not key.startswith(_FREE) and key not in _ALSO_FREE}
+    kept |= {"derived.effective_batch_size": str(job.batch), PRECISION: job.params.get(PRECISION, "float32")}
+    return tuple(sorted(kept.items()))
+
+
+def _compare(base: JobResult, other: JobResult) -> Parting | None:
+    left, right = base.curves[LOSS], other.curves[LOSS]
+    steps, of_left, of_right = np.intersect1d(left.steps, right.steps, return_indices=True)
+    if not steps.size:
+        return None
+    differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
+    tags = ("model.batch_dependent_layers", "model.cut_dependent_noise")
+    dependent = {job.tags.get(tag, "none") for job in (base, other) for tag in tags} - {"none"}
+    first, largest, precision = float(differences[0]), float(differences.max()), base.params.get(PRECISION, "float32")
+    agrees = largest <= AGREEMENT.get(precision, AGREEMENT["float32"])
+    apart = bool(steps[0] == 1 and first > FIRST.get(precision, FIRST["float32"]))
+    curve = Curve(steps, differences)
+    return Parting(base.name, other.name, precision, curve, dependent, first, largest, agrees, apart)
+
+
 def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
     """Return, for each precision, whether jobs that differ only in how a batch is cut train the same trajectory."""
     if not pairs:
-        runs = sum("train/loss" in job.curves for job in sweep.jobs)
+        runs = sum(LOSS in job.curves for job in sweep.jobs)
         why = "no two jobs share effective batch, seed and the rest of the config" if runs > 1 else "it takes two runs"
         return [Finding("trajectories", f"Trajectories cannot be compared: {why}.")]
     precisions = dict.fromkeys(pair.precision for pair in pairs)
@@ -98,10 +155,10 @@ def final_result(sweep: Comparison) -> Finding:
     if metric is None or not spreads:
         return Finding("final", "There is no final metric to compare: no job has finished with one.")
     sign = 1 if sweep.lower_is_better(metric) else -1
-    words, figures = _ranked(spreads, sign, numbers.plain, "ends best, at", "worst, at")
+    words, figures = _ranked(spreads, sign, statistics.plain, "ends best, at", "worst, at")
     best = spreads[figures["best"]]
     if len(spreads) > 1 and all(abs(best.mean - spread.mean) <= EQUAL * abs(best.mean) for spread in spreads.values()):
-        text = f"Final {metric}: all {len(spreads)} groups end at {numbers.spread(best)}."
+        text = f"Final {metric}: all {len(spreads)} groups end at {best.text()}."
         figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
         return Finding("final", text, figures, "final_by_factor")
     where = f", where {'lower' if sign > 0 else 'higher'} is better" if len(spreads) > 1 else f" of {figures['best']}"
@@ -109,18 +166,16 @@ def final_result(sweep: Comparison) -> Finding:
     return Finding("final", f"Final {metric}{where}: {words}", figures, "final_by_factor")
 
 
-def _ranked(
-    spreads: dict[str, Spread], sign: int, scale: numbers.Scale, leads: str, trails: str
-) -> tuple[str, dict[str, Any]]:
+def _ranked(spreads: dict[str, Spread], sign: int, scale: Scale, leads: str, trails: str) -> tuple[str, dict[str, Any]]:
     """Describe the best group, the worst, and whether chance explains the lead; with `sign` 1 the lowest is best."""
     order = sorted(spreads, key=lambda group: sign * spreads[group].mean)
     best, last = spreads[order[0]], spreads[order[-1]]
     figures: dict[str, Any] = {"best": order[0], "deviation": best.deviation, "seeds": best.count}
     figures["groups"] = {group: spreads[group].mean for group in order}
-    text = f"{numbers.spread(best, scale)} ({count(best.count, 'seed')})"
+    text = f"{best.text(scale)} ({count(best.count, 'seed')})"
     if len(order) == 1:
         return f"{text}.", figures
-    text = f"{order[0]} {leads} {text}, {order[-1]} {trails} {numbers.spread(last, scale)}. "
+    text = f"{order[0]} {leads} {text}, {order[-1]} {trails} {last.text(scale)}. "
     second = spreads[order[1]]
     interval, by = statistics.difference(best, second), abs(second.mean - best.mean)
     apart = interval is not None and by > interval[1]
@@ -133,13 +188,13 @@ def _ranked(
         behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
     else:
         verdict = "so they differ" if apart else "so the data do not tell them apart"
-        behind = f"{numbers.spread(Spread(by, interval[1], 2), scale)} behind (95%, Welch), {verdict}"
+        behind = f"{Spread(by, interval[1], 2).text(scale)} behind (95%, Welch), {verdict}"
     return f"{text}The next is {order[1]}, {behind}.", figures
 
 
-def time_to_target(sweep: Comparison, target: TargetLoss | None) -> Finding:
+def time_to_target(sweep: Comparison) -> Finding:
     """Return which group reaches the target first, and whether chance explains its lead."""
-    if target is None:
+    if (target := sweep.target) is None:
         goes = any(job.status in ("FINISHED", "RUNNING") for job in sweep.jobs)
         why = "no job has a loss that has fallen" if goes else "no job has finished"
         return Finding("time_to_target", f"No target can be chosen: {why}.")
@@ -153,7 +208,7 @@ def time_to_target(sweep: Comparison, target: TargetLoss | None) -> Finding:
     figures: dict[str, Any] = {"metric": target.metric, "target": target.value, "all_reach": target.all_reach}
     if not times:
         return Finding("time_to_target", f"{text}; no group reached it with all of its seeds.", figures)
-    words, ranked = _ranked(times, 1, numbers.seconds, "gets there first, after", "last, after")
+    words, ranked = _ranked(times, 1, statistics.seconds, "gets there first, after", "last, after")
     figures |= {**ranked, "seconds": times[ranked["best"]].mean}
     text += f". {words if len(times) > 1 else f'It is reached after {words}'}"
     return Finding("time_to_target", text + _shared(sweep), figures, "time_to_target")
@@ -168,9 +223,9 @@ def _shared(sweep: Comparison) -> str:
 def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
     """Yield, for each family, the cost of the largest factor compared with the smallest."""
     measured = (
-        ("update_seconds", "an update takes", numbers.seconds, JobResult.typical),
-        ("examples_per_second", "examples per second", numbers.plain, JobResult.typical),
-        ("peak_memory_bytes", "peak memory", numbers.size, JobResult.last),
+        ("update_seconds", "an update takes", statistics.seconds, JobResult.typical),
+        ("examples_per_second", "examples per second", statistics.plain, JobResult.typical),
+        ("peak_memory_bytes", "peak memory", statistics.size, JobResult.last),
     )
     for family, jobs in sweep.families.items():
         factors = sorted({job.factor for job in jobs if job.factor and "perf/update_seconds" in job.curves})

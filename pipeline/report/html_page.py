@@ -3,8 +3,6 @@
 A plot has traces and a layout of Plotly. The template adds the colors, which depend on the reader's theme.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Sequence
@@ -43,15 +41,9 @@ def trace(
     group: str | None = None,
     faint: bool = False,
 ) -> dict[str, Any]:
-    """Return a Plotly trace; its `meta` holds the index of the color and the group.
+    """Return a Plotly trace of y over x, numbers or labels; its `meta` holds the index of the color and the group.
 
-    Args:
-        name: in the legend.
-        x: numbers, or labels.
-        mode: `lines`, `markers` or `lines+markers`.
-        error: half the length of each error bar, in units of y.
-        group: of the sweep; the page has one legend of all groups.
-        faint: draw one repetition behind its group's mean.
+    `error` is half the length of each error bar, in units of y; `faint` draws a repetition behind its group's mean.
     """
     name = html.escape(name, quote=False)  # Plotly interprets some tags
     where = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"

@@ -1,7 +1,5 @@
 """The plots of a sweep: their curves and captions."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -10,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report import statistics, target_loss
 from pipeline.report.comparison import AXES, Comparison, Curve, JobResult, Measure, comparable_jobs, grouped, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale
+from pipeline.report.findings import partings
 from pipeline.report.html_page import Plot, axis, trace
-from pipeline.report.target_loss import TargetLoss
-from pipeline.report.trajectories import partings
+from pipeline.report.statistics import Array
 
 POINTS = 600  # the most points of a curve; a longer one is drawn as means
 RESULT = "Trajectory and result"  # a section
@@ -30,11 +27,10 @@ NOTES = {
 
 def draw(sweep: Comparison) -> list[Plot]:
     """Return every plot for which the sweep has data."""
-    target = target_loss.choose(sweep)
     plots = []
     for metric in sweep.metrics:
         section = "Loss" if metric.endswith("/loss") else "Metric"
-        plots += [_curve(sweep, metric, along, section, note, target) for along, note in NOTES.items()]
+        plots += [_curve(sweep, metric, along, section, note) for along, note in NOTES.items()]
     plots.append(_difference(sweep))
     if quality := sweep.quality:
         final, note = _finished(partial(sweep.final, metric=quality)), f"{BARS}, where there are several."
@@ -42,15 +38,13 @@ def draw(sweep: Comparison) -> list[Plot]:
             plots.append(_by(sweep, size, final, RESULT, f"final_by_{size}", f"Final {quality}", note, quality))
     rate = "The rate that each update used; groups that share a schedule lie on one line."
     plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, rate))
-    plots += [*_to_target(sweep, target), *_costs(sweep), _noise_by_batch(sweep, target)]
+    plots += [*_to_target(sweep), *_costs(sweep), _noise_by_batch(sweep)]
     noise = "In examples, smoothed by the run. It grows while the loss falls: later training bears larger batches."
     plots.append(_curve(sweep, NOISE, "examples", "Noise scale", noise))
     return [plot for plot in plots if any(drawn["x"] for drawn in plot.data)]
 
 
-def _curve(
-    sweep: Comparison, metric: str, along: str, section: str, note: str, target: TargetLoss | None = None
-) -> Plot:
+def _curve(sweep: Comparison, metric: str, along: str, section: str, note: str) -> Plot:
     """Return the curves of all jobs, and the mean of each group with several."""
     traces = []
     for colour, (group, jobs) in enumerate(sweep.groups.items()):
@@ -70,7 +64,7 @@ def _curve(
     falls = metric == NOISE or (metric != "train/learning_rate" and sweep.lower_is_better(metric))
     log = falls and min(values, default=0) > 0 and max(values) > FALLS * min(values)
     layout: dict[str, Any] = {"xaxis": axis(AXES[along]), "yaxis": axis(metric, log)}
-    if target is not None and target.metric == metric:
+    if (target := sweep.target) is not None and target.metric == metric:
         label = {"text": "target", "textposition": "end", "yanchor": "bottom"}
         ends = {"x0": 0, "x1": 1, "y0": target.value, "y1": target.value}
         layout["shapes"] = [{"type": "line", "xref": "paper", "label": label, **ends}]
@@ -78,7 +72,7 @@ def _curve(
     return Plot(re.sub(r"[^\w.-]", "_", title), section, title, note, traces, layout)
 
 
-def _points(x: statistics.Array, y: statistics.Array, **options: Any) -> dict[str, Any]:
+def _points(x: Array, y: Array, **options: Any) -> dict[str, Any]:
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) > POINTS:
@@ -87,7 +81,7 @@ def _points(x: statistics.Array, y: statistics.Array, **options: Any) -> dict[st
     return trace(x=x, y=y, mode="lines+markers" if marked else "lines", **options)
 
 
-def _mean(curves: list[tuple[JobResult, Curve]], along: str) -> tuple[statistics.Array, statistics.Array]:
+def _mean(curves: list[tuple[JobResult, Curve]], along: str) -> tuple[Array, Array]:
     """Return the mean over the updates that all curves have, since it would jump where one of them ends."""
     steps = reduce(np.intersect1d, [curve.steps for _, curve in curves])
     x = np.mean([job.along(along, steps) for job, _ in curves], axis=0)
@@ -135,8 +129,8 @@ def _by(sweep: Comparison, size: str, value: Measure, section: str, key: str, ti
     return Plot(key, section, f"{title} by {size}", note, traces, {"xaxis": x, "yaxis": y})
 
 
-def _to_target(sweep: Comparison, target: TargetLoss | None) -> list[Plot]:
-    if target is None:
+def _to_target(sweep: Comparison) -> list[Plot]:
+    if (target := sweep.target) is None:
         return []
     sizes = {"time": _sizes(sweep)[0]}
     if "batch" in _sizes(sweep):  # otherwise all need the same examples, as far as the trajectories agree
@@ -162,10 +156,10 @@ def _costs(sweep: Comparison) -> list[Plot]:
     ]
 
 
-def _noise_by_batch(sweep: Comparison, target: TargetLoss | None) -> Plot:
+def _noise_by_batch(sweep: Comparison) -> Plot:
     note = "Each run's median up to the target. Below the dashed diagonal a batch is larger than the noise scale, "
     note += f"and costs over twice the examples of a tiny one. {BARS}."
-    title, scale = "Noise scale", partial(noise_scale, target=target)
+    title, scale = "Noise scale", partial(noise_scale, target=sweep.target)
     plot = _by(sweep, "batch", scale, title, "noise_by_batch", title, note, "noise scale")
     traces = [drawn | {"name": drawn["name"] or "noise scale"} for drawn in plot.data if drawn["x"]]
     if traces:

@@ -1,15 +1,50 @@
-"""Statistics of a report: differences, spreads, crossings and fits."""
-
-from __future__ import annotations
+"""Statistics of a report: differences, spreads, crossings and fits; and how their numbers are written."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Scale = Callable[[float], tuple[float, str]]  # value -> divisor and unit
+
+
+def plain(value: float) -> tuple[float, str]:
+    return 1.0, ""
+
+
+def seconds(value: float) -> tuple[float, str]:
+    steps = ((7200, 3600.0, "h"), (300, 60.0, "min"), (1, 1.0, "s"), (1e-3, 1e-3, "ms"))
+    return next(((by, f" {unit}") for least, by, unit in steps if abs(value) >= least), (1e-6, " µs"))
+
+
+def size(value: float) -> tuple[float, str]:
+    return (2.0**30, " GiB") if value >= 1000 * 2**20 else (2.0**20, " MiB")
+
+
+def number(value: float, scale: Scale = plain) -> str:
+    """Return `value` with four significant digits and its unit; integers are not rounded."""
+    if not math.isfinite(value):
+        return str(value)
+    by, unit = scale(value)
+    value /= by
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value)}{unit}"
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:.0f}{unit}"
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}") + unit
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def joined(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @dataclass(frozen=True)
@@ -19,6 +54,17 @@ class Spread:
     mean: float
     deviation: float | None
     count: int
+
+    def text(self, scale: Scale = plain) -> str:
+        """Return `mean ± deviation` with two digits of the deviation, or just the mean of one value."""
+        if self.deviation is None or not math.isfinite(self.deviation):
+            return number(self.mean, scale)
+        by, unit = scale(self.mean)
+        mean, deviation = self.mean / by, self.deviation / by
+        digits = 1 - math.floor(math.log10(deviation)) if deviation > 0 else -1
+        if 0 <= digits <= 8 and abs(mean) < 1e6:
+            return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit}"
+        return f"{number(mean)} ± {number(deviation)}{unit}"
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -70,10 +116,8 @@ def reached(x: Array, y: Array, target: float) -> float | None:
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
     """Return the mean of `values` over the last `window` examples, or over all if there are fewer.
 
-    Args:
-        examples: seen after each value; ascending.
-        values: each is a mean over the examples since the previous one; a part of them has the same mean.
-        window: number of examples.
+    `examples` are seen after each value, ascending; a value is a mean over those since the previous one, and a part of
+    them has the same mean.
     """
     seen, sums = np.append(0.0, examples), np.append(0.0, np.cumsum(np.diff(examples, prepend=0.0) * values))
     start = np.maximum(examples - window, 0.0)
@@ -84,11 +128,9 @@ def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> tuple[float
     """Fit (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
 
     With E = B·S it is the line E = E_min + S_min·B, fitted by least squares of the relative residuals. E are the
-    `examples` until the target, B the effective `batches`.
-
-    Returns:
-        E_min and S_min, the fewest examples and the fewest updates that reach the target. At the critical batch of
-        E_min / S_min both are twice that. None with fewer than three batches, or without a trade-off.
+    `examples` until the target, B the effective `batches`. Returns E_min and S_min, the fewest examples and updates
+    that reach the target; at the critical batch of E_min / S_min both are twice that. None with fewer than three
+    batches, or without a trade-off.
     """
     if len(set(batches)) < 3:
         return None

@@ -1,28 +1,29 @@
-"""Writes the files of a sweep's report.
+"""`pipeline report`: write the files of a sweep's report, from MLflow alone.
 
-read (comparison.py) ─► summarize (summary.py) ─► report.html, jobs.csv, findings.json
-                     └► draw (plots.py) ─────────┘
+read (comparison.py) ─► summarize ──────► report.html, jobs.csv, findings.json
+                     └► draw (plots.py) ─┘
 """
-
-from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from pipeline.common.errors import printable
-from pipeline.report import comparison, numbers, plots, target_loss
-from pipeline.report.comparison import Comparison, Measure, comparable_jobs, pooled
+from pipeline.common.errors import ConfigError, Parser, printable, say
+from pipeline.config import compose
+from pipeline.report import comparison, critical_batch, findings, plots
+from pipeline.report.comparison import NO_RUN, Comparison, Measure, comparable_jobs, pooled
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.findings import Finding
-from pipeline.report.html_page import Plot, finite, render
-from pipeline.report.summary import summarize
-from pipeline.report.target_loss import TargetLoss
+from pipeline.report.findings import Finding, Parting, partings
+from pipeline.report.html_page import finite, render
+from pipeline.report.statistics import Scale, count, plain, seconds, size
+from pipeline.tracking.foreign_store import ForeignStore, again_command
 
 _TOPICS = {
     "jobs": "Jobs",
@@ -50,53 +51,135 @@ class Report:
         return "\n".join([printable(f"{_TOPICS[finding.topic]}: {finding.text}") for finding in self.findings])
 
 
+def report(arguments: Sequence[str]) -> int:
+    """Write the report of a sweep from what MLflow recorded: findings, a table and plots."""
+    parser = Parser(prog="pipeline report", description=report.__doc__, allow_abbrev=False)
+    parser.add_argument("sweep", metavar="SWEEP", help="run ID of the sweep, its start, or the name of its run")
+    parser.add_argument("--allow", action="append", default=[], metavar="PLACE", help="a place where artifacts may be")
+    if not arguments:
+        raise ConfigError("SWEEP", "must name a sweep of the store", "")
+    options, overrides = parser.parse_known_args(list(arguments))
+    own = compose.composed(overrides)
+    publish(own.tracking.uri, options.sweep, [*own.trust.allow, *options.allow])
+    return 0
+
+
+def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
+    """Write the report of a sweep, log it to the parent run, and print its findings; for arguments see `write`."""
+    store = ForeignStore.open(uri, allow)
+    with store.confined(), tempfile.TemporaryDirectory() as folder:
+        written = write(uri, sweep, Path(folder), allow)
+        store.client().log_artifacts(written.run_id, folder, "report")
+        place = store.client().get_run(written.run_id).info.artifact_uri
+    shown = unquote(urlsplit(place).path) if place.startswith("file:") else place
+    say(*str(written).splitlines(), f"report: {shown}/report/{written.page.name}", to=sys.stdout)
+
+
 def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     """Write `report.html`, `jobs.csv` and `findings.json` to the folder `out`; the other arguments select the sweep."""
     read = comparison.read(uri, sweep, allow)
-    found, drawn, columns = summarize(read), plots.draw(read), _columns(read, target_loss.choose(read))
+    found, columns = summarize(read), _columns(read)
+    jobs, varied = count(len(read.jobs), "job"), ", ".join(read.varied) or "nothing"
+    shown = [column for column in columns if any(math.isfinite(column[1](job)) for job in read.jobs)]
+    html = render(
+        f"Sweep {read.name}",
+        f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}",
+        plots.draw(read),
+        f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
+        findings=found,
+        topics=_TOPICS,
+        head=["job", *(name for name, *_ in shown), "status"],
+        rows=_rows(read, shown),
+        repeated=len(read.groups) < len(read.jobs),
+        absent=[name for name in _MEASURED if not any(name in job.curves for job in read.jobs)],
+        groups=list(read.groups),
+    )
     out.mkdir(parents=True, exist_ok=True)
     page = out / "report.html"
-    page.write_text(_page(read, found, drawn, columns), encoding="utf-8")
+    page.write_text(html, encoding="utf-8")
     with (out / "jobs.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(_csv(read, columns))
+        table = csv.writer(file)  # a row for each job, in base units: seconds, bytes, examples
+        table.writerow(["job", "status", "run", "seed", *(name for name, *_ in columns), "failure"])
+        for job in read.jobs:
+            texts = [_cell(text) for text in (job.name, job.status, job.run_id or "", job.params.get("seed", ""))]
+            values = [value(job) for _, value, _ in columns]
+            cells = ["" if math.isnan(value) else value for value in values]
+            table.writerow([*texts, *cells, _cell(" ".join(job.tags.get("failure", "").split()))])
     data = finite([asdict(finding) for finding in found])
     (out / "findings.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
     return Report(read.run_id, found, page)
 
 
-Column = tuple[str, Measure, numbers.Scale]  # name, value for a job, unit
+def summarize(sweep: Comparison) -> list[Finding]:
+    """Return all findings in reading order."""
+    pairs = partings(sweep)
+    found = [
+        findings.job_states(sweep),
+        *findings.same_trajectory(sweep, pairs),
+        findings.final_result(sweep),
+        findings.time_to_target(sweep),
+        *findings.cost_of_the_factor(sweep),
+    ]
+    for family, jobs in sweep.families.items():
+        found += [f for f in critical_batch.findings(family, jobs, sweep.target) if f not in found]
+    return [*found, *_next(sweep, found, pairs)]
 
 
-def _columns(sweep: Comparison, target: TargetLoss | None) -> list[Column]:
+def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
+    """Suggest what to run next."""
+    timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
+    missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
+    if missing:
+        text = f"Run the {count(len(missing), 'job')} that did not finish: "
+        text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
+        yield Finding("next", text + again_command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
+    largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
+    best = timed.get("best")
+    if sweep.best:
+        yield Finding("next", f"Take {sweep.best}: the lowest loss of the search.", {"recommended": sweep.best})
+    elif best and len(timed["groups"]) > 1:
+        taken = sweep.groups[best][0]
+        pays = largest.get(taken.family, {}).get("largest")
+        text = f"On this machine take {best}: it reached the target first"
+        text += "." if timed["told_apart"] else ", though not by more than chance may do."
+        if pays and pays > (taken.batch or 0):
+            text += f" With more devices, an effective batch of up to {pays} still pays."
+        yield Finding("next", text, {"recommended": best, "batch": pays})
+    for family, figures in largest.items():
+        if figures["open"]:
+            beyond = 2 * figures["largest"]
+            text = f"Try an effective batch of {beyond}{' with ' + family if family else ''}: none was too large yet."
+            yield Finding("next", text, {"batch": beyond, "family": family})
+    seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
+    if seeds == 1:
+        yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": seeds})
+    if any(not pair.agrees and not pair.from_the_start and pair.precision != "float64" for pair in pairs):
+        text = "For trajectories that agree at every update, run with hardware.precision=float64."
+        yield Finding("next", text, {"precision": "float64"})
+
+
+Column = tuple[str, Measure, Scale]  # name, value for a job, unit
+
+
+def _columns(sweep: Comparison) -> list[Column]:
     def cost(axis: str) -> Measure:
-        return lambda job: target.cost(job, axis) if target else math.nan
+        return lambda job: sweep.target.cost(job, axis) if sweep.target else math.nan
 
     return [
-        ("factor", lambda job: job.factor or math.nan, numbers.plain),
-        ("effective batch", lambda job: job.batch or math.nan, numbers.plain),
-        ("micro-batch", lambda job: job.micro or math.nan, numbers.plain),
-        ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), numbers.plain),
-        ("examples", lambda job: job.last("train/examples_seen"), numbers.plain),
-        *((metric, partial(sweep.final, metric=metric), numbers.plain) for metric in sweep.metrics),
-        ("updates to target", cost("updates"), numbers.plain),
-        ("examples to target", cost("examples"), numbers.plain),
-        ("time to target", cost("seconds"), numbers.seconds),
-        ("time per update", lambda job: job.typical("perf/update_seconds"), numbers.seconds),
-        ("examples/s", lambda job: job.typical("perf/examples_per_second"), numbers.plain),
-        ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), numbers.size),
-        ("noise scale", lambda job: noise_scale(job, target), numbers.plain),
+        ("factor", lambda job: job.factor or math.nan, plain),
+        ("effective batch", lambda job: job.batch or math.nan, plain),
+        ("micro-batch", lambda job: job.micro or math.nan, plain),
+        ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), plain),
+        ("examples", lambda job: job.last("train/examples_seen"), plain),
+        *((metric, partial(sweep.final, metric=metric), plain) for metric in sweep.metrics),
+        ("updates to target", cost("updates"), plain),
+        ("examples to target", cost("examples"), plain),
+        ("time to target", cost("seconds"), seconds),
+        ("time per update", lambda job: job.typical("perf/update_seconds"), seconds),
+        ("examples/s", lambda job: job.typical("perf/examples_per_second"), plain),
+        ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), size),
+        ("noise scale", lambda job: noise_scale(job, sweep.target), plain),
     ]
-
-
-def _csv(sweep: Comparison, columns: list[Column]) -> list[list[Any]]:
-    """Return a header and a row for each job, in base units: seconds, bytes, examples."""
-    rows: list[list[Any]] = [["job", "status", "run", "seed", *(name for name, *_ in columns), "failure"]]
-    for job in sweep.jobs:
-        values = [value(job) for _, value, _ in columns]
-        cells = ["" if math.isnan(value) else value for value in values]
-        texts = [_cell(text) for text in (job.name, job.status, job.run_id or "", job.params.get("seed", ""))]
-        rows.append([*texts, *cells, _cell(" ".join(job.tags.get("failure", "").split()))])
-    return rows
 
 
 def _cell(text: str) -> str:
@@ -104,30 +187,12 @@ def _cell(text: str) -> str:
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
-def _page(sweep: Comparison, found: list[Finding], drawn: list[Plot], columns: list[Column]) -> str:
-    jobs, varied = numbers.count(len(sweep.jobs), "job"), ", ".join(sweep.varied) or "nothing"
-    columns = [column for column in columns if any(math.isfinite(column[1](job)) for job in sweep.jobs)]
-    return render(
-        f"Sweep {sweep.name}",
-        f"{jobs}, varied: {varied} · {sweep.status.lower()} · MLflow run {sweep.run_id}",
-        drawn,
-        f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
-        findings=found,
-        topics=_TOPICS,
-        head=["job", *(name for name, *_ in columns), "status"],
-        rows=_rows(sweep, columns),
-        repeated=len(sweep.groups) < len(sweep.jobs),
-        absent=[name for name in _MEASURED if not any(name in job.curves for job in sweep.jobs)],
-        groups=list(sweep.groups),
-    )
-
-
 def _rows(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
     """Return a row for each group of jobs."""
     rows = []
     for group, jobs in sweep.groups.items():
         spreads = [(pooled(comparable_jobs(jobs), value), scale) for _, value, scale in columns]
-        cells = ["–" if spread is None else numbers.spread(spread, scale) for spread, scale in spreads]
+        cells = ["–" if spread is None else spread.text(scale) for spread, scale in spreads]
         done = sum(job.finished for job in jobs)
         status = jobs[0].status.lower() if len(jobs) == 1 else f"{done} of {len(jobs)} finished"
         rows.append([group, *cells, status])

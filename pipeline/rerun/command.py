@@ -27,8 +27,7 @@ from pipeline.rerun import agreement
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
 from pipeline.rerun.request import Request, in_folder, parsed
 from pipeline.tracking import provenance
-from pipeline.tracking.foreign_store import ForeignStore
-from pipeline.tracking.sweep_record import SweepRecord
+from pipeline.tracking.foreign_store import ForeignStore, SweepRecord
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict
 
 DIFFERENT = 3  # exit status

@@ -29,7 +29,6 @@ from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
 from pipeline.run.batch_size_search import Found
-from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.tracker import Tracker
@@ -166,7 +165,7 @@ class _Beginning:
     def begin(self, tracker: Tracker, parts: Parts) -> None:
         """Create the run, or continue it, and print which."""
         spec, callbacks = parts.spec, parts.objective.callbacks
-        record = provenance.segment(0 if self.start is None else self.start.update, spec), spec
+        record = (0 if self.start is None else self.start.update), spec
         data = parts.data, parts.recorded_data
         if self.before is None:
             dependent = {

@@ -3,4 +3,4 @@
 In: the jobs of a Hydra multirun. Out: the parent run with its page in MLflow's UI; the jobs that have not finished.
 """
 
-__all__ = ["again", "description", "files", "gpus", "launcher", "local", "parent_run", "search", "slurm"]
+__all__ = ["again", "files", "gpus", "launcher", "local", "mlflow_view", "parent_run", "search", "slurm"]

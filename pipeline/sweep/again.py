@@ -1,14 +1,11 @@
 """`pipeline sweep NAME --again SWEEP`: which recorded overrides of a sweep are used to run its missing jobs.
 
-Recorded overrides come from a tracking store, so one that could name code, a folder or a host is not trusted: the user
-has to pass it again.
+They come from a tracking store, so the user has to pass one again that could name code, a folder or a host.
 """
 
-from __future__ import annotations
-
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +55,15 @@ def recordable(overrides: Iterable[str]) -> list[str]:
 def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> list[str]:
     """Return the recorded overrides of a sweep that are not among `given`, once all of them have passed the gate.
 
-    The user's files and command line are trusted, and are not checked.
-
-    Args:
-        tags: of the sweep's parent run.
-        given: overrides of the command line.
-        own: the user's own config.
-
-    Raises:
-        ConfigError: a recorded override could name code, a file or a host, or was a secret.
+    The `tags` are those of the parent run. The user's `own` config and command line are trusted, and are not checked.
     """
     known = {mask(text) for text in given}
     # Older records hold `tracking=server`; this call says where the store is.
     recorded = [text for text in listed(tags, "sweep.overrides") if text not in known and _key(text) != "tracking"]
     values: dict[str, Any] = {}
     try:
-        for text in recorded:
-            for key, value in _values(text):
-                _put(values, key.split("."), value)
+        for key, value in itertools.chain.from_iterable(map(_values, recorded)):
+            _put(values, key.split("."), value)
         data_dir = OmegaConf.select(own, "dataset.data_dir")
         names = allowed_names(own.trust.allow)
         gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), names)
@@ -89,10 +77,7 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield each key that `text` sets with its value, or with a list of all values of a swept one.
-
-    Keys of Hydra are checked here and yield nothing; the gate checks the others.
-    """
+    """Yield each key that `text` sets with its value, or a list if it is swept; Hydra's are checked here instead."""
     try:
         override = OverridesParser.create().parse_override(text)
         alternatives = _alternatives(override)
@@ -142,7 +127,7 @@ def _alternatives(override: Override) -> list[Any]:
     value = override.value()
     # Hydra's own iterator lists a whole range before it shuffles it.
     swept = value.range() if isinstance(value, RangeSweep) else override.sweep_iterator(transformer=Transformer.encode)
-    texts = list(islice(swept, _MAX_VALUES + 1))
+    texts = list(itertools.islice(swept, _MAX_VALUES + 1))
     if len(texts) > _MAX_VALUES:
         raise ConfigError(override.key_or_group, f"must be swept over at most {_MAX_VALUES} values")
     parse = OverridesParser.create().parse_override

@@ -1,7 +1,5 @@
 """Sweep files: one question each, in `sweeps/` of the working directory and of the package."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -16,8 +14,7 @@ def sweep_files() -> dict[str, Path]:
 
 def question(name: str) -> str:
     """Return the question in the sweep file's header; empty without a question or without the file."""
-    file = sweep_files().get(name)
-    if file is None:
+    if (file := sweep_files().get(name)) is None:
         return ""
     found = re.search(r"^# Question: *((?:.*\n#  +)*.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return " ".join(found[1].replace("#", " ").split()) if found else ""

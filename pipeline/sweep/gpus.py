@@ -1,7 +1,5 @@
 """Assigns this machine's GPUs to jobs, and locks them so that no two jobs share one."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import itertools
@@ -21,10 +19,7 @@ DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 
 
 def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[str]]:
-    """Return one entry for each job that may run at once: the GPUs of that job.
-
-    `at_once` limits the number of entries; by default there is one per GPU, or a single one without a GPU.
-    """
+    """Return the GPUs of each job that may run at once; by default one job per GPU, or a single one without a GPU."""
     gpus, size = visible(), per_job(hardware)
     if not gpus and any(h.device.name == "gpu" for h in hardware):
         rule = "must be a device of this machine, which has no GPU"

@@ -1,7 +1,5 @@
 """A job of a sweep as a picklable call: this process or another one runs it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -50,13 +48,7 @@ class JobCall:
         config = self.hydra_context.config_loader.load_sweep_config(self.config, self.overrides)
         with open_dict(config):
             config.hydra.job.id, config.hydra.job.num = str(self.number), self.number
-        returned = run_job(
-            hydra_context=self.hydra_context,
-            task_function=self.task_function,
-            config=config,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
+        returned = run_job(self.task_function, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.hydra_context)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # the ending says what Hydra prints here
                 return Ending(FINISHED, float(returned.return_value))

@@ -1,7 +1,5 @@
 """Hydra launchers that plan a batch of jobs, run as many at once as there are slots, and note how each one ended."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import deque
@@ -25,12 +23,10 @@ from pipeline.common.secrets import mask
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
-from pipeline.sweep import description, parent_run
+from pipeline.sweep import mlflow_view, parent_run
 from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
-# Seconds that an interrupted job has to close its run before it is killed: as long as `tracking.shipper.PATIENCE`, and
-# shorter than `sweep.parent_run.PATIENCE`.
-GRACE = 60.0
+GRACE = 60.0  # seconds that an interrupted job has to close its run before it is killed; `parent_run.PATIENCE` is more
 
 
 @dataclass
@@ -50,7 +46,7 @@ class SweepLauncher(Launcher):
     hydra_context: HydraContext
     task_function: TaskFunction
     sweep: parent_run.ParentRun  # from the first batch on
-    _begun: Mapping[str, str] = MappingProxyType({})  # run directories of interrupted jobs, by name
+    _begun: Mapping[str, Path] = MappingProxyType({})  # run directories of interrupted jobs, by name
     interval = 0.1  # seconds between two polls of the jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -67,22 +63,23 @@ class SweepLauncher(Launcher):
         else:
             with open_dict(self.config):
                 self.sweep = parent_run.begin(self.config, jobs, varied)
-            description.announce(self.sweep)
+            mlflow_view.announce(self.sweep)
         losses = self.sweep.finished()
         if self.config.tracking.sweep is not None:  # --again
-            self._begun = self._interrupted()
-        numbered = enumerate(jobs, initial_job_idx)
-        calls = {job.name: self._call(job, number) for number, job in numbered if job.name not in losses}
+            here = by_id("SWEEP")  # the run directories below the working directory
+            runs = {name: run.info for name, run in self.sweep.children().items() if run.info.status == "KILLED"}
+            self._begun = {name: here[info.run_id] for name, info in runs.items() if info.run_id in here}
+        numbered = enumerate(jobs.items(), initial_job_idx)
+        calls = {name: self._call(name, given, number) for number, (name, given) in numbered if name not in losses}
         losses |= self._run(calls, slots)
-        return [completed_with(losses.get(job.name, WORST)) for job in jobs]
+        return [completed_with(losses.get(name, WORST)) for name in jobs]
 
     def plan(
         self, job_overrides: Sequence[Sequence[str]], first: int
-    ) -> tuple[list[parent_run.PlannedJob], list[str], list[HardwareConfig]]:
+    ) -> tuple[dict[str, Sequence[str]], list[str], list[HardwareConfig]]:
         """Compose and check every job before any job starts; jobs are numbered from `first` on.
 
-        Returns:
-            The jobs, the config keys in which they differ, and the `hardware` config of each.
+        Returns the overrides of each job by its name, the config keys in which they differ, and the `hardware` of each.
         """
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
@@ -98,8 +95,7 @@ class SweepLauncher(Launcher):
         varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
         differing = [{key: job[key] for key in varied if key in job} for job in values]
         sizes = [spec.batching.effective_batch_size for spec in composed]
-        names = parent_run.names_of(differing, sizes, first)
-        jobs = [parent_run.PlannedJob(name, tuple(o)) for name, o in zip(names, job_overrides, strict=True)]
+        jobs = dict(zip(parent_run.names_of(differing, sizes, first), job_overrides, strict=True))
         return jobs, varied, [spec.config.hardware for spec in composed]
 
     def _composed(self, overrides: Sequence[str]) -> RunSpec:
@@ -112,7 +108,10 @@ class SweepLauncher(Launcher):
                 config.hydra.runtime.output_dir = str(Path(config.hydra.sweep.dir).absolute() / "0")
                 HydraConfig.instance().set_config(config)
                 config.pop("hydra")
-                _check_no_secrets(config)
+                for key, value in leaves(OmegaConf.to_container(config, resolve=False)).items():
+                    if isinstance(value, str) and mask(value) != value:  # Hydra and submitit write it into files
+                        rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}"
+                        raise ConfigError(key, f"{rule}: it holds a secret", value)
                 return resolve(config, overrides)
         finally:
             HydraConfig.instance().cfg = before
@@ -121,20 +120,14 @@ class SweepLauncher(Launcher):
         """Return one entry for each job that may run at once: the GPUs of that job."""
         return [[]]
 
-    def _call(self, job: parent_run.PlannedJob, number: int) -> JobCall:
-        quoted = "'" + job.name.replace("'", "\\'") + "'"
+    def _call(self, name: str, given: Sequence[str], number: int) -> JobCall:
+        quoted = "'" + name.replace("'", "\\'") + "'"
         place = [f"tracking.sweep={self.sweep.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
-        overrides = [*job.overrides, *place]
-        if (folder := self._begun.get(job.name)) is not None:  # resume from its checkpoint
-            overrides += ["training.resume=auto", f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=."]
+        overrides = [*given, *place]
+        if (folder := self._begun.get(name)) is not None:  # resume from its checkpoint
+            path = str(folder.absolute()).replace("'", "\\'")
+            overrides += ["training.resume=auto", f"hydra.sweep.dir='{path}'", "hydra.sweep.subdir=."]
         return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
-
-    def _interrupted(self) -> dict[str, str]:
-        """Return the run directories of interrupted jobs, as far as they are below the working directory."""
-        here = by_id("SWEEP")
-        runs = {name: run.info for name, run in self.sweep.children().items() if run.info.status == "KILLED"}
-        found = {name: here[info.run_id] for name, info in runs.items() if info.run_id in here}
-        return {name: str(folder.absolute()).replace("'", "\\'") for name, folder in found.items()}
 
     def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
         """Run all jobs; `calls` and the returned losses are by the job's name."""
@@ -165,8 +158,7 @@ class SweepLauncher(Launcher):
         """Return the losses of the jobs that have ended, and free their slots."""
         losses = {}
         for slot in slots:
-            ending = slot.job.ending() if slot.job else None
-            if ending is not None:
+            if slot.job and (ending := slot.job.ending()) is not None:
                 losses[slot.name] = ending.loss
                 self._note(slot, ending)
         return losses
@@ -200,6 +192,18 @@ class SweepLauncher(Launcher):
         """Ask the jobs to end, or kill them if it is `late`; called at every poll."""
 
 
+@dataclass
+class _InProcessJob:
+    call: JobCall
+    _ending: Ending | None = None
+
+    def start(self) -> None:
+        self._ending = self.call()
+
+    def ending(self) -> Ending:
+        return self._ending or Ending("interrupted")
+
+
 class BasicLauncher(SweepLauncher):
     """Runs all jobs in this process, one after the other, for a debugger; they share TensorFlow's global state."""
 
@@ -214,28 +218,8 @@ class BasicLauncher(SweepLauncher):
         return _InProcessJob(call)
 
 
-@dataclass
-class _InProcessJob:
-    call: JobCall
-    _ending: Ending | None = None
-
-    def start(self) -> None:
-        self._ending = self.call()
-
-    def ending(self) -> Ending:
-        return self._ending or Ending("interrupted")
-
-
 def completed_with(loss: float) -> JobReturn:
     """Return `loss` as Hydra's result of a job; a job that failed has the loss `WORST`."""
     returned = JobReturn(status=JobStatus.COMPLETED)
     returned.return_value = loss
     return returned
-
-
-def _check_no_secrets(config: DictConfig) -> None:
-    """Check that the config holds no secret: Hydra and submitit write it into files."""
-    for key, value in leaves(OmegaConf.to_container(config, resolve=False)).items():
-        if isinstance(value, str) and mask(value) != value:
-            rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}: it holds a secret"
-            raise ConfigError(key, rule, value)

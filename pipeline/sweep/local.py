@@ -2,8 +2,7 @@
 
     sweep ─► forkserver of Python's `multiprocessing`, which imports `pipeline.sweep.warm` ─► each job
 
-Importing TensorFlow takes most of the time of a small job. A job that is killed or runs out of memory fails alone,
-since it has a process of its own. Without a forkserver, a job is a new process.
+Importing TensorFlow takes most of the time of a small job. Without a forkserver, a job is a new process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import cloudpickle
 import psutil
 from omegaconf import DictConfig
 
-from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.errors import ConfigError, described
 from pipeline.common.signals import Terminated
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import gpus as gpus_of_machine
@@ -82,10 +81,7 @@ class LocalLauncher(SweepLauncher):
 
 
 class LocalJob:
-    """A job in a process of its own, with a time limit of `limit` minutes.
-
-    Uses the first of the start `methods` of `multiprocessing`; one that fails is removed from the list.
-    """
+    """A job in a process of its own, for at most `limit` minutes; a start method that fails leaves `methods`."""
 
     def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str]):
         self.deadline = float("inf")  # in seconds of the monotonic clock
@@ -140,7 +136,11 @@ class LocalJob:
         self._ours.close()
         if self._ending is not None:
             return self._ending
-        how = f"killed at its time limit of {self._limit} min" if self._overdue else _ended_by(status)
+        how = f"ended with status {status}"
+        if self._overdue:
+            how = f"killed at its time limit of {self._limit} min"
+        elif (number := -status if status < 0 else status - 128) in set(signal.Signals):  # a shell adds 128
+            how = f"killed by {signal.Signals(number).name}"
         return killed(how, self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else "")
 
     def end(self, late: bool) -> None:
@@ -151,13 +151,6 @@ class LocalJob:
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
 
 
-def _ended_by(status: int) -> str:
-    number = -status if status < 0 else status - 128  # a shell adds 128
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(number).name}"
-    return f"ended with status {status}"
-
-
 def _main(
     parent: connection.Connection, log: str, environment: dict[str, str], gpus: list[str], method: str | None
 ) -> None:
@@ -165,10 +158,9 @@ def _main(
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
-    os.close(descriptor)
+    with open(log, "ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     multiprocessing.set_start_method(method, force=True)  # for the job's own processes, as without a sweep
     try:
@@ -181,7 +173,7 @@ def _main(
         ending = pickle.loads(call)()
     except Exception as error:
         traceback.print_exc()
-        ending = Ending(FAILED, reason=f"{type(error).__name__}: {first_line(error)}")
+        ending = Ending(FAILED, reason=described(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Terminated:

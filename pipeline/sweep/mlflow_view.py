@@ -1,10 +1,8 @@
-"""Saved view of a sweep in MLflow's UI: the charts that compare its runs, the link to them, and the runs' colors.
+"""A sweep in MLflow's UI: the description of its parent run, and a saved view with charts that compare its jobs.
 
 A saved view is a tag of the experiment in a private format of MLflow's UI. The keys below are those of MLflow 3.17.2;
 it uses defaults for missing ones. With a version that is not in `TRIED`, the link opens the experiment's plain page.
 """
-
-from __future__ import annotations
 
 import base64
 import json
@@ -15,10 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipeline.common.errors import say
+from pipeline.sweep.files import question
+from pipeline.sweep.parent_run import ParentRun
+from pipeline.tracking.foreign_store import LONGEST_TAG
+
 TRIED = ("3.17.", "3.18.")  # versions of MLflow with which the saved view was tested
 EXAMPLES = "train/examples_seen"  # the x axis of training metrics
 LOCAL = "http://127.0.0.1:5000"  # address of `pipeline ui`
-LONGEST_TAG = 5000  # characters that every MLflow store accepts
 TAG = "mlflow.sharedViewState."
 # Color-blind safe (Okabe and Ito 2008), without black and yellow because of the UI's two backgrounds.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -27,14 +29,71 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DERIVED = {f"accumulation.{size}": f"derived.{size}" for size in ("factor", "effective_batch_size", "micro_batch_size")}
 
 
+def announce(sweep: ParentRun) -> None:
+    """Save the view of a new sweep and the parent's description; print the link that compares its jobs."""
+    shown = link(sweep.uri, _describe(sweep, []))
+    served = " (once `pipeline ui` runs)" if shown.startswith(LOCAL) else ""
+    say(f"compare its runs: {shown}{served}")
+
+
+def complete(sweep: ParentRun) -> dict[str, Any]:
+    """Color the jobs and add their results to the parent's description; return the jobs' runs by name."""
+    children = sweep.children()
+    color(sweep.client(), {name: run.info.run_id for name, run in children.items()})
+    measured = {key for run in children.values() for key in run.data.metrics if key.startswith("val/")}
+    keys = [*(sorted(measured - {"val/examples_seen"}) or ["train/loss"]), "perf/examples_per_second"]
+    rows: list[list[object]] = [["job", "status", *keys]]
+    for name in sweep.names:
+        run = children.get(name)
+        last = run.data.metrics if run else {}
+        values = [f"{last[key]:.4g}" if key in last else "" for key in keys]
+        rows.append([name, run.info.status if run else "no run", *values])
+    _describe(sweep, rows)
+    return children
+
+
+def description(
+    name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence[object]] = ()
+) -> str:
+    """Return the parent's description in Markdown, for the tag `mlflow.note.content`.
+
+    `fragment` is what `saved_view` returned; rows of `results` that do not fit the tag are counted instead.
+    """
+    differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
+    # The link comes first, since the UI folds all but three lines.
+    lines = [f"[Compare the runs of this sweep]({fragment}). They differ in {differ}.", ""]
+    lines += [f"**{name}**" + (f": {question}" if question else ""), ""]
+    if not results:
+        return "\n".join([*lines, "The results come here when the sweep has ended."])
+    header, *rows = (_row(cells) for cells in results)
+    lines += [header, "|" + " --- |" * len(results[0])]
+    for number, row in enumerate(rows):
+        rest = f"\n\nand {len(rows) - number} more"
+        if len("\n".join([*lines, row])) + len(rest) > LONGEST_TAG:
+            return "\n".join(lines) + rest
+        lines.append(row)
+    return "\n".join(lines)
+
+
+def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
+    """Save the view and the parent's description; return the URL fragment that opens the view."""
+    client = sweep.client()
+    fragment = saved_view(client, sweep.experiment_id, sweep.run_id, sweep.varied, sweep.metrics, sweep.name)
+    text = description(sweep.name, question(sweep.name), sweep.varied, fragment, results)
+    client.set_tag(sweep.run_id, "mlflow.note.content", text)
+    return fragment
+
+
+def _row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
 def saved_view(
     client: Any, experiment_id: str, sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str], name: str
 ) -> str:
     """Save the view of a sweep, whose runs need not exist yet; they measure `metrics` beside the loss.
 
-    Returns:
-        A URL fragment, from `#/` on: of the view, or of the experiment's plain page if MLflow's version is not in
-        `TRIED` or the view is too long for a tag.
+    Returns the URL fragment, from `#/` on: of the view, or of the plain page if that is too long or MLflow not `TRIED`.
     """
     import mlflow
 
@@ -61,10 +120,7 @@ def link(uri: str, fragment: str) -> str:
 
 
 def color(client: Any, runs: Mapping[str, str]) -> None:
-    """Color the runs, given their IDs by job: jobs that differ only by the seed share a color.
-
-    The UI would color each run at random.
-    """
+    """Color the runs, given their IDs by job, not at random: jobs that differ only by the seed share a color."""
     settings = {name: re.sub(r"(^| )seed=\S+", "", name) or name for name in runs}
     order = list(dict.fromkeys(settings.values()))
     for name, run_id in runs.items():
@@ -110,8 +166,7 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
     """Return the grouping that averages the runs of each setting, or None to show each run by its name.
 
-    There are groups only if they average seeds, or if one key is varied. If a config group is varied there are none:
-    no single param distinguishes `optimizer=sgd` from `optimizer=momentum`.
+    Groups average seeds or show one key; if a config group is varied, no single param distinguishes its choices.
     """
     keys = [key for key in varied if key != "seed"]
     if not keys or any("." not in key for key in keys) or (len(keys) > 1 and "seed" not in varied):

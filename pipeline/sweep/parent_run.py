@@ -3,13 +3,12 @@
 The launcher calls `begin` before the first job starts; the command line calls `close` after the last one.
 """
 
-from __future__ import annotations
-
 import json
 import math
+import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,25 +20,17 @@ from pipeline.common.errors import ConfigError, say
 from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config.allow_list import allowed_places
 from pipeline.config.compose import session
-from pipeline.sweep import again, heartbeat
-from pipeline.sweep.mlflow_view import LONGEST_TAG
-from pipeline.tracking.foreign_store import ForeignStore, listed
+from pipeline.sweep import again
+from pipeline.tracking.foreign_store import LONGEST_TAG, MULTIRUN, ForeignStore, SweepRecord, listed
 from pipeline.tracking.journal_file import WRITER, absolute, lock
-from pipeline.tracking.sweep_record import MULTIRUN, SweepRecord
 
 SHORT = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}  # keys in job names
 NOTE = "sweep.json"  # in the sweep's folder; locked while a process works on the sweep
-# Seconds that a job's shipper has to close the run after the job ended: more than `tracking.shipper.PATIENCE` and
-# `sweep.launcher.GRACE`.
-PATIENCE = 75.0
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    """One job of a sweep: its unique name, such as `factor=8 batch=256`, and the overrides that make it."""
-
-    name: str
-    overrides: tuple[str, ...]
+ALIVE = "sweep.alive"  # tag of the parent: time of the last heartbeat, in ms since the epoch
+# Metrics that show that a job is alive. System metrics come every few seconds, also where an update takes minutes.
+SIGNS = ("train/loss", "system/cpu_utilization_percentage")
+HEARTBEAT, GONE = 20.0, 120.0  # seconds between two heartbeats; seconds of silence after which a process is gone
+PATIENCE = 75.0  # seconds that a job's shipper has to close the run after the job ended: more than `launcher.GRACE`
 
 
 @dataclass
@@ -62,9 +53,9 @@ class ParentRun(SweepRecord):
         done = {name: run.data.metrics for name, run in self.children().items() if run.info.status == "FINISHED"}
         return {name: last.get("val/loss", last.get("train/loss", math.inf)) for name, last in done.items()}
 
-    def plan(self, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> None:
+    def plan(self, names: Iterable[str], varied: Sequence[str]) -> None:
         """Record jobs before they start; a sweeper that searches plans more after each batch."""
-        self.names += [job.name for job in jobs if job.name not in self.names]
+        self.names += [name for name in names if name not in self.names]
         self.tag("sweep.varied", json.dumps(list(varied)))
         self.tag("sweep.jobs", json.dumps(self.names))
 
@@ -91,29 +82,24 @@ class ParentRun(SweepRecord):
         say(*(f"  {name:{width}}  {ended:8}  {why}".rstrip() for name, ended, why in rows))
         done = sum(ended == "FINISHED" for _, ended, _ in rows)
         say(f"sweep {self.run_id}: {done} of {len(rows)} jobs finished")
-        missing = done < len(rows)
-        client.set_terminated(self.run_id, status or ("FAILED" if missing else "FINISHED"))
-        return int(missing)
+        client.set_terminated(self.run_id, status or ("FINISHED" if done == len(rows) else "FAILED"))
+        return int(done < len(rows))
 
     def _rows(self, children: Mapping[str, Any], interrupted: bool) -> list[tuple[str, str, str]]:
         """Return name, status and reason of every job."""
         rows = []
         for name in self.names:
-            run, lost = children.get(name), self.lost.get(name, "")
-            if run is None:
+            lost = self.lost.get(name, "")
+            if (run := children.get(name)) is None:
                 rows.append((name, "NOT RUN" if interrupted else "NO RUN", lost))
                 continue
             failure = run.data.tags.get("failure", "").split("\n")[0]
-            if run.info.status == "FINISHED" or lost in failure or interrupted:
-                lost = ""
-            rows.append((name, run.info.status, f"{failure} {lost}".strip()))
+            known = run.info.status == "FINISHED" or lost in failure or interrupted
+            rows.append((name, run.info.status, failure if known else f"{failure} {lost}".strip()))
         return rows
 
     def _closed_children(self) -> dict[str, Any]:
-        """Return the children once the shippers of all ended jobs have closed their runs.
-
-        A shipper outlives its job by some seconds. If it was killed with the job, its run is closed here.
-        """
+        """Return the children once the shippers of all ended jobs have closed their runs, or were killed with them."""
         while True:
             children = self.children()
             running = [name for name, run in children.items() if name in self.ended and run.info.status == "RUNNING"]
@@ -121,30 +107,35 @@ class ParentRun(SweepRecord):
                 return children
             for name in running:
                 if time.monotonic() > self.ended[name] + PATIENCE:
-                    heartbeat.close_lost(self.client(), children[name])
+                    _close_lost(self.client(), children[name])
             time.sleep(0.5)
 
 
-def begin(config: DictConfig, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
-    """Create the parent run, or reopen it with `--again`, and start its heartbeats.
+def begin(config: DictConfig, names: Collection[str], varied: Sequence[str]) -> ParentRun:
+    """Create the parent run of a multirun, or reopen it with `--again`, and start its heartbeats.
 
-    `config` is that of the multirun, `jobs` are the first batch; they differ in the config keys `varied`.
+    The `names` are those of the first batch of jobs, which differ in the config keys `varied`.
     """
     file = config.hydra.job.config_name
     name = MULTIRUN if file == "config" else file
-    sweep = _reopen(config, name) if config.tracking.sweep else _create(config, name, jobs, varied)
+    sweep = _reopen(config, name) if config.tracking.sweep else _create(config, name, len(names), varied)
     session().sweep = sweep
     sweep.varied, sweep.metrics = list(varied), [str(metric) for metric in config.training.metrics]
-    sweep.plan(jobs, varied)
-    heartbeat.beat(sweep.client(), sweep.run_id, sweep.closed)
+    sweep.plan(names, varied)
+    beat(sweep.client(), sweep.run_id, sweep.closed)
+    # For `left_open`; the lock is held until this process ends.
+    note = {"store": mask(absolute(sweep.uri)), "run_id": sweep.run_id, "experiment_id": sweep.experiment_id}
     sweep.folder = str(config.hydra.sweep.dir)
-    _write_note(sweep)
+    Path(sweep.folder).mkdir(parents=True, exist_ok=True)
+    sweep.note = (Path(sweep.folder) / NOTE).open("w", encoding="utf-8")
+    lock(sweep.note.fileno(), WRITER)
+    sweep.note.write(json.dumps(note) + "\n")
+    sweep.note.flush()
     return sweep
 
 
 def left_open(folder: Path, uri: str | None) -> ParentRun | None:
-    """Return the sweep in `folder` if its process ended without closing it, else None; without `uri`, the folder's
-    note names the store."""
+    """Return the sweep in `folder` if its process did not close it, else None; `uri` defaults to the note's store."""
     try:
         with (folder / NOTE).open("r+", encoding="utf-8") as file:
             if not lock(file.fileno(), WRITER):
@@ -160,20 +151,10 @@ def left_open(folder: Path, uri: str | None) -> ParentRun | None:
     return found if parent.info.status == "RUNNING" else None
 
 
-def _write_note(sweep: ParentRun) -> None:
-    """Write which run it is to the sweep's folder, for `left_open`; the open file is locked."""
-    note = {"store": mask(absolute(sweep.uri)), "run_id": sweep.run_id, "experiment_id": sweep.experiment_id}
-    Path(sweep.folder).mkdir(parents=True, exist_ok=True)
-    sweep.note = (Path(sweep.folder) / NOTE).open("w", encoding="utf-8")
-    lock(sweep.note.fileno(), WRITER)
-    sweep.note.write(json.dumps(note) + "\n")
-    sweep.note.flush()
-
-
 def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
     """Return a unique name for each job, such as `factor=8 batch=256`; jobs are numbered from `first` on.
 
-    `values` are those of the varied config keys; `batches` are effective batch sizes.
+    `values` are those of the varied config keys, `batches` the effective batch sizes.
     """
     names = []
     for job, batch in zip(values, batches, strict=True):
@@ -186,7 +167,7 @@ def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first:
     return names
 
 
-def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: Sequence[str]) -> ParentRun:
+def _create(config: DictConfig, name: str, jobs: int, varied: Sequence[str]) -> ParentRun:
     from mlflow.entities import Param
 
     from pipeline.tracking.store import Store
@@ -201,7 +182,7 @@ def _create(config: DictConfig, name: str, jobs: Sequence[PlannedJob], varied: S
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     params = {
         "sweep": name,
-        "jobs": config.hydra.sweeper.get("trials") or len(jobs),
+        "jobs": config.hydra.sweeper.get("trials") or jobs,
         "varied": " ".join(varied),
         "overrides": " ".join(overrides)[:6000],
         "dataset._target_": config.dataset.get("_target_"),
@@ -220,6 +201,40 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
     store.check_experiment(config.tracking.experiment)
     names = listed(parent.data.tags, "sweep.jobs")
     sweep = ParentRun(store.uri, parent.info.run_id, parent.info.experiment_id, name, store.places, names)
-    heartbeat.close_abandoned(sweep.client(), parent, sweep.children().values())
+    close_abandoned(sweep.client(), parent, sweep.children().values())
     sweep.client().update_run(parent.info.run_id, "RUNNING")
     return sweep
+
+
+def beat(client: Any, run_id: str, closed: threading.Event) -> None:
+    """Start a thread that writes heartbeats to the store until `closed` is set."""
+
+    def tell() -> None:
+        while not closed.is_set():
+            with suppress(Exception):  # the store may be away for a while
+                client.set_tag(run_id, ALIVE, str(int(time.time() * 1000)))
+            closed.wait(HEARTBEAT)
+
+    threading.Thread(target=tell, daemon=True).start()
+
+
+def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
+    """Close the `children` whose processes ended without closing their runs; refuse a sweep that is alive."""
+    running = [run for run in children if run.info.status == "RUNNING"]
+    alive = parent.data.tags.get(ALIVE, "")
+    signs = [int(alive) if re.fullmatch("[0-9]{1,15}", alive) else 0] if parent.info.status == "RUNNING" else []
+    for run in running:
+        histories = [client.get_metric_history(run.info.run_id, key) for key in SIGNS if key in run.data.metrics]
+        signs += [run.info.start_time, *(point.timestamp for history in histories for point in history)]
+    silence = time.time() - max(signs, default=0) / 1000
+    if silence < GONE:
+        rule = f"must have ended: {silence:.0f} s ago it still gave a sign of life ({GONE:.0f} s of silence are enough)"
+        raise ConfigError("SWEEP", rule, parent.info.run_id)
+    for run in running:
+        _close_lost(client, run)
+
+
+def _close_lost(client: Any, run: Any) -> None:
+    """Close the run of a job whose process and shipper have ended."""
+    client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
+    client.set_terminated(run.info.run_id, "KILLED")

@@ -8,8 +8,6 @@ search space has the same grammar, under `hydra.sweeper.params`:
     KEY: value                              the same for every job
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -27,13 +25,11 @@ DIGITS = 4  # of a sampled number: enough for a learning rate, and short enough 
 
 
 class SearchSweeper(Sweeper):
-    """Runs batches of jobs; Optuna chooses each batch from the losses of those before it.
+    """Runs `trials` jobs in batches; Optuna chooses each batch from the losses of those before it.
 
     Args:
-        trials: number of jobs.
         at_once: jobs in a batch; set `hardware.parallel_jobs` to the same number.
         seed: of the sampler. With the same seed `--again` chooses the same jobs, and runs the missing ones.
-        params: the search space, by config key.
     """
 
     def __init__(self, trials: int, at_once: int, seed: int, params: Mapping[str, Any] | None):
@@ -75,8 +71,7 @@ def _choose(trial: Any, override: Override) -> str:
     """Return `override` with a value that Optuna chooses, if it is swept."""
     key, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
-        bounds: Any = value.start, value.end
-        number = trial.suggest_float(key, *map(float, bounds), log="log" in value.tags)
+        number = trial.suggest_float(key, float(value.start), float(value.end), log="log" in value.tags)  # type: ignore
         return f"{key}={number:.{DIGITS}g}"
     if override.is_sweep_override():
         choices = list(override.sweep_iterator(transformer=Transformer.encode))

@@ -35,15 +35,12 @@ class SlurmLauncher(SweepLauncher):
     interval = 5.0  # one `squeue` for all jobs in that time
 
     def __init__(self, **params: Any):
-        self.params: dict[str, Any] = {
-            key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in params.items()
-        }
+        self.params: Any = OmegaConf.to_container(OmegaConf.create(params))
         self.states: dict[str, str] | None = None
         self._asked = False
 
     @property
-    def name(self) -> str:
-        """Return the common name of the sweep's Slurm jobs."""
+    def name(self) -> str:  # of all Slurm jobs of the sweep
         return f"pipeline-{self.sweep.run_id}"
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
@@ -62,8 +59,7 @@ class SlurmLauncher(SweepLauncher):
 
     def _wait(self) -> None:
         super()._wait()
-        # `squeue` works on every cluster. submitit calls `sacct`, and without its database waits forever for a job that
-        # died.
+        # Works on every cluster; submitit calls `sacct`, and without its database waits forever for a job that died.
         command = ["squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T"]
         answer = subprocess.run(command, capture_output=True, text=True)
         lines = [line.split() for line in answer.stdout.splitlines() if line.strip()]
@@ -71,10 +67,9 @@ class SlurmLauncher(SweepLauncher):
 
     def _ask_to_end(self, running: Sequence[SlurmJob], late: bool) -> None:
         # Removes pending jobs; running ones get SIGTERM, and SIGKILL after Slurm's KillWait.
-        if self._asked and not late:
-            return
-        self._asked = True
-        subprocess.run(["scancel", f"--name={self.name}"], check=False)
+        if late or not self._asked:
+            self._asked = True
+            subprocess.run(["scancel", f"--name={self.name}"], check=False)
 
 
 class SlurmJob:
@@ -111,11 +106,10 @@ class SlurmJob:
                 return None
             return killed(f"killed (Slurm job {self._job.job_id}: {state})", self._job.stderr() or "")
         try:
-            returned: Ending = self._job.task(0).result()  # task 0 is the chief of several workers
+            return self._job.task(0).result()  # task 0 is the chief of several workers
         except Exception as error:  # its text is a traceback
             lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+: ", line)]
             return Ending(FAILED, reason=lines[-1] if lines else "the process failed")
-        return returned
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Preloaded by the forkserver: imports what every job needs.
-
-It starts no runtime and opens no device, so that a forked process works like a new one.
-"""
+"""Preloaded by the forkserver: imports what every job needs, but starts no runtime and opens no device."""
 
 import os
 import pickle

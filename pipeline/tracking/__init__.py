@@ -8,17 +8,7 @@ In: rows of updates and evaluations, tags, files. Out: a journal on disk, which 
 import logging
 import os
 
-__all__ = [
-    "foreign_store",
-    "journal",
-    "journal_file",
-    "logged_model",
-    "provenance",
-    "store",
-    "sweep_record",
-    "sync_run",
-    "tracker",
-]
+__all__ = ["foreign_store", "journal", "journal_file", "logged_model", "provenance", "store", "sync_run", "tracker"]
 
 # MLflow reads these when it is imported: quiet migrations, and errors within seconds if a server is gone.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")

@@ -3,19 +3,22 @@
 In: its address and what the user allows. Out: runs with IDs in MLflow's format, whose artifacts lie where they may.
 """
 
-from __future__ import annotations
-
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.secrets import mask
 from pipeline.config.allow_list import allowed_places, check_allowed
 from pipeline.trust import artifact_locations
 
+DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
+MULTIRUN = "multirun"  # the name of a sweep without a file
+LONGEST_TAG = 5000  # characters that every MLflow store accepts
 _MOST = 50_000  # runs that one search returns, at most
 RUN_ID = re.compile("[0-9a-f]{32}")
 _START = re.compile("[0-9a-f]{4,32}")
@@ -29,16 +32,8 @@ class ForeignStore:
     places: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, uri: str, allow: Sequence[str] = ()) -> ForeignStore:
-        """Return the store at `uri`.
-
-        Args:
-            uri: from the user's own config.
-            allow: `trust.allow` and the values of `--allow`.
-
-        Raises:
-            ConfigError: the store does not exist, or does not answer.
-        """
+    def open(cls, uri: str, allow: Sequence[str] = ()) -> Self:
+        """Return the store at `uri`, which must exist and answer; `allow` is of `trust.allow` and `--allow`."""
         from pipeline.tracking.store import Store
 
         check_allowed(allow)
@@ -57,11 +52,7 @@ class ForeignStore:
         return artifact_locations.confined(self.uri, self.places)
 
     def run(self, start: str) -> Any:
-        """Return the run whose ID begins with `start`.
-
-        Raises:
-            ConfigError: there is no such run, or more than one.
-        """
+        """Return the only run whose ID begins with `start`."""
         from mlflow.exceptions import MlflowException
 
         if RUN_ID.fullmatch(start):
@@ -76,19 +67,14 @@ class ForeignStore:
         return self._only("RUN_ID", "run", start, found)
 
     def sweep(self, start: str) -> Any:
-        """Return the parent run of a sweep, by the beginning of its ID or by its name.
-
-        Raises:
-            ConfigError: there is no such sweep, or more than one.
-        """
+        """Return the parent run of the only sweep of that name, or whose ID begins with `start`."""
         runs = self._search("tags.`sweep.name` != ''")
         found = [run for run in runs if run.info.run_id.startswith(start) or run.info.run_name == start]
         return self._only("SWEEP", "sweep", start, found, runs)
 
     def check_experiment(self, name: str) -> None:
         """Refuse an experiment whose artifacts lie elsewhere; those of a new one will lie with the store."""
-        found = self.client().get_experiment_by_name(name)
-        if found is not None:
+        if (found := self.client().get_experiment_by_name(name)) is not None:
             artifact_locations.check(found.artifact_location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
@@ -109,11 +95,7 @@ class ForeignStore:
 
 
 def listed(tags: Mapping[str, str], key: str) -> list[str]:
-    """Return the list of strings in a run's tag `key`, which continues in KEY.1, KEY.2, …; empty without the tag.
-
-    Raises:
-        ConfigError: the tag does not hold a list of strings.
-    """
+    """Return the list of strings in a run's tag `key`, which continues in KEY.1, KEY.2, …; empty without the tag."""
     parts = [tags.get(key, "[]")]
     while (part := tags.get(f"{key}.{len(parts)}")) is not None:
         parts.append(part)
@@ -124,3 +106,33 @@ def listed(tags: Mapping[str, str], key: str) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise ConfigError("SWEEP", f"must have a tag {key} that can be read ({first_line(error)})") from error
     return found
+
+
+@dataclass
+class SweepRecord:
+    """A sweep as recorded in a store: its parent run, and the latest run of each job."""
+
+    uri: str  # of the store
+    run_id: str
+    experiment_id: str
+
+    def client(self) -> Any:
+        """Return MLflow's client of the store."""
+        return ForeignStore(self.uri).client()
+
+    def children(self) -> dict[str, Any]:
+        """Return the latest run of each job, by the job's name; a run that does not name its job is refused."""
+        jobs = f"tags.sweep = '{self.run_id}'"
+        runs = self.client().search_runs([self.experiment_id], jobs, max_results=_MOST, order_by=["start_time ASC"])
+        for run in runs:
+            if "sweep.job" not in run.data.tags or not RUN_ID.fullmatch(run.info.run_id):
+                raise ConfigError("SWEEP", "must have runs with MLflow's IDs and a tag sweep.job", run.info.run_id)
+        return {run.data.tags["sweep.job"]: run for run in runs}
+
+
+def again_command(name: str, run_id: str, uri: str) -> str:
+    """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
+    store = [] if uri == DEFAULT_STORE else [f"tracking.uri={mask(uri)}"]
+    if name == MULTIRUN:
+        return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store])}"
+    return shlex.join(["pipeline", "sweep", name, "--again", run_id, *store])

@@ -18,28 +18,90 @@ One line is one JSON object, with its time in milliseconds and its checksum (`pi
     {"resume": {…}}                                   the run is resumed: what its next segment begins with
 """
 
-from __future__ import annotations
-
 import contextlib
+import json
+import os
+import queue
 import shlex
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import imports
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.secrets import mask
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
-from pipeline.tracking.shipper_process import ShipperProcess
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
 SILENCE = 10.0  # seconds without an answer after which the user is told that the run waits for the store
 RETRY = 5.0  # seconds between two attempts to reach a store that is waited for
 AWAY = "must be a store that answers ({})"
+NO_ANSWER = "no answer within {:.0f} s"
 LIVES = 3  # failures that are survived before the run exists: shippers that die, stores that go away
+
+
+class ShipperProcess:
+    """A running shipper, whose first command is `opening`: takes commands, and queues the answers."""
+
+    def __init__(self, opening: dict[str, Any]):
+        # -P: the shipper runs none of the user's code, so no file in their folder may shadow a module.
+        # A session of its own: Ctrl-C in the terminal reaches the trainer alone, which then says how the run ended.
+        self.process: Any = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
+            text=True,
+            start_new_session=True,
+        )
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.send(opening)
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def send(self, command: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # then the answer is an error
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        """Return the next answer; None if there is none within `seconds`."""
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get(timeout=max(0.0, seconds))
+        return None
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """Tell the shipper that no command follows."""
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.close()
+
+    def terminate(self) -> None:
+        """End the process; kill it if it is stopped or does not end within 2 s."""
+        self.close()
+        self.process.terminate()
+        try:
+            self.process.wait(2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(ValueError), self.process.stdout as answers:  # half a line, if it was killed
+            for line in answers:
+                self._answers.put(json.loads(line))
+        self._answers.put({"error": "the shipper ended without an answer", "died": True})
 
 
 class Journal:
@@ -47,10 +109,9 @@ class Journal:
 
     Args:
         uri: an MLflow tracking URI.
-        experiment: name of the run's experiment; created with the run if it does not exist.
+        experiment: of the run; created with the run if it does not exist.
         patience: seconds to wait for the store, at the start and at the end of the run.
-        when_unreachable: what to do if the store does not answer at the start: `refuse` the run, `wait`, or train
-            `offline`.
+        when_unreachable: at the start: `refuse` the run, `wait`, or train `offline`.
     """
 
     _writer: Writer
@@ -64,11 +125,7 @@ class Journal:
         self.shipper = self._open()
 
     def ready(self) -> None:
-        """Wait until the store answers.
-
-        Raises:
-            ConfigError: it cannot be reached, read or written; call `abandon`.
-        """
+        """Wait until the store answers; call `abandon` after a `ConfigError`: it cannot be reached, read or written."""
         while not self._offline and "error" in (answer := self._answer()):
             key = answer.get("key", "tracking.uri")
             if not self._recovers(answer, final=key != "tracking.uri"):
@@ -78,13 +135,7 @@ class Journal:
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
         """Create the run and return its `run_id` and `experiment_id`, or an empty dict if the run is kept offline.
 
-        Args:
-            path: of the journal file.
-            run: `experiment`, `name`, `params`, `tags`, `system_metrics`.
-
-        Raises:
-            ConfigError: another run has its journal there.
-            OSError: the disk has no room for the first line.
+        The journal at `path` must be new; `run` has `experiment`, `name`, `params`, `tags` and `system_metrics`.
         """
         tags = {**run["tags"], "journal": uuid.uuid4().hex}
         start = {"format": FORMAT, "store": mask(journal_file.absolute(self.uri)), **run, "tags": tags}
@@ -110,11 +161,7 @@ class Journal:
         return ids or past.run
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, with the current time unless it has one. Each (metric, step) may be written once.
-
-        Raises:
-            OSError: the disk is full, and too much waits in memory already.
-        """
+        """Write one line, as `Writer.write` does. Each (metric, step) may be written once."""
         self._writer.write(line)
         if time.monotonic() - self._checked > REVIVE:
             self._revive()
@@ -160,10 +207,8 @@ class Journal:
         self.shipper.terminate()  # it may still be importing MLflow, or creating a schema that is no longer needed
 
     def _open(self) -> ShipperProcess:
-        places = artifact_locations.allowed_places()
-        return ShipperProcess(
-            {"open": self.uri, "experiment": self.experiment, "places": places, "patience": self.patience}
-        )
+        known = {"open": self.uri, "experiment": self.experiment, "patience": self.patience}
+        return ShipperProcess({**known, "places": artifact_locations.allowed_places()})
 
     def _attach(self, path: Path, *, may_exist: bool) -> dict[str, str]:
         """Let the shipper create or find the run; return its IDs, empty if it is kept offline."""
@@ -187,8 +232,7 @@ class Journal:
     def _recovers(self, answer: dict[str, Any], *, final: bool) -> bool:
         """Open the store anew, or go offline, after an error; return False if the run cannot go on.
 
-        A shipper that died is replaced, at most `LIVES` times. Any other error means that the store is away, which
-        `tracking.when_unreachable` decides about, unless the answer is `final`.
+        A shipper that died is replaced, `LIVES` times; else the store is away, unless the answer is `final`.
         """
         died = "died" in answer and self._lives > 0
         if not died and (final or self._when_unreachable == "refuse"):
@@ -212,10 +256,7 @@ class Journal:
         if answer is None:
             say(f"waiting for the store {mask(self.uri)}")
             answer = self.shipper.answer(max(0.0, self.patience - SILENCE))
-        return {"error": self._no_answer()} if answer is None else answer
-
-    def _no_answer(self) -> str:
-        return f"no answer within {self.patience:.0f} s"
+        return {"error": NO_ANSWER.format(self.patience)} if answer is None else answer
 
     def _revive(self) -> None:
         """Replace a shipper that died: the new one compares the store with the journal."""
@@ -227,7 +268,7 @@ class Journal:
 
     def _finish(self, until: float) -> str | None:
         """Tell the shipper that the run has ended; return why it did not ship everything, or None."""
-        shipper, why = self.shipper, ""
+        shipper, why, silent = self.shipper, "", NO_ANSWER.format(self.patience)
         shipper.send({"unwritten": self._writer.unwritten()})
         shipper.close()
         while (left := until - time.monotonic()) > 0:
@@ -235,9 +276,9 @@ class Journal:
             if "shipped" in answer:
                 return None
             if "error" in answer:
-                shipper.wait()
+                shipper.process.wait()
                 return str(answer["error"])
             if not why:
                 say(f"waiting for the store {mask(self.uri)}, {left:.0f} s at most")
-            why = answer.get("failing") or why or self._no_answer()
-        return why or self._no_answer()
+            why = answer.get("failing") or why or silent
+        return why or silent

@@ -2,13 +2,9 @@
 
 Each line begins with a checksum of itself and of all lines before it: a changed byte or a lost line is detected
 wherever it is, and what precedes it stays valid. A line without a newline is one that a process was writing when it
-died: it is ignored, and overwritten when the run is resumed.
-
-The writer and the shipper each lock one byte of the file. The operating system releases these locks when their process
-ends, however it ends; a forked process does not inherit them.
+died: it is ignored, and overwritten when the run is resumed. The writer and the shipper each lock one byte of the file;
+the operating system releases these locks when their process ends, however it ends, and no forked process has them.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -17,10 +13,11 @@ import json
 import os
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pipeline.common.errors import ConfigError, say
 
@@ -57,23 +54,14 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
 
 
 class Reader:
-    """Reads the lines of a journal, also while they are being written.
-
-    Attributes:
-        offset: number of bytes read; they end with a complete line.
-        crc: their checksum.
-    """
+    """Reads the lines of a journal, also while they are being written; one that was changed is a `DamagedError`."""
 
     def __init__(self, descriptor: int):
-        self.offset = self.crc = self._number = 0
+        self.offset = self.crc = self._number = 0  # bytes and lines read, which are complete, and their checksum
         self._descriptor = descriptor
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines that follow.
-
-        Raises:
-            DamagedError: the next one is not as it was written.
-        """
+        """Yield the complete lines that follow."""
         size = _AT_ONCE
         while chunk := os.pread(self._descriptor, size, self.offset):
             complete = chunk[: chunk.rfind(b"\n") + 1]
@@ -85,11 +73,7 @@ class Reader:
                 yield self._parsed(text)
 
     def continued(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the lines that follow, in the file and then in `text`; a line may begin in one and end in the other.
-
-        Raises:
-            DamagedError: the next one is not as it was written.
-        """
+        """Yield the lines that follow, in the file and then in `text`; a line may begin in one and end in the other."""
         yield from self.lines()
         beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self.offset)
         for line in (beginning + text.encode()).splitlines(keepends=True):
@@ -102,8 +86,7 @@ class Reader:
             wrong = f"line {self._number + 1} is not as it was written"
             raise DamagedError("it is of a version before this one" if older else wrong)
         self.offset, self.crc, self._number = self.offset + len(text), crc, self._number + 1
-        line: dict[str, Any] = json.loads(text)
-        return line
+        return json.loads(text)
 
 
 class Writer:
@@ -116,11 +99,7 @@ class Writer:
         os.lseek(descriptor, offset, os.SEEK_SET)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write one line, with the current time unless it has one.
-
-        Raises:
-            OSError: it could not be written, and too much waits in memory already.
-        """
+        """Write one line, with the current time unless it has one; an `OSError` if too much waits in memory already."""
         text = (_ENCODE({"time": int(time.time() * 1000), **line})[1:] + "\n").encode()
         self._crc = zlib.crc32(text, self._crc)
         self._waiting += f'{{"crc":"{self._crc:08x}",'.encode() + text
@@ -134,11 +113,7 @@ class Writer:
                 say(f"the journal cannot be written ({error.strerror}): its lines wait in memory")
 
     def sync(self) -> None:
-        """Flush all lines to the disk.
-
-        Raises:
-            OSError: it has no room.
-        """
+        """Flush all lines to the disk; an `OSError` if it has no room."""
         self._drain()
         os.fsync(self._descriptor)
 
@@ -159,13 +134,9 @@ class Writer:
 
 
 def create(path: Path) -> Writer:
-    """Return the writer of a new journal, locked.
-
-    Raises:
-        ConfigError: there is one already.
-    """
+    """Return the writer of a new journal, locked; a `ConfigError` if there is one already."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    if not lock(descriptor, WRITER) or _begun(descriptor):
+    if not lock(descriptor, WRITER) or b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
         os.close(descriptor)
         raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent))
     return Writer(descriptor)
@@ -174,62 +145,32 @@ def create(path: Path) -> Writer:
 def has_begun(path: Path) -> bool:
     """Return whether there is a journal with a first line: a trainer that was killed before it has no run."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return b"\n" in path.read_bytes()
     except FileNotFoundError:
         return False
-    try:
-        return _begun(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _begun(descriptor: int) -> bool:
-    return b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 @dataclass
 class Past:
-    """What a journal says of its run so far. The file is locked for the process that resumes the run.
-
-    Attributes:
-        start: what the run was created with.
-        run: its `run_id` and `experiment_id`; empty if it has never been in a store.
-        updates, evaluations, tests, best: the steps whose rows are written.
-        last: the latest value of each metric.
-        tags: set while the run was running.
-        resumed: what each segment after the first began with.
-        described: whether everything is logged that a run logs before it trains.
-        status: FINISHED, FAILED or KILLED; None if the run ended without a word.
-        damage: which line is not as it was written; empty if there is none.
-    """
+    """What a journal says of its run so far. The file is locked for the process that resumes the run."""
 
     path: Path
     descriptor: int
-    start: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, str] = field(default_factory=dict)
-    updates: set[int] = field(default_factory=set)
-    evaluations: set[int] = field(default_factory=set)
-    tests: set[int] = field(default_factory=set)
-    best: set[int] = field(default_factory=set)
-    last: dict[str, float] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
-    resumed: list[dict[str, Any]] = field(default_factory=list)
-    described: bool = False
-    status: str | None = None
-    damage: str = ""
+    start: dict[str, Any] = field(default_factory=dict)  # what the run was created with
+    run: dict[str, str] = field(default_factory=dict)  # `run_id` and `experiment_id`; empty if it was never in a store
+    steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # of rows, by kind, as `val`
+    last: dict[str, float] = field(default_factory=dict)  # the latest value of each metric
+    tags: dict[str, str] = field(default_factory=dict)  # set while the run was running
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # what each segment after the first began with
+    described: bool = False  # whether everything is logged that a run logs before it trains
+    status: str | None = None  # FINISHED, FAILED or KILLED; None if the run ended without a word
+    damage: str = ""  # which line is not as it was written; empty if there is none
 
     @classmethod
-    def of(cls, run_dir: Path, key: str = "RUN", *, running: bool = False, seconds: float = 0.0) -> Past:
-        """Return the past of the run in `run_dir`.
+    def of(cls, run_dir: Path, key: str = "RUN", *, running: bool = False, seconds: float = 0.0) -> Self:
+        """Return the past of the run in `run_dir`, which the argument `key` names; the file is locked within `seconds`.
 
-        Args:
-            run_dir: a run directory.
-            key: of the argument that names it, for an error.
-            running: accept a run that is still running; the file is not locked.
-            seconds: to wait for the lock.
-
-        Raises:
-            ConfigError: there is none, it is of another version, or it is still running.
+        It must have one of this version, whose run has ended unless it may be `running`; then nothing is locked.
         """
         path = run_dir / NAME
         try:
@@ -241,13 +182,17 @@ class Past:
             if not running and not lock(descriptor, WRITER, seconds):
                 raise ConfigError(key, "is still running", str(run_dir))
             past._read(key)
+            return past
         except BaseException:
             past.close()
             raise
-        return past
 
     def __post_init__(self) -> None:
         self._reader = Reader(self.descriptor)
+
+    @property
+    def updates(self) -> set[int]:
+        return self.steps["train"]
 
     def _read(self, key: str) -> None:
         try:
@@ -262,9 +207,8 @@ class Past:
 
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
-            kinds = {"train/loss": self.updates, "test/loss": self.tests, "best/update": self.best}
-            found = [steps for key, steps in kinds.items() if key in line["metrics"]]
-            (found or [self.evaluations])[0].add(line["step"])
+            for key in line["metrics"]:
+                self.steps[key.partition("/")[0]].add(line["step"])
             self.last |= line["metrics"]
         elif "resume" in line:
             self.resumed.append(line["resume"])

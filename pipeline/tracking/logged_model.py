@@ -1,7 +1,5 @@
 """The trained model in MLflow: logged with the user's own modules, then loaded back and compared."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle
@@ -40,7 +38,6 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
 
     Args:
-        uri, experiment_id, run_id: of the run.
         model: trained; not compiled any more afterwards.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
         code: files and folders that are stored with the model and imported when it is loaded.
@@ -60,6 +57,7 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         outputs = by_name(model, outputs)
     # Given here, because MLflow would infer them by loading the model in another process.
     requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]
+    own = _own_classes(model)
     logged = Model.log(
         artifact_path=None,
         name="model",
@@ -70,13 +68,10 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         input_example=example,
         pip_requirements=requirements,
         code_paths=list(code) or None,
-        custom_objects={cls.__name__: cls for cls in _own_classes(model)} or None,
+        custom_objects={cls.__name__: cls for cls in own} or None,
     )
     try:
-        if _own_classes(model):
-            reloaded = _predicted_elsewhere(uri, logged.model_uri, example)
-        else:
-            reloaded = predicted(logged.model_uri, example)
+        reloaded = _predicted_elsewhere(uri, logged.model_uri, example) if own else predicted(logged.model_uri, example)
         for loaded, trained in zip(reloaded, predictions, strict=True):
             if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
                 raise ValueError("it predicts something else once it is loaded")

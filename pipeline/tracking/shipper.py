@@ -8,8 +8,6 @@ It follows the journal until standard input ends, ships the rest and answers wit
 fails meanwhile is answered with {"failing": in one line}, and a failure for good with {"error": in one line}.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import select
@@ -31,17 +29,12 @@ def main() -> None:
     """Serve the process that started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process ends with the trainer, which closes its standard input
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
-    sys.unraisablehook = _say_unraisable
-    command = _command()
-    if command is not None:
+    # Without SystemExit, which is SIGTERM in a destructor: the end of standard input follows it.
+    sys.unraisablehook = lambda what: what.exc_type is SystemExit or sys.__unraisablehook__(what)
+    if (command := _command()) is not None:
         places = command["places"]  # None: the user's own store, whose artifacts may lie anywhere
         with nullcontext() if places is None else artifact_locations.confined(command["open"], places):
             _serve(command)
-
-
-def _say_unraisable(what: Any) -> None:
-    if not issubclass(what.exc_type, SystemExit):  # SIGTERM in a destructor: the end of standard input follows it
-        sys.__unraisablehook__(what)
 
 
 def _serve(opening: dict[str, Any]) -> None:

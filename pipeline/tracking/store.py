@@ -1,7 +1,5 @@
 """Opening an MLflow store: one that cannot be used is refused, and a SQLite store is created atomically."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -24,23 +22,16 @@ TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment
 
 
 class Store:
-    """A tracking store that answers. A SQLite store is created when its first run starts, not before.
+    """A tracking store that answers; one that cannot be reached, read or written is a `ConfigError`.
 
-    Args:
-        uri: an MLflow tracking URI.
-
-    Attributes:
-        database: the file of a SQLite store, else None.
-
-    Raises:
-        ConfigError: it cannot be reached, read or written.
+    A SQLite store is created when its first run starts, not before.
     """
 
     def __init__(self, uri: str):
         remember(uri)
         self.uri = uri
         self._tables = b""  # of a new SQLite store
-        self.database: Path | None = None
+        self.database: Path | None = None  # the file of a SQLite store
         if uri.startswith(SQLITE):
             self.database = Path(uri.removeprefix(SQLITE).split("?")[0]).absolute()
         try:
@@ -82,14 +73,8 @@ class Store:
         return MlflowClient(self.uri)
 
     def check(self, experiment: str) -> str | None:
-        """Return the ID of an experiment that can be logged to; None if it does not exist.
-
-        Raises:
-            ConfigError: the experiment is deleted.
-        """
-        if self.is_new():
-            return None
-        found = MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
+        """Return the ID of an experiment; None if it does not exist, and a `ConfigError` if it is deleted."""
+        found = None if self.is_new() else MlflowClient(self.uri).get_experiment_by_name(mask(experiment))
         if found is None:
             return None
         if found.lifecycle_stage != "active":
@@ -105,10 +90,9 @@ class Store:
         if known is None:
             location = None if self.database is None else (self.database.parent / "artifacts").as_uri()
             try:
-                known = client.create_experiment(mask(name), location, TAGS)
+                return client.create_experiment(mask(name), location, TAGS)
             except MlflowException:  # another run created it in between
-                known = self.check(name)
-                if known is None:
+                if (known := self.check(name)) is None:
                     raise
         return known
 
@@ -122,7 +106,11 @@ class Store:
         """Raise if the store cannot be used; the message says why."""
         scheme = self.uri.partition(":")[0].lower().split("+")[0]
         if self.database is not None:
-            _check_folder(next(folder for folder in self.database.parents if folder.exists()))
+            folder = next(folder for folder in self.database.parents if folder.exists())
+            try:
+                tempfile.TemporaryFile(dir=folder).close()  # /proc, for one, says that root may write
+            except OSError as error:
+                raise OSError(f"{folder} is not a folder that can be written") from error
             if self.is_new():
                 return
             _check_database(self.database)
@@ -131,13 +119,6 @@ class Store:
         else:
             raise ValueError("the scheme is not one of sqlite, http, https, postgresql, mysql, mssql")
         MlflowClient(self.uri).search_experiments(max_results=1)
-
-
-def _check_folder(folder: Path) -> None:
-    try:
-        tempfile.TemporaryFile(dir=folder).close()  # /proc, for one, says that root may write
-    except OSError as error:
-        raise OSError(f"{folder} is not a folder that can be written") from error
 
 
 def _check_database(database: Path) -> None:

@@ -31,35 +31,28 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters.
-
-    Args:
-        journal: gets the lines.
-        run_dir: of the run.
-        plan: of the run's updates.
-        files: that the data are read from.
-    """
+    """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters."""
 
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None):
         self.journal, self.run_dir, self.plan, self._files = journal, run_dir, plan, files or Files()
         self.run_id = self.experiment_id = ""  # empty while the run is kept offline
         self.begun = False
-        self._updates: Container[int] = ()  # with rows that were written before the run was resumed
-        self._evaluations: Container[int] = ()
-        self._tests: Container[int] = ()
-        self._best: Container[int] = ()
+        self._written: Mapping[str, Container[int]] = {}  # steps of rows from before the run was resumed, by kind
         self._late_checksums = False
 
     def start(
         self,
-        segment: Mapping[str, Any],
+        after: int,
         spec: RunSpec,
         data: Data,
         dataset: dict[str, Any],
         model: keras.Model,
         tags: Mapping[str, str],
     ) -> None:
-        """Create the run with its params, tags, inputs and the artifacts that exist before it trains."""
+        """Create the run with its params, tags, inputs and the artifacts that exist before it trains.
+
+        `after` updates were completed before; `dataset` is what `provenance.dataset` returned of `data`.
+        """
         resolved, tracking = spec.recorded, spec.config.tracking
         values = leaves(resolved).items()
         params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
@@ -78,60 +71,37 @@ class Tracker:
             "params": params | derived,
             "tags": {**provenance.origin(), "config.hash": config_hash, **place, **tags},
             "system_metrics": tracking.system_metrics,
-            "segment": dict(segment),
+            "segment": provenance.segment(after, spec),
         }
         # The dataset's name and tags may hold a secret as well as the config.
-        answer = self.journal.start(self.run_dir / NAME, masked(run))
-        self.begun = True
-        self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
+        self._begin(self.journal.start(self.run_dir / NAME, masked(run)))
         self._describe(spec, data, dataset)
 
-    def resume(
-        self,
-        past: Past,
-        segment: Mapping[str, Any],
-        spec: RunSpec,
-        data: Data,
-        dataset: dict[str, Any],
-    ) -> None:
-        """Resume the run of `past`; rows that it has are not written again.
-
-        Args:
-            past: what the journal holds.
-            segment: the description of what follows, see `provenance.segment`.
-            spec, data, dataset: as for `start`.
-        """
-        self._updates, self._evaluations = past.updates, past.evaluations
-        self._tests, self._best = past.tests, past.best
-        answer = self.journal.go_on(past, dict(segment))
-        self.begun = True
-        self.run_id, self.experiment_id = answer.get("run_id", ""), answer.get("experiment_id", "")
+    def resume(self, past: Past, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
+        """Resume the run of `past`, whose rows are not written again; the other arguments are as for `start`."""
+        self._written, segment = past.steps, provenance.segment(after, spec)
+        self._begin(self.journal.go_on(past, segment))
         if not past.described:
             self._describe(spec, data, dataset)
         elif dataset["files"]:  # which the run may not have had yet
-            self._artifact(DESCRIBED, json.dumps(dataset, indent=1) + "\n")
+            self._artifact(DESCRIBED, _text(dataset))
         segments = [past.start["segment"], *past.resumed, segment]
-        self._artifact("segments.json", json.dumps(segments, indent=1) + "\n")
+        self._artifact("segments.json", _text(segments))
         self.journal.write({"tags": {"segments": str(len(segments))}})
 
-    def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
-        """Write the row of one update.
+    def _begin(self, ids: dict[str, str]) -> None:
+        self.begun = True
+        self.run_id, self.experiment_id = ids.get("run_id", ""), ids.get("experiment_id", "")
 
-        Args:
-            update: completed updates, from 1 on.
-            results: by name, without `train/`.
-            performance: by name, without `perf/`.
-            at: seconds since the epoch.
-        """
-        if update in self._updates:
-            return
+    def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
+        """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
         row = {f"train/{name}": value for name, value in results.items()}
         row["train/effective_batch_size"] = self.plan.batch_size(update)
         row["train/micro_steps"] = self.plan.micro_steps(update)
         row["train/examples_seen"] = self.plan.examples_seen(update)
         row["train/epoch"] = self.plan.epoch(update)
         row |= {f"perf/{name}": value for name, value in performance.items()}
-        self.journal.write({"time": int(at * 1000), "step": update, "metrics": row})
+        self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
 
     def cut(self, plan: Plan) -> None:
         """Use a plan with other micro-batches from now on, and tag the run with when it was cut how."""
@@ -149,38 +119,32 @@ class Tracker:
 
     def validation(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the evaluation after `update` updates."""
-        if update in self._evaluations:
-            return
         row = {f"val/{name}": value for name, value in results.items()}
         row["val/examples_seen"] = self.plan.examples_seen(update)  # MLflow's charts take an x axis from the same rows
-        self.journal.write({"step": update, "metrics": row})
+        self._row("val", {"step": update, "metrics": row})
 
     def test(self, update: int, results: Mapping[str, float]) -> None:
         """Write the row of the test split, for the weights after `update` updates."""
-        if update not in self._tests:
-            self.journal.write({"step": update, "metrics": {f"test/{name}": value for name, value in results.items()}})
+        self._row("test", {"step": update, "metrics": {f"test/{name}": value for name, value in results.items()}})
+
+    def _row(self, kind: str, line: dict[str, Any]) -> None:
+        if line["step"] not in self._written.get(kind, ()):
+            self.journal.write(line)
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of a run that has trained to its end or was interrupted.
+        """Write the summary of a run that has trained to its end or was interrupted, after `updates` completed updates.
 
-        Args:
-            updates: number of completed updates, possibly fewer than planned.
-            stopped_by: name of the callback that stopped the run early.
-            best: the best evaluation; its row is on the step of that evaluation.
+        A callback `stopped_by` name may have ended it early; the row of the best evaluation is on the step of that.
         """
         tags = {"updates": str(updates)}
         if stopped_by is not None:
             tags["stopped_by"] = f"training.callbacks.{stopped_by} after update {updates}"
         self.journal.write({"tags": tags})
-        if best is not None and best.update not in self._best and (row := best.row()):
-            self.journal.write({"step": best.update, "metrics": row})
+        if best is not None and (row := best.row()):
+            self._row("best", {"step": best.update, "metrics": row})
 
     def check_files(self) -> None:
-        """Wait for the checksums of the data's files, and check that no file has changed meanwhile.
-
-        Raises:
-            DataError: a file has changed.
-        """
+        """Wait for the checksums of the data's files; a file that has changed meanwhile is a `DataError`."""
         try:
             self._files.wait()
         except (KeyboardInterrupt, Terminated):  # the run itself is done
@@ -207,13 +171,13 @@ class Tracker:
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
-            "links.json": json.dumps(spec.links, indent=1) + "\n",
+            "links.json": _text(spec.links),
             "overrides.yaml": OmegaConf.to_yaml(masked(list(spec.overrides))),
-            "environment.json": json.dumps(surroundings, indent=1) + "\n",
+            "environment.json": _text(surroundings),
         }
         if surroundings["git"].get("clean") is False:
             texts["git.diff"] = provenance.diff()
-        texts[DESCRIBED] = json.dumps(dataset, indent=1) + "\n"
+        texts[DESCRIBED] = _text(dataset)
         for name, text in texts.items():
             self._artifact(name, text)
         self._late_checksums = dataset["checksum"] == "full" and bool(data.files) and not dataset["files"]
@@ -223,13 +187,17 @@ class Tracker:
     def _describe_files(self, dataset: dict[str, Any]) -> None:
         """Write the checksums to the run directory, where a resumed run looks for them; `end` logs them."""
         new = self.run_dir / f".{DESCRIBED}"
-        new.write_text(mask(json.dumps(dataset, indent=1) + "\n"), encoding="utf-8")
+        new.write_text(mask(_text(dataset)), encoding="utf-8")
         new.replace(self.run_dir / DESCRIBED)
 
     def _artifact(self, name: str, text: str) -> None:
         """Write a file in the run directory, and log it."""
         (self.run_dir / name).write_text(mask(text), encoding="utf-8")
         self.journal.write({"artifact": name})
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
 
 
 def _dataset(data: Data, context: str, split: tf.data.Dataset) -> dict[str, str]:

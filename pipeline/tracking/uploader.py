@@ -1,14 +1,10 @@
 """Ships one journal to its run in a store: each line at least once, each point of a metric exactly once.
 
-The run has a tag `journal`, whose value is chosen before the run is created: a second process finds the run by it, and
-compares what the store holds with what the journal says. So any process may continue the work of one that died, any
-number of times.
+The run has a tag `journal`, whose value is chosen before the run is created. Any process may continue the work of one
+that died: it finds the run by its tag, and compares what the store holds with what the journal says.
 """
 
-from __future__ import annotations
-
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +13,9 @@ from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.tracking import mlflow_internals
 from pipeline.tracking.journal_file import SHIPPER, DamagedError, Reader, lock
 from pipeline.tracking.store import Store
 from pipeline.trust import artifact_locations
@@ -42,19 +38,9 @@ class StoreGoneError(OSError):
 
 
 class Uploader:
-    """Ships the lines of one journal, in order; the first one says what run to create.
+    """Ships the lines of one journal, in order, to its run with the IDs `run_id` and `experiment_id`.
 
-    Args:
-        store: gets the run.
-        path: of the journal.
-        may_exist: whether another process may have created the run.
-        seconds: to wait for that other process to end.
-
-    Attributes:
-        run_id, experiment_id: of the run.
-        status: of the run by the lines read so far; None while it goes on.
-        damage: why the journal cannot be read further; empty if it can.
-        sent: number of points that the store did not have.
+    Another process may have created the run if it `may_exist`; it gets some `seconds` to end.
 
     Raises:
         ConfigError: the run is deleted, another process ships this journal, or its artifacts lie where they must not.
@@ -66,9 +52,10 @@ class Uploader:
         self._lines: list[dict[str, Any]] = []  # other than metrics, shipped after the metrics before them
         self._stored: dict[str, bytearray] = {}  # metric → 1 at each step that the store has
         self._at_once = AT_ONCE
-        self._last_step = self._segment = self._tries = self.sent = 0
-        self.status: str | None = None
-        self.damage = ""
+        self._last_step = self._segment = self._tries = 0
+        self.sent = 0  # number of points that the store did not have
+        self.status: str | None = None  # of the run by the lines read so far; None while it goes on
+        self.damage = ""  # why the journal cannot be read further; empty if it can
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not lock(self._descriptor, SHIPPER, seconds):
@@ -85,11 +72,10 @@ class Uploader:
         If the trainer has `ended` but its journal has not, the run ends here, as KILLED.
         """
         before = self._reader.offset
-        with self._noting_damage():
-            for line in self._reader.lines():
-                self._add(line)
-                if len(self._points) >= AT_ONCE:
-                    break
+        for line in self._readable(self._reader.lines()):
+            self._add(line)
+            if len(self._points) >= AT_ONCE:
+                break
         if self._reader.offset > before:
             return True
         if ended and self.status is None:
@@ -98,11 +84,10 @@ class Uploader:
 
     def add_unwritten(self, text: str) -> None:
         """Read the lines that the journal's disk did not take, after those that it did."""
-        with self._noting_damage():
-            for line in self._reader.continued(text) if text else ():
-                if "end" in line:
-                    self._add({"tags": {UNWRITTEN: str(self._segment)}})
-                self._add(line)
+        for line in self._readable(self._reader.continued(text)) if text else ():
+            if "end" in line:
+                self._add({"tags": {UNWRITTEN: str(self._segment)}})
+            self._add(line)
 
     def sample(self) -> None:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
@@ -137,9 +122,7 @@ class Uploader:
     def finish(self, patience: float, report: Callable[[Exception], object] = lambda error: None) -> None:
         """Ship the rest of a journal that no trainer writes any more.
 
-        Args:
-            patience: seconds for which the store may fail before its error is raised.
-            report: called with each error before that.
+        The store may fail for `patience` seconds before its error is raised; each error before that is reported.
         """
         more = True
         while more:
@@ -170,10 +153,13 @@ class Uploader:
         try:
             if (places := artifact_locations.allowed_places()) is not None:
                 artifact_locations.check(self._run.info.artifact_uri, self._store.uri, places)
-            self._log_params(start["params"])
-            # Sampled from here: MLflow's own thread would read the whole run before each of its writes.
-            sampled = start["system_metrics"]
-            self._system = mlflow_internals.system_sampler(self._store.uri, self.run_id) if sampled else None
+            known = self._run.data.params
+            params = [
+                Param(key, str(value)[:PARAM_LENGTH]) for key, value in start["params"].items() if key not in known
+            ]
+            for first in range(0, len(params), PARAMS_AT_ONCE):
+                self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
+            self._system = system_sampler(self._store.uri, self.run_id) if start["system_metrics"] else None
         except Exception:
             if not may_exist:
                 with contextlib.suppress(Exception):  # the trainer is told of the first failure
@@ -196,7 +182,8 @@ class Uploader:
     def _created(self, line: dict[str, Any]) -> Any:
         """Create the run. Each try is one request: every retry of MLflow's own could leave another run behind."""
         start = line["start"]
-        for tries in itertools.count(1):
+        tries, found = 1, None
+        while not found:
             try:
                 with _without_retries():
                     return self.client.create_run(self.experiment_id, line["time"], start["tags"], start["name"])
@@ -204,16 +191,8 @@ class Uploader:
                 if tries == TRIES or error.error_code in REFUSALS:
                     raise
                 time.sleep(RETRY)
-                if found := self._found(start["tags"]["journal"]):
-                    return found
-        return None
-
-    def _log_params(self, given: dict[str, Any]) -> None:
-        """Log those params that the run does not have yet."""
-        known = self._run.data.params
-        params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in given.items() if key not in known]
-        for first in range(0, len(params), PARAMS_AT_ONCE):
-            self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
+                tries, found = tries + 1, self._found(start["tags"]["journal"])
+        return found
 
     def _add(self, line: dict[str, Any]) -> None:
         """Queue one line; of metrics, the points that the store does not have."""
@@ -239,10 +218,9 @@ class Uploader:
             self._add({"tags": {"failure": failure}})
             self._add({"end": "KILLED", "time": int(time.time() * 1000)})
 
-    @contextlib.contextmanager
-    def _noting_damage(self) -> Iterator[None]:
+    def _readable(self, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         try:
-            yield
+            yield from lines
         except DamagedError as error:
             self.damage = f"The journal cannot be read further: {error}."
 
@@ -253,7 +231,11 @@ class Uploader:
         for key, value in line.get("tags", {}).items():
             self.client.set_tag(self.run_id, key, value)
         if "fork_of" in line:
-            self._tag_source(line["fork_of"])
+            with contextlib.suppress(MlflowException):  # the source may be gone
+                named = self.client.get_run(line["fork_of"]).data.tags.get(FORKS, "").split(", ")
+                forks = ", ".join([*filter(None, named), self.run_id][-MOST_FORKS:])
+                if self.run_id not in named:
+                    self.client.set_tag(line["fork_of"], FORKS, forks)
         if "artifact" in line:
             file = self._folder / line["artifact"]
             try:
@@ -269,23 +251,33 @@ class Uploader:
         if "end" in line and line is self._lines[-1]:  # the run was not resumed afterwards
             self.client.set_terminated(self.run_id, line["end"], line["time"])
 
-    def _tag_source(self, source: str) -> None:
-        """Name this run in the tag `forks` of the run that it begins with, if that can be written."""
-        with contextlib.suppress(MlflowException):
-            named = self.client.get_run(source).data.tags.get(FORKS, "").split(", ")
-            if self.run_id not in named:
-                self.client.set_tag(source, FORKS, ", ".join([*filter(None, named), self.run_id][-MOST_FORKS:]))
-
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])
 
 
 @contextlib.contextmanager
 def _without_retries() -> Iterator[None]:
-    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read at each request
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read at each request; the door of this package sets it
+    before, os.environ[name] = os.environ[name], "0"
     try:
         yield
     finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
+        os.environ[name] = before
+
+
+def system_sampler(uri: str, run_id: str) -> Callable[[], dict[str, float]]:
+    """Return a function that samples MLflow's system metrics, by name.
+
+    MLflow's own thread would read the whole run before each of its writes. What is called here is private, as of MLflow
+    3.17.2: tests/tracking/test_mlflow_internals.py fails if another version differs.
+    """
+    monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
+
+    def sample() -> dict[str, float]:
+        monitor.collect_metrics()
+        sampled: dict[str, float] = monitor.aggregate_metrics()
+        for part in monitor.monitors:
+            part.clear_metrics()
+        return sampled
+
+    return sample

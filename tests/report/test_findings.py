@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.report import comparison, numbers, plots, statistics
+from pipeline.report import comparison, plots, statistics
 from pipeline.report.findings import Finding
 from pipeline.report.statistics import Spread
-from pipeline.report.summary import summarize
+from pipeline.report.writer import summarize
 from pipeline.sweep.parent_run import ParentRun
 from tests import synthetic
 from tests.synthetic import Made
@@ -95,11 +95,11 @@ def test_the_fit_weighs_every_batch_by_its_relative_residual():
 
 
 def test_numbers_are_written_with_the_digits_that_count():
-    assert numbers.spread(Spread(0.97901, 0.00969, 3)) == "0.9790 ± 0.0097"
-    assert numbers.spread(Spread(0.303, 0.0862, 3), numbers.seconds) == "303 ± 86 ms"
-    assert numbers.spread(Spread(7354.2, 40.8, 3)) == "7354 ± 41"
-    assert [numbers.number(value) for value in (2.0, 0.25, 1e-7, 12345.6)] == ["2", "0.25", "1e-7", "12346"]
-    assert numbers.number(3 * 2**30, numbers.size) == "3 GiB"
+    assert Spread(0.97901, 0.00969, 3).text() == "0.9790 ± 0.0097"
+    assert Spread(0.303, 0.0862, 3).text(statistics.seconds) == "303 ± 86 ms"
+    assert Spread(7354.2, 40.8, 3).text() == "7354 ± 41"
+    assert [statistics.number(value) for value in (2.0, 0.25, 1e-7, 12345.6)] == ["2", "0.25", "1e-7", "12346"]
+    assert statistics.number(3 * 2**30, statistics.size) == "3 GiB"
 
 
 # --- trajectories ---

@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.sweep import again, heartbeat
-from pipeline.sweep.heartbeat import ALIVE, GONE
+from pipeline.sweep import again, parent_run
+from pipeline.sweep.parent_run import ALIVE, GONE
 from tests import synthetic
 from tests.running import pipeline, wait
 from tests.sweep.test_sweep import PLANNED
@@ -184,14 +184,14 @@ def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
 
 def test_what_a_dead_sweep_left_running_is_closed(left):
     made, run = left(time.time() - GONE - 1, time.time() - GONE - 1)
-    heartbeat.close_abandoned(made.client, made.client.get_run(made.run_id), [made.client.get_run(run)])
+    parent_run.close_abandoned(made.client, made.client.get_run(made.run_id), [made.client.get_run(run)])
     assert made.client.get_run(run).info.status == "KILLED"
     assert "without a word" in made.client.get_run(run).data.tags["failure"]
 
 
 def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
     made, closed = Made(synthetic.store(tmp_path), ["seed=0"]), threading.Event()
-    heartbeat.beat(made.client, made.run_id, closed)
+    parent_run.beat(made.client, made.run_id, closed)
     wait(lambda: ALIVE in made.client.get_run(made.run_id).data.tags, 30)
     closed.set()
     assert int(made.client.get_run(made.run_id).data.tags[ALIVE]) == pytest.approx(1000 * time.time(), abs=30_000)

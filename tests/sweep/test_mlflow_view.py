@@ -23,7 +23,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pipeline.sweep import description, mlflow_view
+from pipeline.sweep import mlflow_view
 from pipeline.tracking.store import Store
 from tests import synthetic
 from tests.browser import PREFERENCES, picture, server, window
@@ -255,7 +255,7 @@ def test_where_the_view_is_not_understood_the_plain_page_opens(shown: Shown, sta
 def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     sweep = shown.factors
     results = [["job", "val/loss"], *([name, "0.5"] for name in sweep.names)]
-    text = description.description(sweep.name, "How far does it pay?", sweep.varied, shown.fragment(sweep), results)
+    text = mlflow_view.description(sweep.name, "How far does it pay?", sweep.varied, shown.fragment(sweep), results)
     shown.store.client().set_tag(sweep.run_id, "mlflow.note.content", text)
     shown.open(f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}?workflowType=machine_learning")
     find = shown.chrome.find_elements
@@ -308,7 +308,7 @@ def test_the_link_names_the_server_and_no_password(uri: str, start: str) -> None
 def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
     rows = [["job", "val/loss"], *([f"factor={number} | x", str(number)] for number in range(1000))]
 
-    text = description.description("many", "", ["accumulation.factor"], "#/e", rows)
+    text = mlflow_view.description("many", "", ["accumulation.factor"], "#/e", rows)
 
     kept = text.count("factor=") - text.count("`accumulation.factor=`")
     assert len(text) <= mlflow_view.LONGEST_TAG

@@ -1,4 +1,4 @@
-"""What pipeline/tracking/mlflow_internals.py uses of MLflow still is what it was read as."""
+"""What pipeline/tracking/uploader.py uses of MLflow still is what it was read as."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import inspect
 
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-from pipeline.tracking import mlflow_internals, store
+from pipeline.tracking import store, uploader
 
-WHERE = "see pipeline/tracking/mlflow_internals.py"
+WHERE = "see pipeline/tracking/uploader.py"
 
 
 def test_the_signatures_are_those_that_were_read():
@@ -20,7 +20,7 @@ def test_the_signatures_are_those_that_were_read():
 def test_a_sample_is_of_this_moment(tmp_path):
     made = store.Store(f"sqlite:///{tmp_path}/mlflow.db")
     run_id = made.client().create_run(made.experiment("it")).info.run_id
-    sample = mlflow_internals.system_sampler(made.uri, run_id)
+    sample = uploader.system_sampler(made.uri, run_id)
     for _ in range(2):
         found = sample()
         assert found["cpu_utilization_percentage"] >= 0, WHERE
