@@ -77,7 +77,7 @@ NOT_SHIPPED = 4  # exit status
 
 
 class NotShippedError(Exception):
-    """A run trained to its last `loss`, but not all of it is in the store: `pipeline sync` does that. Exit status 4."""
+    """A run trained to its last `loss`, but a part is not in the store: see `pipeline sync`. Exit status 4."""
 
     def __init__(self, message: str, loss: float):
         super().__init__(message)

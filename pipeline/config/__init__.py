@@ -1,7 +1,7 @@
 """The config of a run: its schema, its composition, its checks, and the spec that is resolved from it.
 
-In: the command line and YAML files. Out: a `RunSpec`. Imports neither TensorFlow nor MLflow: a wrong config is refused
-in under a second.
+In: the command line and YAML files, in whose paths `compose` expands `~`. Out: a `RunSpec`. Imports neither
+TensorFlow nor MLflow: a wrong config is refused in under a second.
 """
 
 __all__ = [

@@ -155,7 +155,7 @@ def _streamed(node: DictConfig, data: Data, reader: Reader | None, numbered: boo
         order = seed[0] ^ seed[1]
         keys = keys_by(order).enumerate() if numbered else keys_by(order)
         keys = keys.shuffle(buffer, seed=order, reshuffle_each_iteration=False).skip(left_out)
-        return Source(keys, make_numbered if numbered else make, make_batch, tf.data.AUTOTUNE)
+        return Source(keys, make_numbered if numbered else make, make_batch, AHEAD)
 
     return source_of
 
@@ -181,7 +181,7 @@ def _alone(reader: Reader | None, spec: tuple, pad: Mapping[str, Any] | None) ->
 
 def _prepared(batches: tf.data.Dataset, pad: Mapping[str, Any] | None, spec: tuple) -> tf.data.Dataset:
     if pad is not None:
-        batches = batches.map(padder(pad, spec), tf.data.AUTOTUNE)
+        batches = batches.map(padder(pad, spec), AHEAD)
     return map_batches(batches, _in_precision)
 
 

@@ -87,7 +87,7 @@ def batched(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
 
 
 def map_batches(
-    batches: tf.data.Dataset, function: Callable[..., tuple], parallel: int | None = tf.data.AUTOTUNE
+    batches: tf.data.Dataset, function: Callable[..., tuple], parallel: int | None = AHEAD
 ) -> tf.data.Dataset:
     """Map each batch, or the part of it that is read."""
     if isinstance(batches.element_spec, Share):

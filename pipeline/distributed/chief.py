@@ -82,7 +82,7 @@ class Chief(AbstractContextManager["Chief"]):
             given["gate"] = None if (found := gate.in_force()) is None else asdict(found)
             assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:  # it may have ended, which `_check_processes` finds
-                pipe.write(json.dumps(given, default=str) + "\n")
+                pipe.write(json.dumps(given, default=os.fspath) + "\n")
 
     def gather(self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None) -> None:
         """Wait for all workers, and send them the spec and the checkpoint that the run starts from."""
@@ -147,7 +147,7 @@ class Chief(AbstractContextManager["Chief"]):
 
 
 def tell_workers(count: int | None, error: ConfigError) -> bool:
-    """Tell the `count` workers that run elsewhere that this one refuses; return whether the chief prints the error."""
+    """Tell workers that run elsewhere, of `count` in all, of a refusal; return whether the chief prints the error."""
     found = cluster.resolve(count, os.environ)
     if found is None or found.started:
         return False

@@ -173,7 +173,7 @@ class Client:
             else:
                 os._exit(2 if "refused" in last else 1)  # the main thread waits in TensorFlow, and cannot be woken
 
-        arguments = ({0: self._connection}, 1, reductions, lost)
+        arguments = ({0: self._connection}, 1, reductions, lost, lambda: not self._done)
         threading.Thread(target=_exchange_heartbeats, args=arguments, daemon=True).start()
 
     def fail(self, why: Mapping[str, str]) -> None:
@@ -188,8 +188,14 @@ class Client:
         self._chief_ended.wait()
 
 
-def _exchange_heartbeats(connections: dict[int, JsonSocket], own: int, reductions: Count, lost: Lost) -> None:
-    """Tell all how far this process is, of index `own`; call `lost` for one that is gone or a straggler."""
+def _exchange_heartbeats(
+    connections: dict[int, JsonSocket],
+    own: int,
+    reductions: Count,
+    lost: Lost,
+    waits: Callable[[], bool] = lambda: True,
+) -> None:
+    """Tell all how far this process is, of index `own`; call `lost` for one that is gone or, if it `waits`, late."""
     counts, next_beat = ReductionCounts(max(own, *connections) + 1), 0.0
     while connections:
         for index in readable(connections, max(0.0, next_beat - time.monotonic())):
@@ -205,7 +211,7 @@ def _exchange_heartbeats(connections: dict[int, JsonSocket], own: int, reduction
             for connection in connections.values():
                 connection.write({"reductions": count})
             next_beat = time.monotonic() + INTERVAL
-        late = counts.straggler()
+        late = counts.straggler() if waits() else None
         if late is not None and late in connections:  # not `own`: then the others end
             connections.pop(late).socket.close()
             lost(late, {"failed": f"it has let the others wait for {TIMEOUT:.0f} s", "late": True})

@@ -1,6 +1,7 @@
 """The report of a sweep: findings in words, a table, and plots on one HTML page.
 
 In: a sweep's name or run ID; all data comes from MLflow. Out: files, which are logged to the sweep's parent run.
+`comparison` reads the sweep, `writer` lays out the table and the page.
 """
 
 __all__ = ["html_page", "writer"]

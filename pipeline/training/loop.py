@@ -75,7 +75,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: as `Recorder.fetch`.
-            ConfigError: `start` is of another model or optimizer; nothing was changed.
+            ConfigError: `start` is of another model or optimizer; no weight was changed.
         """
         self.model.stop_training = False
         self._hooks.on_train_begin()

@@ -46,7 +46,8 @@ class Gate:
     data_dir: Path | None = None  # another folder that files may be read from
     allowed: Sequence[str] = ()
     tracking_uri: str | None = None  # the only one that a config may have
-    downloads: bool = False  # whether TFDS may prepare a dataset: its own code runs; some of it unpickles or evaluates
+    # Whether TFDS may fetch and prepare a dataset: its own code runs on what it downloads; some unpickles or evaluates.
+    downloads: bool = False
     start: bool = False  # whether the user named the run whose checkpoint to begin with
 
     @property
@@ -85,7 +86,10 @@ def check(node: DictConfig, key: str) -> None:
 
 
 def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
-    """Refuse a fetched config in which something is not trusted; without `imports`, judge objects by name alone."""
+    """Refuse a fetched config in which something is not trusted; without `imports`, judge objects by name alone.
+
+    Nothing is imported before every name was accepted.
+    """
     check_size(config)
     targets = []
     for key, value, parents in _nodes({k: value for k, value in config.items() if not (gate.start and k == "start")}):
