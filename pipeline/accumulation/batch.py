@@ -12,11 +12,17 @@ Nest = Any  # a tensor, dense or ragged, or a nest of them with the examples on 
 
 
 class Share(NamedTuple):
-    """What one of several processes has read of an effective batch: the examples of its own replicas."""
+    """What one of several processes has read of an effective batch: the examples of its own replicas.
 
-    batch: Nest  # `(x, y)` or `(x, y, sample_weight)`, perhaps of no examples
-    start: tf.Tensor  # position of the first of them in the effective batch, scalar of int32
-    examples: tf.Tensor  # in the effective batch, scalar of int32
+    Attributes:
+        batch: `(x, y)` or `(x, y, sample_weight)`, each a nest with the examples on axis 0; it may have no examples.
+        start: position of the first of them in the effective batch, scalar of int32.
+        examples: number of examples in the effective batch, scalar of int32.
+    """
+
+    batch: Nest
+    start: tf.Tensor
+    examples: tf.Tensor
 
     @classmethod
     def of(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:

@@ -167,8 +167,8 @@ class Update:
         Returns:
             Scalars: `loss`, that of each of several outputs as `<output>_loss`, one entry for each metric,
             `learning_rate` as this update used it, and `gradient_norm`, the global L2 norm of the averaged gradient
-            before clipping; where the noise is measured also `gradient_variance`, tr(Σ), and `gradient_square`, the
-            square of the true gradient's norm.
+            before clipping; where the noise is measured also `gradient_variance` and `gradient_square`, estimates
+            of tr(Σ), per example, and of the squared norm of the true gradient; NaN with one micro-batch.
 
         Raises:
             ValueError: it is called in a strategy's scope.
