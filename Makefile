@@ -11,6 +11,8 @@ PEERS  := .venv-peers/requirements-peers.lock.installed
 RUN    := .venv/bin/python -m
 # Tests that share something go to one worker, see tests/conftest.py; all others to the first that is free.
 PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadscope --durations 10
+# Slow tests wait for a third of their time, so there are more workers than cores. The longest are found first.
+SLOWLY := -n $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') --no-loadscope-reorder
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links
 # PyTorch for Linux on PyPI links CUDA's libraries and is not imported without them; it runs on a CPU without these.
@@ -31,7 +33,7 @@ test: $(STAMP) ## what is guaranteed, each at its cheapest place: five minutes o
 	$(PYTEST) -m "not slow and not soak" $(ARGS)
 
 test-all: $(STAMP) ## with what takes long: a browser, Slurm, benchmarks, whole experiments
-	$(PYTEST) -m "not soak" $(ARGS)
+	$(PYTEST) $(SLOWLY) -m "not soak" $(ARGS)
 
 soak: $(STAMP) ## hundreds of kills and outages
 	$(PYTEST) -m soak $(ARGS)
