@@ -10,7 +10,7 @@ from .adam import fused_adam
 from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
-from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras
+from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras, unsupported
 from .gradient_sums import GradientSums
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layers_of, logits_of, mask_of
 from .loss_sums import weighted_sum
@@ -60,7 +60,12 @@ __all__ = [
     "trace_forward",
     "transposed_gradients",
     "unknown_to_keras",
+    "unsupported",
     "update_metrics",
     "weighted_sum",
     "wide_layers",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from .batch import Nest, parts_of, share_of
 from .evaluation import Evaluation
+from .forward_effects import unsupported
 from .gradient_sums import GradientSums
-from .keras_internals import compiled_losses, compiled_metrics, layers_of, loss_mean
+from .keras_internals import compiled_losses, compiled_metrics, loss_mean
 from .objective import Objective, by_name
 from .update import Update
 
@@ -37,7 +38,7 @@ class AccumulatingModel(keras.Model):
         inner: any model, with no `train_step` or `compute_loss` of its own; the attribute `inner` remains a plain Keras
             model with the same weights, to be saved or used alone.
         micro_batch_size: examples per forward+backward on one replica.
-        same_noise: make the noise of Keras' dropout and noise layers independent of the micro-batch size.
+        same_noise: make the noise of Keras' dropout and noise layers independent of the micro-batch size: see `Update`.
         name, dtype, trainable: as of any model.
 
     Raises:
@@ -46,10 +47,10 @@ class AccumulatingModel(keras.Model):
 
     inner: keras.Model
     micro_batch_size: int
-    same_noise: bool
+    same_noise: bool | str
     built: bool
 
-    def __init__(self, inner: keras.Model, micro_batch_size: int, same_noise: bool = False, **arguments: Any):
+    def __init__(self, inner: keras.Model, micro_batch_size: int, same_noise: bool | str = False, **arguments: Any):
         _check_inner(inner)
         if not isinstance(micro_batch_size, Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}")
@@ -237,12 +238,8 @@ def _check_inner(inner: Any) -> None:
                 f"inner must not define {name}, which is not called here: use add_loss or a keras.losses.Loss, or an "
                 f"own loop over accumulate_gradients. Received: {type(inner).__name__}"
             )
-    for layer in layers_of(inner):
-        if getattr(layer, "synchronized", False):
-            raise ValueError(
-                "inner must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a "
-                f"loop. Received: {layer.name}"
-            )
+    for rule, received in unsupported(inner):
+        raise ValueError(f"inner {rule}. Received: {received}")
 
 
 def _check_whole(data: Nest) -> None:

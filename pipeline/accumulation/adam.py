@@ -14,13 +14,13 @@ thousands of updates. In float64 there is no difference.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from .keras_internals import adam_moments
+from .keras_internals import adam_moments, constant_rate
 
 REPLACED = ("update_step", "assign_add", "assign_sub")  # methods of Keras that the operation replaces
 TOLERANCE = 2e-5  # of the relative difference in 1 − β: 1.3e-5 with 0.999, 1.7e-4 with 0.9999
@@ -30,21 +30,29 @@ SMALL = 1 << 16
 
 
 @contextmanager
-def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     """Make `optimizer.apply` take Adam's step as one operation for each variable inside the `with` block.
 
     Applies to `Adam` and `AdamW`, also inside a `LossScaleOptimizer`. Keras takes its own step for other optimizers,
     `amsgrad`, a subclass with its own step, variables in half precision, small ones on a CPU, and a β for which 1 − β
     is too inaccurate in float32, such as 0.9999.
+
+    Rows of an embedding's gradient (`tf.IndexedSlices`) with one index are summed, as in the dense gradient, for
+    variables of every size. Keras' own step adds the square of each to the second moment. The learning rate is computed
+    once, for any optimizer, and is the value of the `with` block.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
-    if not _steps_as_keras(adam):
-        yield
-        return
+    with constant_rate(adam) as rate, _steps_as_one(adam) if _steps_as_keras(adam) else nullcontext():
+        yield rate
+
+
+@contextmanager
+def _steps_as_one(adam: keras.optimizers.Adam) -> Iterator[None]:
     # Here, once for all variables: Keras applies in a branch of the graph, or on each device.
     scalars = {dtype: _scalars(adam, dtype) for dtype in (tf.float32, tf.float64) if _near(adam, dtype)}
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        gradient = tf.convert_to_tensor(gradient)
         worth_it = variable.shape.num_elements() >= SMALL or "GPU" in variable.device
         if variable.dtype not in scalars or not worth_it:
             type(adam).update_step(adam, gradient, variable, learning_rate)
@@ -54,7 +62,7 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
             var=variable.handle,
             m=momentum.handle,
             v=velocity.handle,
-            grad=tf.cast(tf.convert_to_tensor(gradient), variable.dtype),
+            grad=tf.cast(gradient, variable.dtype),
             **scalars[variable.dtype],
         )
 

@@ -52,9 +52,16 @@ def _share_size(examples: tf.Tensor, replicas: int) -> tf.Tensor:
 
 def parts_of(batch: Nest | Share) -> tuple[Nest, Nest, Nest]:
     """Return `(x, y, sample_weight)` with arrays as tensors, which a traced loop can slice; None stays None."""
+
+    def tensor(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            raise ValueError(
+                "a batch must be of dense or ragged tensors: see tf.sparse.to_dense. Received: SparseTensor"
+            )
+        return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
     return tf.nest.map_structure(
-        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
-        keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share) else batch),
+        tensor, keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share) else batch)
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .keras_internals import calling, graph, keeps_call_of, layers_of
+from .keras_internals import calling, graph, keeps_call_of, layers_of, pack_tangents, record_operation, stop_recording
 
 # Where nearly all measurements gain, also for rows that are no multiple of 16: the worst is 0.9, 768×768 at 100 rows.
 LARGE = 1 << 19  # elements of a kernel
@@ -59,12 +59,11 @@ def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
 
     def call(inputs: Any, training: Any = None) -> Any:
         fits = isinstance(inputs, tf.Tensor) and inputs.dtype == tf.float32 and inputs.shape.rank == 2
-        if not fits or graph() is not here:  # Keras' own, in a layer's own loop or function
+        kernel = tf.convert_to_tensor(layer.kernel) if fits and graph() is here else None
+        # Keras' own, in a layer's own loop or function, and where a `ForwardAccumulator` has a derivative to carry on.
+        if kernel is None or pack_tangents([inputs, kernel]).tangents:
             return type(layer).call(layer, inputs, training=training)
-        kernel = tf.convert_to_tensor(layer.kernel)
         outputs = _product(inputs, kernel)
-        # Not `ensure_shape`: TensorFlow would no longer fuse the bias and the activation as it does for Keras.
-        outputs.set_shape([inputs.shape[0], kernel.shape[1]])
         if layer.bias is not None:
             outputs = keras.ops.add(outputs, layer.bias)
         return outputs if layer.activation is None else layer.activation(outputs)
@@ -72,11 +71,13 @@ def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
     return call
 
 
-# A function, traced once: TensorFlow keeps each trace of a custom gradient forever, with all that it captures.
-@tf.function(input_signature=[tf.TensorSpec([None, None])] * 2, autograph=False)
-@tf.custom_gradient
-def _product(x: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]]:
+def _product(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    """Return X·W with a gradient declared to every tape; it is of plain operations, so it has one itself."""
+    with stop_recording():
+        product = keras.ops.matmul(x, kernel)
+
     def gradient(dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.transpose(tf.matmul(kernel, dy, transpose_b=True)), tf.matmul(x, dy, transpose_a=True)
 
-    return keras.ops.matmul(x, kernel), gradient
+    record_operation("MatMul", [product], [x, kernel], gradient)
+    return product

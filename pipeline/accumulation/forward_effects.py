@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,27 @@ def trace_forward(model: keras.Model, x: Any, same_noise: bool) -> Forward:
     return Forward([*found, *(layer.seed_generator.state for layer in by_place)], sorted(own), by_place)
 
 
-def batch_dependent_layers(model: keras.Model, forward: Forward) -> list[str]:
-    """Return the names of the layers that assign state in training, other than seeds: it depends on the micro-batch."""
-    ids = {id(variable) for variable in forward.assigned}
+def batch_dependent_layers(model: keras.Model, forward: Forward, but: Sequence[keras.Layer] = ()) -> list[str]:
+    """Return the names of the layers that assign state in training, other than seeds: it depends on the micro-batch.
+
+    The state of the layers in `but` is left out.
+    """
+    ids = {id(variable) for variable in forward.assigned} - {id(weight) for layer in but for weight in layer.weights}
     layers = (layer for layer in _outermost(model) if not isinstance(layer, keras.Model))
     return sorted(layer.name for layer in layers if any(id(weight) in ids for weight in layer.weights))
+
+
+def unsupported(model: keras.Model) -> Iterator[tuple[str, str]]:
+    """Yield what a model must not have to be trained in micro-batches, and the layer or the variable that it has."""
+    for layer in layers_of(model):
+        if getattr(layer, "synchronized", False):
+            rule = "must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a loop"
+            yield rule, layer.name
+        if getattr(layer, "stateful", False):
+            yield "must have no stateful RNN: its states are those of the examples of one batch", layer.name
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            yield "must have no weights that are overwritten with their gradient, as float8 has them", variable.path
 
 
 def unknown_to_keras(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:

@@ -30,9 +30,8 @@ class GradientSums(NamedTuple):
             value per example, N·Σᵢ aᵢ, because Keras sums them over the batch.
         examples: Σₖ nₖ, scalar.
         gradient_sums: the gradient of each group of losses that are divided by one weight.
-        weights: that weight, scalar, of each group.
-        noise: what `noise_scale.estimate` takes of the micro-batches: Σₖ Wₖ|gₖ|², their number, Σₖ Wₖ; zeros where
-            it was not measured.
+        weights: that weight, scalar, of each group; `()` where the losses were divided by it before.
+        noise: what `noise_scale.estimate` takes of the micro-batches; empty where it is never measured.
         moves: by how much BatchNormalization would have moved its statistics; empty where it has moved them itself.
     """
 
@@ -40,7 +39,7 @@ class GradientSums(NamedTuple):
     added: tf.Tensor
     examples: tf.Tensor
     gradient_sums: tuple[Gradients, ...] = ()
-    weights: tuple[tf.Tensor, ...] = ()
+    weights: tuple[Any, ...] = ()
     noise: tuple[tf.Tensor, ...] = ()
     moves: Moves = ()
 
@@ -68,8 +67,8 @@ class GradientSums(NamedTuple):
         return means(self.gradient_sums, self.weights)
 
 
-def means(sums: Sequence[Gradients], weights: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-    """Return Σ sum/weight for each variable; None where no sum depends on it."""
+def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor | None]:
+    """Return Σ sum/weight for each variable, where `()` divides by nothing; None where no sum depends on it."""
     found: list[tf.Tensor | None] = []
     for of_variable in zip(*sums, strict=True):
         both = zip(of_variable, weights, strict=True)
@@ -78,14 +77,12 @@ def means(sums: Sequence[Gradients], weights: Sequence[tf.Tensor]) -> list[tf.Te
     return found
 
 
-def gradients_by(
-    tape: tf.GradientTape, target: tf.Tensor, variables: Sequence[tf.Variable], times: tf.Tensor | None
-) -> Gradients:
-    """Return the gradient of `target` by each variable, in float32 at least, times a scalar where one is given."""
+def gradients_by(tape: tf.GradientTape, target: tf.Tensor, times: Any, variables: Sequence[tf.Variable]) -> Gradients:
+    """Return the gradient of `target` by each variable, in float32 at least, times a scalar unless it is `()`."""
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
         gradient = tf.cast(gradient, tf.float32) if gradient.dtype in (tf.float16, tf.bfloat16) else gradient
-        return gradient if times is None else gradient * tf.cast(times, gradient.dtype)
+        return gradient if isinstance(times, tuple) else gradient * tf.cast(times, gradient.dtype)
 
     def shaped(gradient: Any, variable: tf.Variable) -> Any:
         if gradient is None:

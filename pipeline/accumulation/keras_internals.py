@@ -1,4 +1,4 @@
-"""What this package uses of Keras' private parts, read in Keras 3.15; and temporary replacements of layers' `call`.
+"""What this package uses of the private parts of Keras 3.15 and TensorFlow 2.21, and temporary replacements in layers.
 
 _keras_mask       on an output: which of its elements count; the loss and the metrics of `fit` read it there too
 _keras_logits     on a softmax's or a sigmoid's output: what a cross-entropy with `from_logits=False` is computed from
@@ -11,11 +11,17 @@ _compile_loss, _flat_losses, _compile_metrics, _flat_metrics, _flat_weighted_met
                   `EarlyStopping` looks for its metric there
 _momentums, _velocities, _get_variable_index   of `Adam`: its moments, and which of them are a variable's; without them
                   an update of a model with many weights takes up to 2.5 times as long
+_learning_rate    of an optimizer: what `learning_rate` computes a value from each time that it is read
+get_loss          the loss that `compile` makes of a name or a function
+record_operation, stop_recording, pack_tangents     of TensorFlow: declare a gradient, where `tf.custom_gradient` would
+                  keep each trace forever, with all that it captures; and what forward accumulators hold for a tensor
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +30,14 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
+from keras.src.trainers.compile_utils import get_loss as get_loss
+from tensorflow.python.eager.forwardprop_util import pack_tangents as pack_tangents
+from tensorflow.python.eager.record import record_operation as record_operation
+from tensorflow.python.eager.record import stop_recording as stop_recording
 
 MODEL_CHECKPOINT_KEEPS = ("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch")
+
+_REPLACING = threading.RLock()  # held while a layer's `call` is replaced: another thread may trace the same model
 
 
 def mask_of(output: Any) -> tf.Tensor | None:
@@ -86,23 +98,38 @@ def adam_moments(adam: keras.optimizers.Adam, variable: tf.Variable) -> tuple[tf
 
 
 @contextmanager
+def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
+    """Compute the learning rate once, for all who read it inside the `with` block; yield it."""
+    before = optimizer._learning_rate
+    rate = getattr(optimizer, "learning_rate", math.nan)  # a `MultiOptimizer` has none
+    if callable(before):  # a schedule, or a function that may have state
+        object.__setattr__(optimizer, "_learning_rate", lambda: rate)  # bypasses its own, which tracks attributes
+    try:
+        yield rate
+    finally:
+        object.__setattr__(optimizer, "_learning_rate", before)
+
+
+@contextmanager
 def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator[None]:
     """Replace each layer's `call` inside the `with` block; a model saved meanwhile has Keras' own."""
     replaced = []
-    try:
-        for layer, call in calls:
-            call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras reads it
-            object.__setattr__(layer, "call", call)  # bypasses the layer's own, which tracks attributes
-            replaced.append(layer)
-        yield
-    finally:
-        for layer in replaced:
-            object.__delattr__(layer, "call")
+    with _REPLACING:
+        try:
+            for layer, call in calls:
+                call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras reads it
+                object.__setattr__(layer, "call", call)  # bypasses the layer's own, which tracks attributes
+                replaced.append(layer)
+            yield
+        finally:
+            for layer in replaced:
+                object.__delattr__(layer, "call")
 
 
 def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
     """Return whether the layer's `call` is that of `kind`, not overridden by a subclass or a wrapper."""
-    return isinstance(layer, kind) and type(layer).call is kind.call and "call" not in vars(layer)
+    with _REPLACING:
+        return isinstance(layer, kind) and type(layer).call is kind.call and "call" not in vars(layer)
 
 
 graph = tf.compat.v1.get_default_graph  # that is being traced: a layer's own loop or function has one of its own

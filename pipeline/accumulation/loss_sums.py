@@ -2,18 +2,19 @@
 
 A mean is divided by its own weight: elements, unmasked elements, sample weights, or examples for what the model adds
 (regularisation, `add_loss`). Losses whose weight over the whole effective batch is known before the forward pass are
-brought to one weight as they are summed, so that they share one gradient in memory,
+divided by it before they are differentiated, as in `fit`, and share one gradient in memory:
 
-    S = Σₖ ∇(L₁ₖ + L₂ₖ·W₁/W₂ + …)        gradient = S / W₁
+    gradient = Σₖ ∇(L₁ₖ/W₁ + L₂ₖ/W₂ + …)
 
-and a single loss needs no more either. A loss whose weight is known only after the forward pass (a mask that the model
-computes, ragged outputs, an axis of unknown length) has a gradient sum of its own beside the others.
+A loss whose weight is known only after the forward pass (a mask that the model computes, ragged outputs, an axis of
+unknown length) has a gradient sum of its own, which is divided at the end. Layers then see the gradient of a sum, which
+makes a difference where their backward pass is not linear: to one that clips its gradient.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -35,11 +36,10 @@ class LossSum(NamedTuple):
 class Part(NamedTuple):
     """What is minimised over a micro-batch and divided by one weight; scalars."""
 
-    total: tf.Tensor  # the sum over the micro-batch
-    weight: tf.Tensor  # of the micro-batch; 0 divides by nothing
-    batch_weight: tf.Tensor | None  # of the whole effective batch, where it is known before the forward pass
-    size: tf.Tensor  # of the micro-batch, not zero: `total / size` is mean-sized
-    unit: tf.Tensor | None  # turns the gradient of `total / size` into that of the effective batch; None for 1
+    total: tf.Tensor  # its part of the effective batch's mean, where `known`; else the sum over the micro-batch
+    share: tf.Tensor  # of the micro-batch in the effective batch's weight, where `known`; else its weight
+    examples: tf.Tensor  # that count in the micro-batch: see `WeightedSum`
+    known: bool  # whether the weight of the effective batch is, before the forward pass
 
 
 def micro_batch_losses(
@@ -54,37 +54,49 @@ def micro_batch_losses(
     count, examples = tf.cast(examples_in(x), dtype), tf.cast(totals.examples, dtype)
     losses, parts = {}, []
     weights = spread(totals.weights, list(outputs), to_all=True)
-    terms = objective.terms(y, outputs, sample_weight)
-    alone = len(terms) + bool(model.losses) == 1  # then no weight has to be known ahead
-    for term in terms:
-        known = None if alone else (examples, weights.get(term.name))
+    for term in objective.terms(y, outputs, sample_weight):
+        known = examples, weights.get(term.name)
         made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, known)
         scaled = made.total if term.scale is None else made.total * term.scale
         losses[term.name] = LossSum(made.total, scaled, made.weight)
-        summed = term.loss.reduction == "sum"
-        size = tf.cast(count, scaled.dtype) if summed else nonzero(made.weight)
-        unit = tf.cast(examples, scaled.dtype) if summed else None
-        parts.append(Part(scaled, made.weight, made.batch_weight, size, unit))
+        if made.batch_weight is None:
+            parts.append(Part(scaled, made.weight, made.examples, False))
+        else:
+            share = count / examples if term.loss.reduction == "sum" else divide(made.weight, made.batch_weight)
+            parts.append(Part(divide(scaled, made.batch_weight), share, made.examples, True))
     added = tf.zeros((), parts[0].total.dtype if parts else dtype)
     for value in model.losses:
         per_example = value.shape.rank and value.shape[0] is None  # else it is the same of every micro-batch
         added += tf.reduce_sum(tf.cast(value, added.dtype)) * tf.cast(examples if per_example else count, added.dtype)
     if model.losses or not parts:
-        count, examples = tf.cast(count, added.dtype), tf.cast(examples, added.dtype)
-        parts.append(Part(added, count, examples, count, None))
-    return losses, added, _merged(parts, count / examples)
+        parts.append(Part(divide(added, examples), count / examples, count, True))
+    return losses, added, _merged(parts)
 
 
-def _merged(parts: Sequence[Part], share: tf.Tensor) -> list[Part]:
-    """Return the parts with those whose weight is known ahead merged; `share` is examples here ÷ in the batch."""
-    known = [part for part in parts if part.batch_weight is not None]
-    if len(known) < 2:
+def function_losses(
+    function: Callable[..., Any], micro_batch: Nest, totals: BatchTotals
+) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
+    """Return what `micro_batch_losses` does, of a function that returns a mean loss, or one with its weight."""
+    made = function(*(part for part in micro_batch if part is not None))
+    mean, weight = made if isinstance(made, tuple) else (made, None)
+    if mean.shape.rank:
+        raise ValueError(f"loss must return a scalar, or a tuple of one and its weight. Received: shape {mean.shape}")
+    mean = tf.cast(mean, tf.float32) if mean.dtype in (tf.float16, tf.bfloat16) else mean
+    count, examples = (tf.cast(number, mean.dtype) for number in (examples_in(micro_batch), totals.examples))
+    divisor = count if weight is None else tf.cast(weight, mean.dtype)
+    total = mean * divisor
+    mean_of_batch = Part(total / examples, count / examples, count, True)
+    part = mean_of_batch if weight is None else Part(total, divisor, count, False)
+    return {"": LossSum(total, total, divisor)}, tf.zeros_like(mean), [part]
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts with those whose weight is known ahead as one, which has the share of the first."""
+    known = [part for part in parts if part.known]
+    if not known:
         return list(parts)
-    first = next((part for part in known if part.unit is None), known[0])
-    weight = nonzero(first.batch_weight)
-    total = sum(divide(tf.cast(part.total, weight.dtype) * weight, part.batch_weight) for part in known)
-    merged = Part(total, first.weight, weight, weight * tf.cast(share, weight.dtype), None)
-    return [merged, *(part for part in parts if part.batch_weight is None)]
+    total = sum(tf.cast(part.total, known[0].total.dtype) for part in known)
+    return [known[0]._replace(total=total), *(part for part in parts if not part.known)]
 
 
 class WeightedSum(NamedTuple):
@@ -93,6 +105,7 @@ class WeightedSum(NamedTuple):
     total: tf.Tensor  # Σ wᵢ·lossᵢ
     weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`, to be read as 1
     batch_weight: tf.Tensor | None  # `weight` of the whole batch, where it is known before a forward pass
+    examples: tf.Tensor  # that count, (Σ wᵢ)² / Σ wᵢ² with the weights of examples (Kish, Survey Sampling, 1965)
 
 
 def weighted_sum(
@@ -121,10 +134,10 @@ def weighted_sum(
     dtype = tf.as_dtype(loss.dtype)
     mask = mask_of(outputs)
     outputs, y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), (outputs, y_true))
-    values = loss.call(y_true, outputs)
-    masks = [each for each in (mask, mask_of(values)) if each is not None]
+    found = loss.call(y_true, outputs)
+    masks = [each for each in (mask, mask_of(found)) if each is not None]
     dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
-    values = _dense(values, dtype)
+    values = _dense(found, dtype)
     if values.shape.rank == 0:
         raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
     count = tf.cast(tf.size(values), dtype)
@@ -137,16 +150,22 @@ def weighted_sum(
         rank = max(factor.shape.rank for factor in factors)
         weights = _fitted(functools.reduce(tf.multiply, [_aligned(factor, rank) for factor in factors]), values)
         values *= weights
-    total = tf.reduce_sum(values)
+    total, examples = tf.reduce_sum(values), tf.cast(examples_in(outputs), dtype)
     if loss.reduction == "sum":
-        return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype))
+        return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype), examples)
     by_weights, ahead = loss.reduction == "mean_with_sample_weight" and bool(factors), None
     if totals is not None and not masks:
         if by_weights:
             ahead = tf.cast(totals[1], dtype)
         elif (per_example := _values_per_example(loss, y_true, outputs)) is not None:
             ahead = tf.cast(totals[0], dtype) * per_example
-    return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead)
+    if by_weights or masks or isinstance(found, tf.RaggedTensor):
+        weighing = weights if by_weights else mask if masks else tf.ones_like(values)
+        if isinstance(found, tf.RaggedTensor):
+            weighing = tf.cast(found, dtype).with_flat_values(tf.broadcast_to(weighing, tf.shape(values)))
+        of_examples = tf.reduce_sum(weighing, list(range(1, weighing.shape.rank)))
+        examples = tf.math.divide_no_nan(tf.square(tf.reduce_sum(of_examples)), tf.reduce_sum(tf.square(of_examples)))
+    return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead, examples)
 
 
 def nonzero(weight: tf.Tensor) -> tf.Tensor:
@@ -154,8 +173,10 @@ def nonzero(weight: tf.Tensor) -> tf.Tensor:
     return tf.where(weight == 0, tf.ones_like(weight), weight)
 
 
-def divide(value: Any, weight: tf.Tensor) -> Any:
-    """Return a tensor or `tf.IndexedSlices` divided by a weight, of which 0 divides by nothing."""
+def divide(value: Any, weight: Any) -> Any:
+    """Return a tensor or `tf.IndexedSlices` divided by a weight, of which 0 and `()` divide by nothing."""
+    if isinstance(weight, tuple):
+        return value
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(divide(value.values, weight), value.indices, value.dense_shape)
     return value / tf.cast(nonzero(weight), value.dtype)
@@ -166,7 +187,10 @@ def _values_per_example(loss: keras.losses.Loss, y_true: Nest, outputs: Nest) ->
     if any(isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None for leaf in tf.nest.flatten((y_true, outputs))):
         return None
     three = [tf.TensorSpec([3, *leaf.shape[1:]], leaf.dtype) for leaf in (y_true, outputs)]
-    made = tf.function(loss.call, autograph=False).get_concrete_function(*three)
+    try:
+        made = tf.function(loss.call, autograph=False).get_concrete_function(*three)
+    except (TypeError, ValueError):  # takes no three
+        return None
     count = tf.TensorShape(made.structured_outputs.shape).num_elements()
     return None if count is None or count % 3 else count // 3
 

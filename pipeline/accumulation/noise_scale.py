@@ -2,16 +2,20 @@
 
 McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1: the simple noise scale is B = tr(Σ)/|G|², Σ the covariance
 of one example's gradient, G the true gradient. Two batch sizes give two equations; accumulation has both,
-the gradients gₖ of the K micro-batches of bₖ examples and the gradient g of their union of B = Σ bₖ:
+the gradients gₖ of the K micro-batches and the gradient g = Σ ωₖgₖ of their union, where ωₖ is the share of micro-batch
+k in the weight of the effective batch:
 
-    E|gₖ|² = |G|² + tr(Σ)/bₖ        E|g|² = |G|² + tr(Σ)/B
+    E|gₖ|² = |G|² + tr(Σ)/nₖ        E|g|² = |G|² + tr(Σ)/n
 
-Weighing the first by bₖ/B and solving gives estimates that are unbiased for unequal micro-batches too,
+nₖ is the number of examples that count: all where they weigh the same, (Σw)²/Σw² with weights w, which are those of the
+samples or numbers of unmasked tokens. So 1/n = Σ ωₖ²/nₖ. Weighing the first by ωₖ and solving gives estimates that
+are unbiased for unequal micro-batches too,
 
-    tr(Σ) ≈ (Σₖ bₖ|gₖ|² − B|g|²) / (K − 1)        |G|² ≈ |g|² − tr(Σ)/B
+    tr(Σ) ≈ (Σₖ ωₖ|gₖ|² − |g|²) / (Σₖ ωₖ/nₖ − 1/n)        |G|² ≈ |g|² − tr(Σ)/n
 
 whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last. The gradients are those
 that are applied: what the model adds to the loss (regularisation, `add_loss`) is in all of them, so it moves |G|².
+Where there are several outputs, ωₖ and nₖ are those of the first.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from .gradient_sums import Gradients, GradientSums, means
 from .loss_sums import Part
 
 DECAY = 0.9  # of the moving averages, per measured update
+ALONE = 1e-5  # Σ ωₖ/nₖ and 1/n are equal where there is one micro-batch, but for rounding
 
 
 def square(gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None]) -> tf.Tensor:
@@ -39,55 +44,40 @@ def square(gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None])
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
 
-def estimate(
-    squares: tf.Tensor, parts: tf.Tensor, of_mean: tf.Tensor, weight: tf.Tensor, examples: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Estimate tr(Σ), per example, and |G|² from one update; NaN with fewer than two micro-batches.
-
-    Args:
-        squares: Σₖ Wₖ|gₖ|², where Wₖ is the weight of micro-batch k, by which its sum of losses is divided.
-        parts: K, the number of micro-batches; 0 where none was measured.
-        of_mean: |g|².
-        weight: Σₖ Wₖ.
-        examples: Σₖ nₖ, which turns the unit of weight into examples.
-    """
-    weight = tf.cast(weight, squares.dtype)
-    nan = tf.constant(math.nan, squares.dtype)
-    per_weight = tf.where(parts > 1, (squares - weight * of_mean) / (parts - 1), nan)
-    return per_weight * tf.cast(examples, squares.dtype) / weight, of_mean - per_weight / weight
-
-
 def of_micro_batch(
     measure: tf.Tensor | bool, sums: Sequence[Gradients], minimised: Sequence[Part]
 ) -> tuple[tf.Tensor, ...]:
-    """Return W|g|², 1 and W of one micro-batch; zeros where they are not wanted or all weights are zero.
-
-    g is the mean gradient of the micro-batch: the mean of all gₖ is the gradient that is applied.
-    """
-    size = minimised[0].size
-    nothing = (tf.zeros_like(size),) * 3
+    """Return ω|g|², ω/n, ω²/n and ω of one micro-batch; zeros if it is not wanted or weighs nothing, `()` if never."""
     if measure is False:
-        return nothing
+        return ()
+    share = minimised[0].share
+    examples = tf.cast(minimised[0].examples, share.dtype)
 
     def measure_now() -> tuple[tf.Tensor, ...]:
         if len(sums) == 1:  # saves a pass over the gradient
-            weighted = tf.cast(square(sums[0]), size.dtype) / size
-            weighted *= 1 if minimised[0].unit is None else tf.square(minimised[0].unit)
+            squares = tf.math.divide_no_nan(tf.cast(square(sums[0]), share.dtype), share)
         else:
-            sizes = [part.size if part.unit is None else part.size / part.unit for part in minimised]
-            weighted = tf.cast(square(means(sums, sizes)), size.dtype) * size
-        counts = tf.cast(minimised[0].weight > 0 if minimised[0].unit is None else size > 0, size.dtype)
-        return weighted * counts, counts, size * counts
+            squares = share * tf.cast(square(means(sums, [part.share for part in minimised])), share.dtype)
+        each = tf.math.divide_no_nan(share, examples)
+        return squares, each, share * each, share
 
-    return tf.cond(measure, measure_now, lambda: nothing)
+    return tf.cond(measure, measure_now, lambda: (tf.zeros_like(share),) * 4)
 
 
 def estimates(sums: GradientSums, of_mean: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return what `estimate` does by name, of |g|² and the square of the loss scale of the gradients in `sums`."""
-    squares, parts, weight = sums.noise
-    squares, of_mean = squares / tf.cast(scale, squares.dtype), tf.cast(of_mean, squares.dtype)
-    variance, of_true = estimate(squares, parts, of_mean, weight, sums.examples)
-    return {"gradient_variance": variance, "gradient_square": of_true}
+    """Estimate tr(Σ), per example, and |G|² from one update; NaN with fewer than two micro-batches.
+
+    Args:
+        sums: with the gradients' squares times the square of the loss scale.
+        of_mean: |g|².
+        scale: the square of the loss scale.
+    """
+    squares, each, of_whole, weight = sums.noise
+    squares, of_whole = squares / (weight * tf.cast(scale, squares.dtype)), of_whole / tf.square(weight)
+    of_mean, each = tf.cast(of_mean, squares.dtype), each / weight
+    apart = tf.where(each - of_whole > ALONE * each, each - of_whole, tf.constant(math.nan, squares.dtype))
+    variance = (squares - of_mean) / apart
+    return {"gradient_variance": variance, "gradient_square": of_mean - variance * of_whole}
 
 
 class NoiseScale:

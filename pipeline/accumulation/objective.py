@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import keras
 
 from .batch import Nest, spread
-from .keras_internals import mask_of
+from .keras_internals import get_loss, mask_of
 
-# One `keras.losses.Loss` for every output, or a dict or list of one for each, None for an output without; None for
-# a model that learns from `add_loss` alone.
+# As `compile` takes it: one loss for every output, or a dict or list of one for each, None for an output without; None
+# for a model that learns from `add_loss` alone.
 Losses = Any
 Metrics = Sequence[keras.metrics.Metric] | Mapping[str, Sequence[keras.metrics.Metric]]
 
@@ -89,7 +89,8 @@ def terms(
         of = f"for the output {unlabelled[0]}" if unlabelled[0] else "for the loss"
         raise ValueError(f"there must be labels {of}")
     return [
-        Term(name, losses[name], scales.get(name), labels[name], outputs[name], weights.get(name)) for name in learned
+        Term(name, get_loss(losses[name], y, outputs[name]), scales.get(name), y, outputs[name], weights.get(name))
+        for name, y in ((name, labels[name]) for name in learned)
     ]
 
 

@@ -1,14 +1,15 @@
 """The update: micro-batches → weighted gradient sum → one apply.
 
+    W = Σᵢ wᵢ                                           # over the effective batch, before any forward pass
     for each micro-batch k of the effective batch:      # on every replica, over its share
-        Lₖ, Wₖ = Σᵢ wᵢ·lossᵢ, Σᵢ wᵢ                     # sums, never means
-        S += ∇Lₖ;  L += Lₖ;  W += Wₖ
-    gradient = S / W                                    # divided once, by the weight of the whole update
-    optimizer.apply(gradient)                           # once, after the reduction over replicas
+        Lₖ = Σᵢ wᵢ·lossᵢ                                # sums, never means
+        S += ∇(Lₖ / W);  L += Lₖ                        # divided by the weight of the whole update
+    optimizer.apply(S)                                  # once, after the reduction over replicas
 
-Σₖ ∇Lₖ / Σₖ Wₖ is the gradient of the mean over the effective batch, whatever the sizes of the micro-batches,
-the sample weights and the masks. The mean of the micro-batches' means, Σₖ (∇Lₖ/Wₖ) / K, equals it only where
-all Wₖ are equal.
+Where W is known only after the forward passes, because the model computes a mask, S += ∇Lₖ and W += Σᵢ wᵢ, and S is
+divided by W at the end. Σₖ ∇Lₖ / Σₖ Wₖ is the gradient of the mean over the effective batch, whatever the sizes of the
+micro-batches, the sample weights and the masks. The mean of the micro-batches' means, Σₖ (∇Lₖ/Wₖ) / K, equals it only
+where all Wₖ are equal.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from . import noise_scale
 from .adam import fused_adam
 from .batch import BatchTotals, Nest, Share, batch_totals, examples_in, global_batch_totals, parts_of, reduce, share_of
 from .dense import transposed_gradients, wide_layers
+from .forward_effects import trace_forward, unsupported
 from .gradient_sums import GradientSums, gradients_by, sum_over_micro_batches
-from .loss_sums import micro_batch_losses
+from .loss_sums import divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import drawn, keys_of, noisy_layers
@@ -32,11 +34,12 @@ from .same_noise import drawn, keys_of, noisy_layers
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
 def accumulate_gradients(
-    model: keras.Model,
-    loss: Losses | Objective,
+    model: keras.Model | None,
+    loss: Losses | Objective | Callable[..., Any],
     batch: Nest,
     micro_batch_size: int,
     *,
+    variables: Sequence[keras.Variable | tf.Variable] | None = None,
     loss_weights: Any = None,
     metrics: Metrics = (),
     weighted_metrics: Metrics = (),
@@ -54,14 +57,17 @@ def accumulate_gradients(
     models need a second gradient. Call it inside a `tf.function`: it traces the model once a call.
 
     Args:
-        model: built, with its trainable variables fixed.
-        loss: as `compile` takes it: any Keras loss, or a dict or list of one for each output, whose reduction is not
-            `none` and whose value for one example does not depend on the other ones (in `keras.losses.Circle` it
-            does: that is a loss of the micro-batch). None for a model that learns from `add_loss` alone. Or an
-            `Objective`, which holds the loss weights and the metrics too.
+        model: built, with its trainable variables fixed. None where `loss` computes the loss from a micro-batch.
+        loss: as `compile` takes it: any Keras loss, its name or a function of labels and outputs, or a dict or list of
+            one for each output, whose reduction is not `none` and whose value for one example does not depend on the
+            other ones (in `keras.losses.Circle` it does: that is a loss of the micro-batch). None for a model that
+            learns from `add_loss` alone. Or an `Objective`, which holds the loss weights and the metrics too.
+            Without a model: a function of x, y and the sample weights of a micro-batch, as many as `batch` has, that
+            returns the mean loss of its examples; or a tuple of a mean and the weight that it was divided by.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on axis 0;
             x alone where there is no loss. The number of examples may be unknown when traced, and zero.
         micro_batch_size: examples per forward+backward; the last slice may be smaller.
+        variables: those to differentiate by; the model's trainable ones by default.
         loss_weights: a number for each output, by name or in order.
         metrics, weighted_metrics: updated with every micro-batch, as an `Objective` has them.
         scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer` wants it; the
@@ -75,18 +81,23 @@ def accumulate_gradients(
         jit_compile: compile each forward+backward with XLA.
 
     Returns:
-        The sums; `sums.gradients()` is what one large batch would have given.
+        The sums; `sums.gradients()` is what one large batch would have given, in the order of the variables.
 
     Raises:
-        ValueError: the loss reduces nothing, does not fit the outputs or the labels, or the micro-batch size is not
-            positive.
+        ValueError: the loss reduces nothing, does not fit the outputs or the labels, the micro-batch size is not
+            positive, an input is sparse, or the model has a part that cannot be computed in micro-batches.
     """
+    if model is None and (variables is None or not callable(loss)):
+        raise ValueError("without a model there must be variables, and a loss that is a function of a micro-batch")
+    for rule, received in () if model is None else unsupported(model):
+        raise ValueError(f"model {rule}. Received: {received}")
     goal = loss if isinstance(loss, Objective) else Objective(loss, loss_weights, metrics, weighted_metrics)
     totals = batch_totals(batch) if whole is None else whole
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
-    wide = [] if jit_compile else wide_layers(model, micro_batch_size)
+    wide = [] if jit_compile or model is None else wide_layers(model, micro_batch_size)
     held = normalising_layers(model) if hold_statistics else []
-    variables = [variable.value for variable in model.trainable_variables]
+    asked = model.trainable_variables if variables is None else variables
+    values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in asked]
 
     def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:
         x, y, sample_weight = parts
@@ -94,16 +105,19 @@ def accumulate_gradients(
         with tf.GradientTape(persistent=True) as tape:
             drawing = drawn(noisy, noise_keys, place + start, examples)
             with transposed_gradients(wide), drawing, observed(held) as moves:
-                outputs = by_name(model, model(x, training=True))
-            losses, added, minimised = micro_batch_losses(model, goal, outputs, parts, totals)
+                if model is None:
+                    losses, added, minimised = function_losses(loss, parts, totals)
+                else:
+                    outputs = by_name(model, model(x, training=True))
+                    losses, added, minimised = micro_batch_losses(model, goal, outputs, parts, totals)
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
-            targets = [part.total if scale_loss is None else scale_loss(part.total / part.size) for part in minimised]
-        goal.update_metrics(y, outputs, sample_weight)
-        sums = tuple(
-            gradients_by(tape, target, variables, None if scale_loss is None else part.size)
-            for target, part in zip(targets, minimised, strict=True)
-        )
-        weights = tuple(part.weight for part in minimised)
+            sizes = [() if part.known or scale_loss is None else nonzero(part.share) for part in minimised]
+            targets = [divide(part.total, size) for part, size in zip(minimised, sizes, strict=True)]
+            targets = targets if scale_loss is None else [scale_loss(target) for target in targets]
+        if model is not None:
+            goal.update_metrics(y, outputs, sample_weight)
+        sums = tuple(gradients_by(tape, *each, values) for each in zip(targets, sizes, strict=True))
+        weights = tuple(() if part.known else part.share for part in minimised)
         noise = noise_scale.of_micro_batch(measure_noise, sums, minimised)
         return GradientSums(losses, added, tf.cast(examples, added.dtype), sums, weights, noise, moves())
 
@@ -122,7 +136,8 @@ class Update:
         strategy: the strategy in whose scope the model was built; the current one by default.
         noise_every: updates from one measurement of the gradient noise to the next; 0 measures none. They are counted
             in `begun`, a variable, which is to be set where training resumes from a checkpoint.
-        same_noise: have Keras' dropout and noise layers draw for each example what they draw in any other cut.
+        same_noise: have Keras' dropout and noise layers draw for each example what they draw in any other cut. True
+            refuses layers that can only draw for each micro-batch; "auto" leaves them to Keras.
         hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch, and
             not by those of each micro-batch, which differ between replicas.
         jit_compile: compile each forward+backward with XLA.
@@ -138,7 +153,7 @@ class Update:
         *,
         strategy: tf.distribute.Strategy | None = None,
         noise_every: int = 0,
-        same_noise: bool = False,
+        same_noise: bool | str = False,
         hold_statistics: bool = True,
         jit_compile: bool = False,
         reductions_ready: tf.Variable | None = None,
@@ -182,16 +197,15 @@ class Update:
                 measure = (self.begun.assign_add(1) - 1) % self.noise_every == 0
         sums = self.sums(batch, measure)
         gradients = sums.gradients()
-        learning_rate = tf.identity(tf.convert_to_tensor(self.optimizer.learning_rate))  # before apply moves on
         norm = tf.linalg.global_norm([gradient for gradient in gradients if gradient is not None])
         scale = tf.ones((), norm.dtype)
         if self._scale_loss is not None:
             scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
             norm /= scale
-        with tf.control_dependencies([learning_rate, norm]):
+        with tf.control_dependencies([norm]):
             applying = self.applying.assign_add(1)
         with tf.control_dependencies([applying]):
-            self.apply(gradients, sums)
+            learning_rate = self.apply(gradients, sums)
         results = sums.results(self.measured)
         for metric, count in zip(self.measured.values(), built, strict=True):
             if len(metric.variables) > count:  # built in this trace: the reset above left out what was not there yet
@@ -204,18 +218,24 @@ class Update:
         """Return the sums over all replicas without applying them; the metrics are updated and not reset."""
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
             raise ValueError("an update must be outside of its strategy's scope; the model is made inside of it")
+        x = parts_of(batch)[0]
+        if self.same_noise is True and (layers := trace_forward(self.model, x, True).cut_dependent_noise):
+            rule = 'same_noise must be "auto" or False: some layers can only draw for each micro-batch'
+            raise ValueError(f"{rule}. Received: True, {', '.join(layers)}")
         # Here, where all copies of a seed get the same value: they may have diverged.
-        keys = keys_of(noisy_layers(self.model, parts_of(batch)[0])) if self.same_noise else []
+        keys = keys_of(noisy_layers(self.model, x)) if self.same_noise else []
         totals = global_batch_totals(self.strategy, batch, self.objective.loss, self.reductions_ready)
         of_batch = {"whole": totals, "measure_noise": measure_noise, "noise_keys": keys}
         return reduce(self.strategy, self.strategy.run(self._accumulate, (batch,), of_batch), self.reductions_ready)
 
-    def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> None:
-        """Take one step of the optimizer, and one of the moving statistics by those of the effective batch."""
-        with fused_adam(self.optimizer):
+    def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> tf.Tensor:
+        """Take one step of the optimizer, and one of the moving statistics; return the learning rate of that step."""
+        with fused_adam(self.optimizer) as rate:
+            learning_rate = tf.identity(tf.convert_to_tensor(rate))  # before apply moves on
             self.optimizer.apply(gradients, self.model.trainable_variables)
         if self.hold_statistics:
             assign_moving_statistics(self.model, sums.moves)
+        return learning_rate
 
     def _accumulate(self, batch: Nest | Share, **given: Any) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync

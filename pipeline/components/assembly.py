@@ -59,7 +59,7 @@ class Parts:
             cut.micro_batch_size,
             strategy=self.devices.strategy,
             noise_every=config.tracking.noise_every if cut.factor * cut.replicas > 1 else 0,
-            same_noise=self.spec.same_noise,
+            same_noise=self.spec.same_noise and "auto",  # `assemble` refuses
             hold_statistics=config.accumulation.moving_statistics.name == "effective",
             jit_compile=config.hardware.xla,
             reductions_ready=self.devices.reductions_ready,
@@ -109,9 +109,12 @@ class Parts:
         if self.plan.batching.factor * self.plan.batching.replicas == 1:
             return []
         lines, asked = [], self.spec.config.accumulation
-        if layers := [layer.name for layer in accumulation.normalising_layers(self.model) if layer.trainable]:
+        held = accumulation.normalising_layers(self.model)
+        if layers := [layer.name for layer in held if layer.trainable]:
             when = "once an update" if asked.moving_statistics.name == "effective" else "with every micro-batch"
             lines.append(f"normalised by each micro-batch, moving statistics {when}: {', '.join(layers)}")
+        if layers := accumulation.batch_dependent_layers(self.model, self.forward, held):
+            lines.append(f"state that moves with every micro-batch: {', '.join(layers)}")
         if asked.same_noise == "auto" and (layers := self.forward.cut_dependent_noise):
             lines.append(f"noise of each micro-batch, not of the effective batch: {', '.join(layers)}")
         return lines

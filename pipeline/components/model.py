@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import DictConfig
 
-from pipeline.accumulation import layers_of
+from pipeline.accumulation import unsupported
 from pipeline.common.errors import ConfigError
 from pipeline.dataset.splits import Data
 from pipeline.trust import instantiate
@@ -36,10 +36,8 @@ def build(node: DictConfig, data: Data) -> keras.Model:
             rule = f"must not define {name}, which is not called here: use add_loss, a keras.losses.Loss as "
             rule += "training.loss, or an own loop with pipeline.accumulation"
             raise ConfigError("model", rule, type(model).__name__)
-    for layer in layers_of(model):
-        if getattr(layer, "synchronized", False):
-            rule = "must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a loop"
-            raise ConfigError("model", rule, layer.name)
+    for rule, received in unsupported(model):
+        raise ConfigError("model", rule, received)
     return model
 
 

@@ -62,7 +62,12 @@ def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Varia
     """Trace the apply of one gradient, which changes nothing: only then Keras checks most arguments."""
     named, variable = getattr(optimizer, "inner_optimizer", optimizer), variables[0]
     with refused("optimizer", "must be able to apply a gradient", type(named).__name__):
-        rate = float(ops.convert_to_numpy(named.learning_rate))
+        traced = tf.function(
+            lambda: ops.convert_to_tensor(named.learning_rate), autograph=False
+        ).get_concrete_function()
+        # A rate with state, which computing it would move, is not looked at.
+        moves = any("Assign" in operation.type for operation in traced.graph.get_operations())
+        rate = 0.0 if moves else float(traced())
         apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]), autograph=False)
         apply.get_concrete_function(tf.TensorSpec(variable.shape, variable.dtype))
     if not 0 <= rate < float("inf"):

@@ -205,6 +205,21 @@ def test_all_else_applies_as_ever(precision, make, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("rows", [8, 4096], ids=["small", "large"])
+def test_rows_that_are_looked_up_twice_are_summed_whatever_the_size(precision, rows):
+    """As a tape returns them to a loop of one's own."""
+    precision("float32")
+
+    def stepped(gradient):
+        table = keras.Variable(np.ones((rows, 16)))
+        applying(keras.optimizers.Adam(0.01, epsilon=1.0), [table], fused=True)(gradient)
+        return table.numpy()
+
+    values = np.random.default_rng(0).normal(size=(3, 16))
+    slices = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant([2, 5, 2]), tf.constant([rows, 16]))
+    np.testing.assert_array_equal(stepped(slices), stepped(tf.convert_to_tensor(slices)))
+
+
 def test_the_optimizer_is_its_own_again(precision):
     precision("float32")
     optimizer, of = keras.optimizers.Adam(0.01), variables("float32")

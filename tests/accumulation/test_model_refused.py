@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import AccumulatingModel
+from pipeline.accumulation import AccumulatingModel, accumulate_gradients
 
 X, Y = np.ones((8, 6), "float32"), np.zeros(8, int)
 
@@ -43,6 +43,16 @@ def synchronized():
     return keras.Sequential([keras.Input((6,)), layers.BatchNormalization(synchronized=True)])
 
 
+def float8():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+    model.quantize("float8")
+    return model
+
+
+def stateful():
+    return keras.Sequential([keras.Input(batch_shape=(8, 2, 6)), layers.LSTM(3, stateful=True, name="lstm")])
+
+
 @pytest.mark.parametrize(
     ("inner", "size", "message"),
     [
@@ -55,12 +65,54 @@ def synchronized():
         (lambda: OwnLoss([layers.Dense(3)]), 4, "inner must not define compute_loss, which is not called here"),
         (lambda: AccumulatingModel(dense(), 4), 2, "inner must not define train_step, which is not called here"),
         (synchronized, 4, "inner must have no BatchNormalization(synchronized=True)"),
+        (
+            float8,
+            4,
+            "inner must have no weights that are overwritten with their gradient, as float8 has them",
+        ),
+        (
+            stateful,
+            4,
+            "inner must have no stateful RNN: its states are those of the examples of one batch. Received: lstm",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(inner, size, message):
     with pytest.raises(ValueError) as refused:
         AccumulatingModel(inner(), size)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("make", [float8, stateful])
+def test_so_do_the_update_and_the_kernel(make):
+    with pytest.raises(ValueError, match=r"^model must have no"):
+        accumulate_gradients(make(), "mse", (X, Y), 4)
+
+
+class OwnDropout(layers.Dropout):
+    def call(self, inputs, training=False):
+        return super().call(inputs, training)
+
+
+@pytest.mark.parametrize(
+    ("noisy", "name"),
+    [
+        (lambda: layers.LSTM(3, dropout=0.5, name="noisy"), "noisy"),
+        (lambda: layers.RandomFlip("horizontal", name="noisy"), "noisy"),
+        (lambda: OwnDropout(0.5, name="noisy"), "noisy"),
+    ],
+)
+def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
+    x = np.ones((8, 6, 4), "float32")
+    inner = keras.Sequential([keras.Input((6, 4)), noisy(), layers.Flatten(), layers.Dense(3)])
+    for same_noise in (True, "auto"):
+        model = AccumulatingModel(inner, 4, same_noise=same_noise)
+        model.compile("sgd", cross_entropy())
+        if same_noise == "auto":
+            model.fit(x, Y, verbose=0)
+        else:
+            with pytest.raises(ValueError, match=f"same_noise must be .* Received: True, {name}"):
+                model.fit(x, Y, verbose=0)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipeline.accumulation import weighted_sum
 from pipeline.accumulation.noise_scale import NoiseScale
 from pipeline.accumulation.update import Update
 from tests.parameters import mostly_slow
 
 DIMENSIONS, SIGMA, BATCH, UPDATES = 8, 3.0, 64, 600
+WEIGHTS = np.resize([10, 0.1], BATCH)  # of examples, whatever they are
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def linear():
     return x, y, float(delta @ delta)
 
 
-def _estimates(linear, micro_batch_size, strategy=None, sizes=None, every=1):
+def _estimates(linear, micro_batch_size, strategy=None, sizes=None, every=1, weights=None):
     x, y, _ = linear
     strategy = strategy or tf.distribute.get_strategy()
     with strategy.scope():
@@ -36,12 +38,13 @@ def _estimates(linear, micro_batch_size, strategy=None, sizes=None, every=1):
         # So small a rate that the weights stay where the true value is known.
         optimizer = keras.optimizers.SGD(1e-30)
         optimizer.build(model.trainable_variables)
-    loss = keras.losses.MeanSquaredError(dtype="float64")
+    reduction = "sum_over_batch_size" if weights is None else "mean_with_sample_weight"
+    loss = keras.losses.MeanSquaredError(reduction, dtype="float64")
     update = Update(model, loss, optimizer, micro_batch_size, strategy=strategy, noise_every=every)
 
     @tf.function(input_signature=[tf.TensorSpec([None, DIMENSIONS], "float64"), tf.TensorSpec([None, 1], "float64")])
     def step(a, b):
-        results = update((a, b))
+        results = update((a, b) if weights is None else (a, b, tf.constant(weights, "float64")[: tf.shape(a)[0]]))
         return results["gradient_variance"], results["gradient_square"]
 
     sizes = sizes or [BATCH]
@@ -50,12 +53,17 @@ def _estimates(linear, micro_batch_size, strategy=None, sizes=None, every=1):
 
 
 @pytest.mark.parametrize(
-    ("micro", "sizes"),
-    [pytest.param(16, [64], marks=pytest.mark.slow), (24, [64]), (8, [64, 13])],
-    ids=["even", "uneven", "tails"],
+    ("micro", "sizes", "weights"),
+    [
+        pytest.param(16, [64], None, marks=pytest.mark.slow),
+        (24, [64], None),
+        (8, [64, 13], None),
+        (8, [64], WEIGHTS),
+    ],
+    ids=["even", "uneven", "tails", "weights"],
 )
-def test_it_is_unbiased_on_a_linear_gaussian_problem(linear, micro, sizes):
-    found = _estimates(linear, micro, sizes=sizes)
+def test_it_is_unbiased_on_a_linear_gaussian_problem(linear, micro, sizes, weights):
+    found = _estimates(linear, micro, sizes=sizes, weights=weights)
     d, squared = DIMENSIONS, linear[2]
     # The loss (x·δ − ε)² has the gradient 2x(x·δ − ε): G = 2δ and, as E|x|²(x·δ)² = (d + 2)|δ|² for a normal x,
     # tr(Σ) = 4((d + 2)|δ|² + dσ²) − 4|δ|².
@@ -64,7 +72,8 @@ def test_it_is_unbiased_on_a_linear_gaussian_problem(linear, micro, sizes):
     assert np.all(np.abs(found.mean(axis=0) - truth) < 4 * error)  # four standard errors: 1 in 16 000
     assert np.all(error < 0.06 * truth)  # and they are small enough to mean something
     # A negative control: what treats the update's own gradient as the true one, and so forgets tr(Σ)/B.
-    biased = found[:, 1] + found[:, 0] / np.resize(sizes, len(found))
+    examples = np.resize(sizes, len(found)) if weights is None else weights.sum() ** 2 / (weights**2).sum()
+    biased = found[:, 1] + found[:, 0] / examples
     assert abs(biased.mean() - truth[1]) > 8 * error[1]
 
 
@@ -113,6 +122,25 @@ def test_the_gradients_are_those_that_are_applied(float64, linear, reduction, de
     results = tf.function(lambda: update((x, y)))()
     assert float(results["gradient_variance"]) == pytest.approx(variance, rel=1e-12)
     assert float(results["gradient_square"]) == pytest.approx(of_mean - variance / 13, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("masked", "weights", "expected"),
+    [
+        (None, [2, 2, 2], 3),
+        (None, [4, 1, 1], 36 / 18),
+        ([[1, 1], [1, 0], [0, 0]], None, 9 / 5),  # two tokens and one
+        ([[1, 1], [1, 0], [0, 0]], [1, 2, 5], 16 / 8),
+    ],
+)
+def test_how_many_examples_count(masked, weights, expected):
+    """(Σw)² / Σw², by hand."""
+    outputs = tf.ones([3, 2, 1])
+    if masked is not None:
+        outputs._keras_mask = tf.constant(masked) == 1
+    weights = None if weights is None else tf.constant(weights, tf.float32)[:, None]
+    loss = keras.losses.MeanSquaredError("mean_with_sample_weight", dtype="float32")
+    assert float(weighted_sum(loss, tf.zeros_like(outputs), outputs, weights).examples) == pytest.approx(expected)
 
 
 def test_smoothing_divides_last():

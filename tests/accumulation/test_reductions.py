@@ -18,9 +18,8 @@ from tests.parameters import mostly_slow
 
 EFFECTIVE, WIDTH, CLASSES = 64, 5, 3
 GRADIENTS = [(WIDTH, 7), (7,), (7, CLASSES), (CLASSES,)]
-# Of the one loss Σwᵢ·lossᵢ, the same by its weight and Σwᵢ; what the model adds; the examples; what the gradients are
-# divided by; three of the gradient noise, measured or not.
-SCALARS = 3 + 1 + 1 + 1 + 3
+# Of the one loss Σwᵢ·lossᵢ, the same by its weight and Σwᵢ; what the model adds; the examples.
+SCALARS = 3 + 1 + 1
 # TensorFlow's: between CPUs of one process a MirroredStrategy adds the copies where they are, between GPUs or workers
 # it is a collective or NCCL.
 COLLECTIVE = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce", "NcclReduce"}

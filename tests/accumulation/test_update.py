@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -256,6 +258,57 @@ def test_the_learning_rate_is_the_one_used(precision, schedule):
         after = model.get_weights()[0][0, 0]
         assert after == before - rate  # the gradient is 1
         before = after
+
+
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [
+        (lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.1), 1),
+        (lambda rate: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate)), 2),
+    ],
+)
+def test_a_rate_that_counts_its_calls_is_computed_once_an_update(float64, make, devices):
+    strategy = on_devices(devices)
+    with strategy.scope():
+        calls = tf.Variable(0.0, dtype=tf.float64)
+        model, optimizer = one_weight(), make(lambda: 0.5 / calls.assign_add(1.0))
+        optimizer.build(model.trainable_variables)
+    ones = tf.ones((4, 1), tf.float64)
+    update = tf.function(Update(model, Outputs(), optimizer, 2, strategy=strategy).__call__)
+    optimizers.check(optimizer, model.trainable_variables)  # neither does it move what it cannot set back
+    rates = [float(update((ones, ones))["learning_rate"]) for _ in range(3)]
+    assert rates == [0.5, 0.25, 0.5 / 3]
+    expected, weight = make(0.5), keras.Variable([[0.0]], dtype="float64")
+    plain = getattr(expected, "inner_optimizer", expected)
+    for rate in rates:
+        plain.learning_rate = rate
+        plain.apply([tf.ones((1, 1), tf.float64)], [weight])
+    np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-7)  # a rate in float32
+
+
+def test_a_model_is_traced_in_several_threads(precision):
+    precision("float32")
+    inputs = keras.Input((512,))
+    hidden = layers.BatchNormalization()(layers.Dense(1024, "relu")(layers.Dropout(0.5)(inputs)))
+    model = keras.Model(inputs, layers.Dense(1)(layers.Dense(512)(hidden)))
+    batch = tf.ones((32, 512)), tf.ones((32, 1))
+    updates = []
+    for _ in range(8):
+        optimizer = keras.optimizers.SGD(0.0)
+        optimizer.build(model.trainable_variables)
+        updates.append(Update(model, losses.MeanSquaredError(), optimizer, 16, same_noise=True))
+    signature = [tf.TensorSpec([None, *part.shape[1:]]) for part in batch]
+
+    def traced(update):
+        function = tf.function(lambda x, y: update((x, y)), input_signature=signature, autograph=False)
+        graph = function.get_concrete_function().graph.as_graph_def()
+        nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+        return Counter(node.op for node in nodes)
+
+    with ThreadPoolExecutor(len(updates)) as pool:
+        found = list(pool.map(traced, updates))
+    assert all(each == found[0] for each in found)
+    assert not any("call" in vars(layer) for layer in model.layers)
 
 
 def test_a_loss_scale_keeps_gradients_that_float16_cannot_hold(precision):

@@ -188,6 +188,68 @@ def test_every_micro_batch_size_equals_the_large_batch(float64, micro_batch_size
     assert_equals_large_batch(masked(), loss, batch, micro_batch_size)
 
 
+@tf.custom_gradient
+def clipped(x):
+    return tf.identity(x), lambda upstream: tf.clip_by_value(upstream, -0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "micro_batch_size", "regulariser"),
+    [("sum_over_batch_size", 4, None), ("sum_over_batch_size", 11, None), ("mean_with_sample_weight", 4, "l2")],
+)
+def test_a_layer_that_clips_its_gradient_sees_that_of_the_mean(float64, reduction, micro_batch_size, regulariser):
+    model = dense(kernel_regularizer=regulariser)
+    model = keras.Sequential([*model.layers[:1], layers.Lambda(clipped), *model.layers[1:]])
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    batch = (random(EXAMPLES, FEATURES), labels(EXAMPLES), WEIGHTS)
+    with tf.GradientTape() as tape:
+        tape.watch(hidden := model.layers[0](batch[0]))
+        value = loss(batch[1], model.layers[2](hidden), batch[2])
+    assert 0.1 < np.mean(np.abs(tape.gradient(value, hidden)) > 0.01) < 0.9
+    assert_equals_large_batch(model, loss, batch, micro_batch_size)
+
+
+def softened(y_true, y_pred):
+    return tf.reduce_mean(tf.math.softplus(y_pred - y_true), -1)
+
+
+@pytest.mark.parametrize("loss", ["mse", "crossentropy", softened, keras.losses.huber])
+def test_a_loss_is_given_as_compile_takes_it(float64, loss):
+    model, (x, y) = dense(), (random(EXAMPLES, FEATURES), one_hot(EXAMPLES))
+    model.add(layers.Softmax())
+    model.compile(loss=loss)
+    with tf.GradientTape() as tape:
+        value = model.compute_loss(x, y, model(x))
+    expected = tape.gradient(value, [variable.value for variable in model.trainable_variables])
+    sums = accumulate_gradients(model, loss, (x, y), 4)
+    assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
+    assert deviation(sums.gradients(), expected) < EXACT
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_any_function_of_a_micro_batch(float64, weighted):
+    """A penalty of a critic's slope, by its weights alone; or the mean over those tokens that count."""
+    critic, x, y = dense(units=1), random(EXAMPLES, FEATURES), random(EXAMPLES, 1)
+
+    def loss(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = critic(x)
+        slope = tf.reduce_sum(tape.gradient(found, x) ** 2, -1)
+        counting = tf.cast(y[:, 0] > 0, slope.dtype)
+        total = tf.reduce_sum(counting * slope)
+        return (total / tf.reduce_sum(counting), tf.reduce_sum(counting)) if weighted else tf.reduce_mean(slope + y**2)
+
+    variables = critic.trainable_variables[:2]
+    with tf.GradientTape() as tape:
+        made = loss(tf.constant(x), tf.constant(y))
+        value = made[0] if weighted else made
+    expected = tape.gradient(value, [variable.value for variable in variables])
+    sums = accumulate_gradients(None, loss, (x, y), 4, variables=variables)
+    assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
+    assert deviation(sums.gradients(), expected) < EXACT
+
+
 class Penalised(layers.Layer):
     """Adds a loss of its inputs, normalised by the batch as `add_loss` is meant to be used."""
 
@@ -328,13 +390,13 @@ def test_every_micro_batch_drops_out_others(float64):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_loss_of_half_precision_is_counted_in_float32(precision, dtype):
-    """5000 ones: a sum in bfloat16 stops at 256, one in float16 at 2048."""
+    """8192 ones: a sum in bfloat16 stops at 256, one in float16 at 2048."""
     precision("float32")
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    ones = tf.ones((5000, 1))
+    ones = tf.ones((8192, 1))
     sums = accumulate_gradients(model, losses.MeanSquaredError(dtype=dtype), (ones, ones), 1000)
     ((total, _, weight),) = sums.losses.values()
-    assert [float(value) for value in (total, weight, sums.examples)] == [5000, 5000, 5000]
+    assert [float(value) for value in (total, weight, sums.examples)] == [8192, 8192, 8192]
     assert float(sums.mean_loss()) == 1
     assert float(sums.gradients()[0][0, 0]) == -2
 
@@ -343,9 +405,9 @@ def test_a_loss_of_half_precision_is_counted_in_float32(precision, dtype):
 def test_sums_are_float32(precision, policy):
     precision(policy)
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False)])
-    ones = tf.ones((600, 1))
+    ones = tf.ones((512, 1))
     sums = accumulate_gradients(model, Outputs(), (ones, ones), 1)
-    # A sum of ones in bfloat16, of 8 bits, stays at 256: the mean would be 256/600.
+    # A sum of ones in bfloat16, of 8 bits, stays at 256: the mean would be 256/512.
     assert {value.dtype for value in tf.nest.flatten(sums)} == {tf.float32}
     assert np.asarray(sums.gradients()).tolist() == [[[1.0]]]
 
@@ -364,10 +426,14 @@ class Outputs(losses.Loss):
         ({"loss": losses.MeanSquaredError(reduction=None)}, "must have a reduction"),
         ({"loss": losses.Dice()}, "must give one value per example"),
         ({"batch": (np.ones((3, 1)), None, np.ones(3))}, "there must be labels for"),
+        ({"batch": lambda: (tf.sparse.from_dense(np.eye(3)), np.ones((3, 1)))}, "must be of dense or ragged tensors"),
+        ({"model": None}, "without a model there must be variables"),
+        ({"model": None, "loss": lambda x, y: x - y, "variables": []}, "loss must return a scalar"),
     ],
 )
 def test_what_cannot_be_accumulated_is_refused(change, message):
     model, loss, batch = line()
+    change = {name: value() if name == "batch" and callable(value) else value for name, value in change.items()}
     with pytest.raises(ValueError) as refused:
         accumulate_gradients(**({"model": model, "loss": loss, "batch": batch, "micro_batch_size": 2} | change))
     assert message in str(refused.value)

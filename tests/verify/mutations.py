@@ -39,8 +39,8 @@ def mean_of_means(patch):
     whole = loss_sums.weighted_sum
 
     def means(*arguments):
-        total, weight, _ = whole(*arguments)
-        return loss_sums.WeightedSum(total / weight, tf.ones_like(weight), None)
+        total, weight, _, examples = whole(*arguments)
+        return loss_sums.WeightedSum(total / weight, tf.ones_like(weight), None, examples)
 
     patch.setattr(loss_sums, "weighted_sum", means)
 
