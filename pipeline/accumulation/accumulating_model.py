@@ -145,7 +145,7 @@ class AccumulatingModel(keras.Model):
             with tf.init_scope():  # variables are made outside of what is traced
                 self.optimizer.build(self.inner.trainable_variables)
                 parts = self.inner, objective, self.optimizer, self.micro_batch_size
-                by = {"same_noise": self.same_noise, "jit_compile": self._micro_steps_by_xla}
+                by: dict[str, Any] = {"same_noise": self.same_noise, "jit_compile": self._micro_steps_by_xla}
                 self._update = Update(*parts, strategy=self._strategy, **by)
         sums = self._update.sums(data)
         self._update.apply(sums.gradients(), sums)

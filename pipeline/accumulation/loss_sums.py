@@ -14,7 +14,7 @@ makes a difference where their backward pass is not linear: to one that clips it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -74,7 +74,7 @@ def micro_batch_losses(
 
 
 def function_losses(
-    function: Callable[..., Any], micro_batch: Nest, totals: BatchTotals
+    function: Any, micro_batch: Nest, totals: BatchTotals
 ) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
     """Return what `micro_batch_losses` does, of a function that returns a mean loss, or one with its weight."""
     made = function(*(part for part in micro_batch if part is not None))
@@ -160,12 +160,17 @@ def weighted_sum(
         elif (per_example := _values_per_example(loss, y_true, outputs)) is not None:
             ahead = tf.cast(totals[0], dtype) * per_example
     if by_weights or masks or isinstance(found, tf.RaggedTensor):
-        weighing = weights if by_weights else mask if masks else tf.ones_like(values)
+        counting = weights if by_weights else mask if masks else tf.ones_like(values)
         if isinstance(found, tf.RaggedTensor):
-            weighing = tf.cast(found, dtype).with_flat_values(tf.broadcast_to(weighing, tf.shape(values)))
-        of_examples = tf.reduce_sum(weighing, list(range(1, weighing.shape.rank)))
-        examples = tf.math.divide_no_nan(tf.square(tf.reduce_sum(of_examples)), tf.reduce_sum(tf.square(of_examples)))
+            counting = tf.cast(found, dtype).with_flat_values(tf.broadcast_to(counting, tf.shape(values)))
+        examples = _effective(counting)
     return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead, examples)
+
+
+def _effective(weights: Any) -> tf.Tensor:
+    """Return (Σ wᵢ)² / Σ wᵢ² over examples, whose weights are sums over all axes but the first; 0 if all are 0."""
+    of_examples = tf.reduce_sum(weights, list(range(1, weights.shape.rank)))
+    return tf.math.divide_no_nan(tf.square(tf.reduce_sum(of_examples)), tf.reduce_sum(tf.square(of_examples)))
 
 
 def nonzero(weight: tf.Tensor) -> tf.Tensor:

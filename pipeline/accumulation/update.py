@@ -96,7 +96,7 @@ def accumulate_gradients(
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
     wide = [] if jit_compile or model is None else wide_layers(model, micro_batch_size)
     held = normalising_layers(model) if hold_statistics else []
-    asked = model.trainable_variables if variables is None else variables
+    asked = model.trainable_variables if variables is None and model is not None else variables or ()
     values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in asked]
 
     def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:

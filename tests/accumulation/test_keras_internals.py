@@ -1,9 +1,10 @@
-"""What pipeline/accumulation/keras_internals.py uses of Keras still is what it was read as."""
+"""What pipeline/accumulation/keras_internals.py uses of Keras and TensorFlow still is what it was read as."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import keras_internals
@@ -85,3 +86,24 @@ def test_adam_keeps_its_moments_by_variable():
         [[1.0] * 2, [1.0] * 2],
         [[2.0] * 3, [4.0] * 3],
     ], WHERE
+
+
+def test_a_rate_that_is_a_function_is_called_once():
+    calls = []
+    optimizer = keras.optimizers.SGD(lambda: calls.append(0) or len(calls))
+    with keras_internals.constant_rate(optimizer) as rate:
+        assert (rate, optimizer.learning_rate, len(calls)) == (1, 1, 1), WHERE
+    assert optimizer.learning_rate == 2, WHERE
+
+
+def test_tensorflow_tells_of_derivatives_and_takes_a_declared_gradient():
+    x = tf.constant(3.0)
+    assert not keras_internals.pack_tangents([x]).tangents, WHERE
+    with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)):
+        assert keras_internals.pack_tangents([x]).tangents, WHERE
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        with keras_internals.stop_recording():
+            y = x * x
+        keras_internals.record_operation("Square", [y], [x], lambda dy: (7 * dy,))
+    assert float(tape.gradient(y, x)) == 7, WHERE

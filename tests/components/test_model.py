@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import OmegaConf
 
-from pipeline.accumulation import batch_dependent_layers, trace_forward
+from pipeline.accumulation import batch_dependent_layers, normalising_layers, trace_forward
 from pipeline.common.errors import ConfigError
 from pipeline.components import model
 from pipeline.dataset import Data
@@ -93,20 +93,31 @@ def frozen() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(trainable=False), layers.Dense(2)])
 
 
+class OwnNorm(layers.BatchNormalization):
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs, training=training, mask=mask)
+
+
+def subclassed() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), OwnNorm(name="own"), layers.BatchNormalization(name="norm")])
+
+
 @pytest.mark.parametrize(
-    ("target", "names"),
+    ("target", "names", "unheld"),
     [
-        (f"{__name__}.own", ["norm"]),
-        (f"{__name__}.spectral", ["counting", "spectral"]),
-        (f"{__name__}.frozen", []),
-        ("pipeline.components.model.mlp", []),
+        (f"{__name__}.own", ["norm"], []),
+        (f"{__name__}.subclassed", ["norm", "own"], ["own"]),
+        (f"{__name__}.spectral", ["counting", "spectral"], ["counting", "spectral"]),
+        (f"{__name__}.frozen", [], []),
+        ("pipeline.components.model.mlp", [], []),
     ],
 )
-def test_layers_that_assign_state_depend_on_the_cut(target, names):
+def test_layers_that_assign_state_depend_on_the_cut(target, names, unheld):
     made = build(target, (4,))
     before = [value.numpy() for value in made.variables]
     seen = trace_forward(made, np.ones((2, 4), np.float32), same_noise=False)
     assert batch_dependent_layers(made, seen) == names
+    assert batch_dependent_layers(made, seen, normalising_layers(made)) == unheld  # the others move once an update
     for value, was in zip(made.variables, before, strict=True):
         np.testing.assert_array_equal(value, was)
 
