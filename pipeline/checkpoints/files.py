@@ -25,12 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import ConfigError, described, first_line, say
+from pipeline.common.recorded import read
 from pipeline.config.sizes import Plan
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.snapshot import State
 
 FORMAT = 1
+_LOOP = {"open": bool, "validation": dict, "stopped_by": (str, type(None)), "best": (dict, type(None))}
+_STATE = {"loop": _LOOP, "stop_training": bool, "recorder": dict, "random": list, "numpy": list}
+META = {"format": int, "update": int, "arrays": [list], "values": {**_STATE, "callbacks": dict, "kinds": dict}}
 BEST = "best"  # the subfolder of the best evaluation's checkpoint
 AUTO_SECONDS = 300.0  # the least time between two checkpoints with `auto`
 STALLS = 100  # the least ratio of that time to the time that a checkpoint stalls training: under 1%
@@ -172,20 +176,20 @@ class _DamagedError(Exception):
 
 def _verified(folder: Path, update: int) -> Checkpoint:
     try:
-        hashes = json.loads((folder / "manifest.json").read_bytes())["sha256"]
+        hashes = read(folder / "manifest.json", {"sha256": {str: str}})["sha256"]
         there = {file.name for file in folder.iterdir()} - {"manifest.json"}
         if there != set(hashes) or "meta.json" not in there:
             raise _DamagedError(f"manifest.json names other files than {', '.join(sorted(there)) or 'none'}")
         for name, expected in hashes.items():
             if _hash(folder / name) != expected:
                 raise _DamagedError(f"{name} is not as manifest.json says")
-        meta = json.loads((folder / "meta.json").read_bytes())
+        meta = read(folder / "meta.json", META)
         if meta["format"] != FORMAT:
             raise ConfigError(f"the checkpoint {folder}", f"must be of format {FORMAT}", meta["format"])
         if meta["update"] != update:
             raise _DamagedError(f"it is of update {meta['update']}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _DamagedError(described(error)) from error
+    except (OSError, ValueError) as error:
+        raise _DamagedError(first_line(error) if isinstance(error, ValueError) else described(error)) from error
     return Checkpoint(folder, update, meta)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoints import files
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import recorded_config
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, refused
+from pipeline.common.recorded import read
 from pipeline.common.secrets import mask, remember
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
@@ -33,6 +33,13 @@ _FREE = (
     *("dataset.data_dir", "dataset.download", "dataset.checksum", "tracking", "trust", "training.resume"),
     *("training.checkpoint_every", "hardware.parallel_jobs", "hardware.gpus_per_job", "hardware.memory"),
 )
+_DATA = {
+    "name": str,
+    "version": str,
+    "examples": {str: int},
+    "files": {str: str},
+    "content": {str: str},
+}  # of DESCRIBED
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,9 @@ class Continuation:
         """Refuse data that differ from those that the run began with."""
         file = self.run_dir / DESCRIBED
         if self.past.described and file.exists():
-            provenance.check_dataset(json.loads(file.read_text(encoding="utf-8")), now, self.run_id)
+            with refused("RUN", f"must have a {DESCRIBED} that can be read", str(self.run_dir)):
+                recorded = read(file, _DATA)
+            provenance.check_dataset(recorded, now, self.run_id)
 
     def check(self, update: Update, plan: Plan) -> None:
         """Refuse a model that the checkpoint does not fit, and a horizon that is already reached."""
@@ -119,7 +128,12 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
     latest = files.newest(run_dir / "checkpoints", most)
     if required and latest is None:
-        raise ConfigError("RUN", "must have a checkpoint: see training.checkpoint_every", str(run_dir))
+        if not (there := files.updates(run_dir / "checkpoints")):
+            raise ConfigError("RUN", "must have a checkpoint: see training.checkpoint_every", str(run_dir))
+        rule = f"must have an intact checkpoint after at most {most} updates, of which {NAME} has the rows"
+        wrong = f" ({past.damage})" if past.damage else ""
+        rule = f"{rule}{wrong}: training.resume=auto trains it from the start"
+        raise ConfigError("RUN", rule, str(run_dir), there)
     return Continuation(run_dir, spec, past, latest, found)
 
 

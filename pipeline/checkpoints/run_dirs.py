@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pipeline.common.errors import ConfigError, first_line
+from pipeline.common import recorded
+from pipeline.common.errors import ConfigError, refused
 from pipeline.config import former_names
 from pipeline.tracking.journal_file import NAME, Past
+
+_GROUPS = ("dataset", "model", "optimizer", "schedule", "scaling", "accumulation", "training", "hardware", "tracking")
+CONFIG = dict.fromkeys(_GROUPS, dict)  # the form of config.yaml
 
 
 def find(start: str, key: str, but: Path | None = None) -> Path:
@@ -55,14 +57,8 @@ def run_dirs(folders: Sequence[str]) -> list[str]:
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     """Return the resolved config that the run in `run_dir` began with; a `ConfigError` says that it cannot be read."""
-    try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no mapping")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        rule = f"must have a config.yaml that can be read ({first_line(error)})"
-        raise ConfigError(key, rule, str(run_dir)) from error
-    return dict(former_names.renamed(config))
+    with refused(key, "must have a config.yaml that can be read", str(run_dir)):
+        return dict(former_names.renamed(recorded.read(run_dir / "config.yaml", CONFIG)))
 
 
 def _same(folder: Path, other: Path | None) -> bool:

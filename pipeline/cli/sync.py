@@ -17,8 +17,8 @@ def sync(arguments: Sequence[str]) -> int:
     parser = Parser(prog="pipeline sync", description=sync.__doc__, allow_abbrev=False)
     parser.add_argument("folders", metavar="RUN_DIR", nargs="*", help="run directories, or folders that contain them")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
-    options = parser.parse_args([text for text in arguments if "=" not in text])
-    overrides = [text for text in arguments if "=" in text]
+    overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
+    options = parser.parse_args([text for text in arguments if text not in overrides])
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
     tracking = compose.composed([*config_dir, *overrides]).tracking
     # Without tracking.uri on the command line, each journal names its store.

@@ -11,18 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import recorded
+
 
 def place(kind: str, key: str) -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "pipeline" / kind / hashlib.sha256(key.encode()).hexdigest()
 
 
-def recall(file: Path) -> dict[str, Any]:
-    """Return the entry in `file`; an empty dict if it cannot be read."""
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+def recall(file: Path, form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry in `file`; an empty dict if it cannot be read, or is not of the `form` that `recorded` takes."""
+    with suppress(OSError, recorded.FormError):
+        return dict(recorded.read(file, form))
     return {}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -98,9 +100,14 @@ def printable(text: str) -> str:
 
 def say(*lines: str, to: TextIO | None = None) -> None:
     """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters."""
-    with suppress(OSError):  # the run is closed even if its terminal is gone
+    stream = to or sys.stderr
+    try:
         for line in lines:
-            print(printable(mask(line)), file=to or sys.stderr, flush=True)
+            print(printable(mask(line)), file=stream, flush=True)
+    except OSError as error:  # the run goes on, and is closed, even if its terminal or the reader of its pipe is gone
+        with suppress(OSError):
+            if error.errno != errno.ENOSPC:  # then nothing fails any more that prints there, also at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import sys
@@ -9,6 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from pipeline.common.errors import say
 
 
 @contextmanager
@@ -19,7 +22,8 @@ def without_chatter() -> Iterator[None]:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
-    kept = os.dup(2)
+    kept, traced = os.dup(2), faulthandler.is_enabled()
+    faulthandler.enable(kept)  # what a crash says is not held back
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
@@ -27,11 +31,12 @@ def without_chatter() -> Iterator[None]:
         finally:
             sys.stderr.flush()
             os.dup2(kept, 2)
+            faulthandler.enable(2) if traced else faulthandler.disable()
             os.close(kept)
             held.seek(0)
             for line in held.read().decode(errors="replace").splitlines():
                 if not re.match(r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl", line):
-                    print(line, file=sys.stderr, flush=True)
+                    say(line)
 
 
 def path_of_processes() -> str:

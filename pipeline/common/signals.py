@@ -6,14 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 GRACE = 30.0  # seconds for the current update to finish before it is interrupted
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR2 was received. Like KeyboardInterrupt, it is not caught by `except Exception`."""
+    """SIGTERM, SIGHUP or SIGUSR2 was received. Like KeyboardInterrupt, it is not caught by `except Exception`."""
 
 
 class Interruption:
@@ -38,11 +38,13 @@ class Interruption:
 
     @contextmanager
     def listening(self) -> Iterator[Interruption]:
-        """Handle Ctrl-C, SIGTERM and SIGUSR2, which Slurm sends before a time limit."""
+        """Handle Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR2, which Slurm sends before a time limit."""
         numbers = []
         if threading.current_thread() is threading.main_thread():  # which alone may handle signals
-            ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as under nohup
-            numbers = [signal.SIGTERM, signal.SIGUSR2, *([] if ignored else [signal.SIGINT])]
+            asked = [
+                each for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN
+            ]  # nohup
+            numbers = [signal.SIGTERM, signal.SIGUSR2, *asked]
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield self
@@ -51,11 +53,15 @@ class Interruption:
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:  # a shell whose terminal is closed repeats it
+            signal.signal(number, signal.SIG_IGN)
+            number = signal.SIGTERM
         error = KeyboardInterrupt() if number == signal.SIGINT else Terminated(signal.Signals(number).name)
         if not self._patient or self._asked is not None:
             raise error
         self._asked = error
-        os.write(2, b"finishing this update; once more ends it at once\n")  # `print` may be what was interrupted
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, b"finishing this update; once more ends it at once\n")  # `print` may be what was interrupted
         timer = threading.Timer(GRACE, lambda: os.kill(os.getpid(), number) if self._patient else None)
         timer.daemon = True
         timer.start()

@@ -111,7 +111,7 @@ class TrackingConfig(_SetOnce):
     sweep: str | None = None  # set by a sweep for its jobs: the run ID of the parent run
     job: str | None = None  # set by a sweep for its jobs: the job's name
     confined: bool = False  # set by `--again`: artifacts must lie with the store, or where `trust.allow` permits
-    patience: float = 60.0  # seconds to wait for the store, at the start and at the end of a run
+    patience: float = 60.0  # seconds to wait for an answer of the store, at the start and at the end of a run
     when_unreachable: Unreachable = Unreachable.refuse  # what to do if the store does not answer at the start
 
 

@@ -137,6 +137,9 @@ def check_settings(config: DictConfig) -> None:
     uri = config.tracking.uri
     if uri.partition(":")[0].lower().split("+")[0] not in SCHEMES:
         raise ConfigError("tracking.uri", "must be an MLflow tracking URI of a known scheme", uri, SCHEMES)
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    if uri.startswith("sqlite") and (path.startswith(("sqlite", ":", "file:")) or path.endswith("/") or not path):
+        raise ConfigError("tracking.uri", "must name a file: sqlite:///PATH", uri)
     for path in config.tracking.code or ():
         if not Path(path).exists():
             raise ConfigError("tracking.code", "must list files and folders that exist, or be null", path)

@@ -37,6 +37,7 @@ SLOWER = 0.9  # of the best speed, twice in a row: smaller ones are not timed
 SILENCE = 5.0  # seconds of waiting for another process until a line says so
 COLUMNS = ("micro_batch_size", "factor", "fits", "peak_memory_bytes", "update_seconds", "examples_per_second", "why")
 TABLE = "micro_batch_sizes.json"
+_ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}  # of the cache
 TAG = "micro_batch_size.found"
 
 Trial = Callable[[int, bool], dict[str, Any]]  # of a micro-batch size, and whether its updates are timed
@@ -62,8 +63,9 @@ def search(spec: RunSpec) -> Found:
     budget = {"resident": resident, "address_space": memory_budget.address_space()}
     file = disk_cache.place("micro_batch_size", json.dumps(_identity(spec, budget), sort_keys=True))
     with _locked(file):
-        entry = disk_cache.recall(file)
-        if entry:
+        entry = disk_cache.recall(file, _ENTRY)
+        rows = all(len(row) == len(COLUMNS) for row in entry.get("tries", ()))
+        if rows and 1 <= entry.get("micro_batch_size", 0) <= spec.batching.share:
             say(f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})")
         else:
             disk_cache.remember(file, entry := _found(spec, budget))

@@ -71,7 +71,7 @@ def run(
         if spec.workers is not None and not spec.workers.is_chief:
             worker.run(spec)
             return "", math.inf
-        with Chief(spec.workers) as workers, ExitStack() as undo:  # a run that is refused leaves no trace
+        with Chief(spec.workers) as workers, ExitStack() as undo, _exits_as_failures():  # a refused run leaves no trace
             before = resume_rules.of(run_dir, spec, required=resume)
             if before is not None:
                 if before.finished:
@@ -112,6 +112,15 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
             if chief.tell_workers(composed.hardware.workers, error):
                 raise SystemExit(2) from None
         raise
+
+
+@contextmanager
+def _exits_as_failures() -> Iterator[None]:
+    """Turn an exit of the user's code into a failure: its status, which may be 0, is not that of the run."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"code of the run has called exit({error.code!r})") from error
 
 
 def _finished(before: Continuation, workers: Chief) -> float:

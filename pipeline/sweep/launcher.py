@@ -26,7 +26,7 @@ from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import mlflow_view, parent_run
 from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
-GRACE = 60.0  # seconds that an interrupted job has to close its run before it is killed; `parent_run.PATIENCE` is more
+GRACE = 60.0  # seconds that an interrupted job has to close its run, beside its patience with the store
 
 
 @dataclass
@@ -171,8 +171,8 @@ class SweepLauncher(Launcher):
         slot.job = None
 
     def _stop(self, slots: Sequence[Slot]) -> None:
-        """Interrupt all running jobs, so that each closes its run as KILLED; kill them after `GRACE` seconds."""
-        until = time.monotonic() + GRACE
+        """Interrupt all running jobs, so that each closes its run as KILLED; kill late ones."""
+        until = time.monotonic() + GRACE + self.config.tracking.patience
         while running := [slot.job for slot in slots if slot.job]:
             try:
                 self._ask_to_end(running, late=time.monotonic() > until)

@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ class LocalLauncher(SweepLauncher):
         sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in call.overrides)
         methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
         log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
-        return LocalJob(call, gpus, log, self.timeout_min, methods)
+        return LocalJob(call, gpus, log, self.timeout_min, methods, self.config.tracking.patience)
 
     def _ask_to_end(self, running: Sequence[LocalJob], late: bool) -> None:
         for job in running:
@@ -81,15 +82,16 @@ class LocalLauncher(SweepLauncher):
 
 
 class LocalJob:
-    """A job in a process of its own, for at most `limit` minutes; a start method that fails leaves `methods`."""
+    """A job in a process of its own, with a `limit` in minutes; a start method that fails leaves `methods`."""
 
-    def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str]):
+    def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str], patience: float = 0):
         self.deadline = float("inf")  # in seconds of the monotonic clock
         self._call, self._gpus, self._log, self._limit, self._methods = call, gpus, log, limit, methods
         self._ours, self._theirs = multiprocessing.Pipe()
         self._process: Any = None  # has a `pid` once it has started
         self._ending: Ending | None = None
         self._overdue = self._asked = False
+        self._grace = GRACE + patience
 
     def start(self) -> None:
         """Start the process, then send it the job; if interrupted in between, the process ends by itself."""
@@ -131,7 +133,7 @@ class LocalJob:
         if status is None or (status == LOST and not self._ours.closed):
             if time.monotonic() > self.deadline:
                 self.end(late=self._overdue)
-                self._overdue, self.deadline = True, time.monotonic() + GRACE
+                self._overdue, self.deadline = True, time.monotonic() + self._grace
             return None
         self._ours.close()
         if self._ending is not None:
@@ -167,6 +169,7 @@ def _main(
         call = parent.recv_bytes()
     except EOFError:
         return
+    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before TensorFlow looks for GPUs
     gpus_of_machine.lock(gpus)
     try:
@@ -182,3 +185,10 @@ def _main(
         atexit._run_exitfuncs()  # a forked process does not call them
     with contextlib.suppress(OSError):  # the sweep was killed
         parent.send(ending)
+
+
+def _end_with(sweep: connection.Connection) -> None:
+    """End this job, as SIGTERM does, when the sweep is gone, whose process alone has the other end of the pipe."""
+    with contextlib.suppress(OSError):
+        sweep.poll(None)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -30,7 +30,7 @@ ALIVE = "sweep.alive"  # tag of the parent: time of the last heartbeat, in ms si
 # Metrics that show that a job is alive. System metrics come every few seconds, also where an update takes minutes.
 SIGNS = ("train/loss", "system/cpu_utilization_percentage")
 HEARTBEAT, GONE = 20.0, 120.0  # seconds between two heartbeats; seconds of silence after which a process is gone
-PATIENCE = 75.0  # seconds that a job's shipper has to close the run after the job ended: more than `launcher.GRACE`
+GRACE = 15.0  # seconds that a job's shipper has to close the run after the job ended, beside its patience
 
 
 @dataclass
@@ -45,6 +45,7 @@ class ParentRun(SweepRecord):
     lost: dict[str, str] = field(default_factory=dict)  # why a job returned no loss, by its name
     ended: dict[str, float] = field(default_factory=dict)  # when a job's process ended, in seconds of a monotonic clock
     folder: str = ""  # of the sweep
+    patience: float = 60.0  # of a job's shipper with the store, in seconds
     closed: threading.Event = field(default_factory=threading.Event)  # stops the heartbeats
     note: TextIO | None = None  # open and locked file in `folder`, see `left_open`
 
@@ -106,7 +107,7 @@ class ParentRun(SweepRecord):
             if not running:
                 return children
             for name in running:
-                if time.monotonic() > self.ended[name] + PATIENCE:
+                if time.monotonic() > self.ended[name] + GRACE + self.patience:
                     _close_lost(self.client(), children[name])
             time.sleep(0.5)
 
@@ -125,7 +126,7 @@ def begin(config: DictConfig, names: Collection[str], varied: Sequence[str]) -> 
     beat(sweep.client(), sweep.run_id, sweep.closed)
     # For `left_open`; the lock is held until this process ends.
     note = {"store": mask(absolute(sweep.uri)), "run_id": sweep.run_id, "experiment_id": sweep.experiment_id}
-    sweep.folder = str(config.hydra.sweep.dir)
+    sweep.folder, sweep.patience = str(config.hydra.sweep.dir), config.tracking.patience
     Path(sweep.folder).mkdir(parents=True, exist_ok=True)
     sweep.note = (Path(sweep.folder) / NOTE).open("w", encoding="utf-8")
     lock(sweep.note.fileno(), WRITER)

@@ -44,6 +44,7 @@ RETRY = 5.0  # seconds between two attempts to reach a store that is waited for
 AWAY = "must be a store that answers ({})"
 NO_ANSWER = "no answer within {:.0f} s"
 LIVES = 3  # failures that are survived before the run exists: shippers that die, stores that go away
+LAG = 20_000  # points that wait to be shipped before the user is told: some seconds of work for a store
 
 
 class ShipperProcess:
@@ -110,7 +111,7 @@ class Journal:
     Args:
         uri: an MLflow tracking URI.
         experiment: of the run; created with the run if it does not exist.
-        patience: seconds to wait for the store, at the start and at the end of the run.
+        patience: seconds to wait for an answer of the store, at the start and at the end of the run.
         when_unreachable: at the start: `refuse` the run, `wait`, or train `offline`.
     """
 
@@ -119,7 +120,7 @@ class Journal:
     def __init__(self, uri: str, experiment: str, *, patience: float = 60.0, when_unreachable: str = "refuse"):
         self.uri, self.experiment, self.patience = uri, experiment, patience
         self._when_unreachable = when_unreachable
-        self._offline, self._lives = False, LIVES
+        self._offline, self._lives, self._lag = False, LIVES, LAG
         self._path = Path()
         self._checked = time.monotonic()
         self.shipper = self._open()
@@ -165,17 +166,21 @@ class Journal:
         self._writer.write(line)
         if time.monotonic() - self._checked > REVIVE:
             self._revive()
+            told = [answer.get("left", 0) for answer in iter(lambda: self.shipper.answer(0), None)]
+            if told and min(told) > self._lag:  # since the last look: it does not catch up
+                say(f"the store is slower than the run: about {min(told):,} points wait in {self._path}")
+                self._lag = 2 * min(told)
 
     def close(self, status: str) -> str | None:
         """End the run and wait for the shipper; return why something was not shipped, or None if everything was."""
         with contextlib.suppress(OSError):  # what the disk does not take is handed to the shipper
             self._writer.write({"end": status})
-        until = time.monotonic() + self.patience
+        self._deadline = time.monotonic() + self.patience
         why: str | None = "the store was not asked"
         try:
-            while not self._offline and why is not None and time.monotonic() < until:
+            while not self._offline and why is not None and time.monotonic() < self._deadline:
                 self._revive()
-                why = self._finish(until)
+                why = self._finish()
                 time.sleep(0 if why is None else 1)
         finally:  # also after an interruption
             self.abandon()
@@ -184,7 +189,7 @@ class Journal:
         return why
 
     def reaches_store(self, run_id: str) -> bool:
-        """Return whether the store answers within the patience; the time it takes is deducted from that of `close`."""
+        """Return whether the store answers within the patience; if it does not, `close` waits for that much less."""
         from mlflow.tracking import MlflowClient
 
         reached = threading.Event()
@@ -199,7 +204,8 @@ class Journal:
         try:
             asking.join(self.patience)
         finally:
-            self.patience = max(min(self.patience, 1.0), self.patience - (time.monotonic() - began))
+            if not reached.is_set():
+                self.patience = max(min(self.patience, 1.0), self.patience - (time.monotonic() - began))
         return reached.is_set()
 
     def abandon(self) -> None:
@@ -250,13 +256,27 @@ class Journal:
         self.shipper = self._open()
         return True
 
-    def _answer(self) -> dict[str, Any]:
-        """Return the shipper's next answer; tell the user if the store is silent for long."""
-        answer = self.shipper.answer(min(SILENCE, self.patience))
-        if answer is None:
-            say(f"waiting for the store {mask(self.uri)}")
-            answer = self.shipper.answer(max(0.0, self.patience - SILENCE))
-        return {"error": NO_ANSWER.format(self.patience)} if answer is None else answer
+    def _answer(self, *, anew: bool = True) -> dict[str, Any]:
+        """Return the shipper's next answer; an error if the store makes no progress within the patience.
+
+        The patience begins `anew`, or goes on. The user is told of progress, and of a store that is silent for long.
+        """
+        why, told, silent = "", time.monotonic(), NO_ANSWER.format(self.patience)
+        self._deadline = told + self.patience if anew else self._deadline
+        while (seconds := self._deadline - time.monotonic()) > 0:
+            answer = self.shipper.answer(min(seconds, SILENCE))
+            if answer is None or "failing" in answer:
+                if not why:
+                    say(f"waiting for the store {mask(self.uri)}, {seconds:.0f} s at most")
+                why = answer["failing"] if answer else why or silent
+            elif "left" in answer:
+                self._deadline, why = time.monotonic() + self.patience, ""
+                if time.monotonic() > told + SILENCE:
+                    say(f"still shipping: about {answer['left']:,} points left")
+                    told = time.monotonic()
+            else:
+                return answer
+        return {"error": why or silent}
 
     def _revive(self) -> None:
         """Replace a shipper that died: the new one compares the store with the journal."""
@@ -266,19 +286,13 @@ class Journal:
             self.shipper = self._open()
             self.shipper.send({"ship": str(self._path), "may_exist": True})
 
-    def _finish(self, until: float) -> str | None:
+    def _finish(self) -> str | None:
         """Tell the shipper that the run has ended; return why it did not ship everything, or None."""
-        shipper, why, silent = self.shipper, "", NO_ANSWER.format(self.patience)
-        shipper.send({"unwritten": self._writer.unwritten()})
-        shipper.close()
-        while (left := until - time.monotonic()) > 0:
-            answer = shipper.answer(min(left, SILENCE)) or {}
+        self.shipper.send({"unwritten": self._writer.unwritten()})
+        self.shipper.close()
+        while "error" not in (answer := self._answer(anew=False)):
             if "shipped" in answer:
                 return None
-            if "error" in answer:
-                shipper.process.wait()
-                return str(answer["error"])
-            if not why:
-                say(f"waiting for the store {mask(self.uri)}, {left:.0f} s at most")
-            why = answer.get("failing") or why or silent
-        return why or silent
+        if time.monotonic() < self._deadline:  # it has said why, and ends
+            self.shipper.process.wait()
+        return str(answer["error"])

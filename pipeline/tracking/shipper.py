@@ -4,8 +4,9 @@ It reads commands from standard input and answers each with one line of JSON:
     {"open": URI, "experiment": …, "places": …, "patience": s}  →  {}
     {"ship": path of the journal, "may_exist": whether the run may exist}  →  {"run_id", "experiment_id"}
     {"unwritten": lines that are in no file}  →  nothing
-It follows the journal until standard input ends, ships the rest and answers with {"shipped": points}; each try that
-fails meanwhile is answered with {"failing": in one line}, and a failure for good with {"error": in one line}.
+It follows the journal until standard input ends, ships the rest and answers with {"shipped": points}. Meanwhile it says
+{"left": about how many points} after each request, {"failing": in one line} after each try that fails, and {"error": in
+one line} after a failure for good.
 """
 
 import gc
@@ -49,7 +50,12 @@ def _serve(opening: dict[str, Any]) -> None:
         if command is None:
             return
         # A shipper that an earlier trainer left behind ships its lines first.
-        uploader = Uploader(store, Path(command["ship"]), may_exist=command["may_exist"], seconds=2 * patience)
+        given = {
+            "may_exist": command["may_exist"],
+            "seconds": 2 * patience,
+            "tell": lambda left: _answer({"left": left}),
+        }
+        uploader = Uploader(store, Path(command["ship"]), **given)
         _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
         gc.freeze()  # nothing that is loaded by now is garbage: collecting it repeatedly doubled the cost of a batch
         _follow(uploader)
@@ -79,8 +85,9 @@ def _follow(uploader: Uploader) -> None:
             failing = False
         except StoreGoneError:  # another process opens what is there now
             raise
-        except Exception:
+        except Exception as error:
             failing = True
+            _answer({"left": uploader.left(), "failing": first_line(error)})
 
 
 def _command() -> dict[str, Any] | None:

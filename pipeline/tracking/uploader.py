@@ -31,6 +31,7 @@ UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store,
 FORKS = "forks"  # tag: the runs that began with a checkpoint of this one
 MOST_FORKS = 140  # that are named: MLflow takes 5000 characters
 NOT_SHIPPED = "not_shipped"  # tag: what the store did not take, or could not be read
+Tell = Callable[[int], object]  # takes about how many points the store does not have yet
 
 
 class StoreGoneError(OSError):
@@ -40,19 +41,19 @@ class StoreGoneError(OSError):
 class Uploader:
     """Ships the lines of one journal, in order, to its run with the IDs `run_id` and `experiment_id`.
 
-    Another process may have created the run if it `may_exist`; it gets some `seconds` to end.
+    Another process may have created the run if it `may_exist`; it gets some `seconds` to end. Each answer calls `tell`.
 
     Raises:
         ConfigError: the run is deleted, another process ships this journal, or its artifacts lie where they must not.
     """
 
-    def __init__(self, store: Store, path: Path, *, may_exist: bool, seconds: float = 0.0):
-        self._store, self._folder = store, path.parent
+    def __init__(self, store: Store, path: Path, *, may_exist: bool, seconds: float = 0.0, tell: Tell = lambda _: None):
+        self._store, self._folder, self._tell = store, path.parent, tell
         self._points: list[Metric] = []
         self._lines: list[dict[str, Any]] = []  # other than metrics, shipped after the metrics before them
         self._stored: dict[str, bytearray] = {}  # metric → 1 at each step that the store has
         self._at_once = AT_ONCE
-        self._last_step = self._segment = self._tries = 0
+        self._last_step = self._segment = self._tries = self._points_read = 0
         self.sent = 0  # number of points that the store did not have
         self.status: str | None = None  # of the run by the lines read so far; None while it goes on
         self.damage = ""  # why the journal cannot be read further; empty if it can
@@ -89,6 +90,11 @@ class Uploader:
                 self._add({"tags": {UNWRITTEN: str(self._segment)}})
             self._add(line)
 
+    def left(self) -> int:
+        """Return about how many points the store does not have; those in bytes not yet read are estimated."""
+        unread = os.fstat(self._descriptor).st_size - self._reader.offset
+        return len(self._points) + unread * self._points_read // self._reader.offset
+
     def sample(self) -> None:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
         if self._system is not None:
@@ -107,6 +113,7 @@ class Uploader:
             self._at_once = AT_ONCE
             del self._points[: len(batch)]
             self.sent += len(batch)
+            self._tell(self.left())
         while self._lines:
             line = self._lines[0]
             try:
@@ -118,21 +125,25 @@ class Uploader:
                 self._note(f"{next(iter(line))}: {first_line(error)}")
             self._tries = 0
             del self._lines[0]
+            self._tell(self.left())
 
     def finish(self, patience: float, report: Callable[[Exception], object] = lambda error: None) -> None:
         """Ship the rest of a journal that no trainer writes any more.
 
-        The store may fail for `patience` seconds before its error is raised; each error before that is reported.
+        The store may fail for `patience` seconds on end before its error is raised; each error before that is reported.
         """
         more = True
         while more:
             more = self.read(ended=True)
             until = time.monotonic() + patience
             while True:
+                before = self.sent, len(self._lines)
                 try:
                     self.ship()
                     break
                 except Exception as error:
+                    if before != (self.sent, len(self._lines)):  # it answers now and then
+                        until = time.monotonic() + patience
                     if isinstance(error, StoreGoneError) or time.monotonic() > until:
                         raise
                     report(error)
@@ -170,6 +181,7 @@ class Uploader:
             self._stored[key] = bytearray(max(steps) + 1)
             for step in steps:
                 self._stored[key][step] = 1
+            self._tell(self.left())
         self._samples = max((len(steps) for key, steps in self._stored.items() if key.startswith("system/")), default=0)
 
     def _found(self, journal: str) -> Any:
@@ -199,6 +211,7 @@ class Uploader:
         if "metrics" in line:
             step = line["step"]
             self._last_step = max(step, self._last_step)
+            self._points_read += len(line["metrics"])
             for key, value in line["metrics"].items():
                 steps = self._stored.get(key, b"")
                 if step >= len(steps) or not steps[step]:
@@ -250,6 +263,8 @@ class Uploader:
             self.client.update_run(self.run_id, "RUNNING")
         if "end" in line and line is self._lines[-1]:  # the run was not resumed afterwards
             self.client.set_terminated(self.run_id, line["end"], line["time"])
+            if (found := self._store.status(self.run_id)) != line["end"]:
+                raise OSError(f"the store has the run as {found} when it is read again, and not as {line['end']}")
 
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])

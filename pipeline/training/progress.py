@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
+
+from pipeline.common.errors import say
 
 SECONDS = 5.0  # between two plain lines
 
@@ -26,11 +29,12 @@ class Progress:
         if self._silent:
             return
         rate = f"{examples_per_second:,.0f} examples/s"
-        if self._on_terminal and self._bar is None:
-            self._bar = tqdm(total=self.updates, initial=self.done, unit="update", file=sys.stderr)
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}", refresh=False)
-            self._bar.update(update - self._bar.n)
+        if self._on_terminal:
+            with suppress(OSError):  # it may be closed
+                self._bar = self._bar or tqdm(total=self.updates, initial=self.done, unit="update", file=sys.stderr)
+                shown = f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}"
+                self._bar.set_postfix_str(shown, refresh=False)
+                self._bar.update(update - self._bar.n)
             return
         now = time.monotonic()
         if now - self._shown < SECONDS and update < self.updates:
@@ -38,14 +42,14 @@ class Progress:
         self._shown = now
         left = (now - self._begun) / (update - self.done) * (self.updates - update)
         values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
-        print(f"update {update}/{self.updates}  {values}  {left:.0f} s left", file=sys.stderr)
+        say(f"update {update}/{self.updates}  {values}  {left:.0f} s left")
 
     def tested(self, update: int, results: Mapping[str, float]) -> None:
         """Show the results of the test split."""
         if self._silent:
             return
         self.close()
-        print(f"update {update}/{self.updates}  {_named('test', results)}", file=sys.stderr)
+        say(f"update {update}/{self.updates}  {_named('test', results)}")
 
     def validated(self, update: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
@@ -53,15 +57,17 @@ class Progress:
             return
         values = _named("val", results)
         if self._bar is not None:
-            self._bar.write(f"update {update}  {values}", file=sys.stderr)
+            with suppress(OSError):
+                self._bar.write(f"update {update}  {values}", file=sys.stderr)
         elif update == self.updates or time.monotonic() - self._validated >= SECONDS:
             self._validated = time.monotonic()
-            print(f"update {update}/{self.updates}  {values}", file=sys.stderr)
+            say(f"update {update}/{self.updates}  {values}")
 
     def close(self) -> None:
         """End the bar's line."""
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
 
 
 def _named(split: str, results: Mapping[str, float]) -> str:

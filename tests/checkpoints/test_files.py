@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -465,13 +467,20 @@ def test_a_checkpoint_of_another_model_is_refused(case, arguments, message, stra
 # From here on the folders alone: what is written, and what becomes of it.
 
 
+VALUES: dict[str, Any] = {  # what every checkpoint has
+    "loop": {"open": False, "validation": {}, "stopped_by": None, "best": None},
+    "stop_training": False,
+    **{"recorder": {}, "random": [], "numpy": [], "callbacks": {}, "kinds": {}},
+}
+
+
 def small(update: int) -> State:
     arrays = {
         "a": np.full((40, 3), update, np.float32),
         "b": np.array(update),
         "c": tf.cast([1.5], tf.bfloat16).numpy(),
     }
-    return State(arrays, {"of": update, "nothing": None, "third": 1 / 3})
+    return State(arrays, {**VALUES, "of": update, "nothing": None, "third": 1 / 3})
 
 
 def saved(folder: Path, *updates: int, keep=2) -> Checkpoints:
@@ -578,6 +587,18 @@ def test_one_of_another_format_or_that_is_not_there_is_refused(tmp_path):
             find()
 
 
+@pytest.mark.parametrize("lost", ["values", "arrays", "loop", "stopped_by"])
+def test_one_that_lacks_something_is_said_and_not_used(tmp_path, capsys, lost):
+    """Though its hashes are right."""
+    saved(tmp_path, 1, 2)
+    meta, manifest = tmp_path / "2" / "meta.json", tmp_path / "2" / "manifest.json"
+    before = checkpoint._hash(meta)
+    meta.write_text(meta.read_text().replace(f'"{lost}"', '"found"'))
+    manifest.write_text(manifest.read_text().replace(before, checkpoint._hash(meta)))
+    assert checkpoint.newest(tmp_path).update == 1
+    assert re.search(rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("call", ["fsync", "rename", "write", "read"])
 def test_what_cannot_be_written_is_said_and_leaves_nothing(call, tmp_path, capsys, monkeypatch):
     saved(tmp_path, 1)
@@ -617,14 +638,14 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
     may_write, variable, write = threading.Event(), tf.Variable([1.0]), State.write
     monkeypatch.setattr(State, "write", lambda self, folder: may_write.wait(60) and write(self, folder))
     with Checkpoints(tmp_path, "auto", PLAN) as checkpoints:
-        checkpoints.save(1, lambda: State({"v": variable.numpy()}, {}))
+        checkpoints.save(1, lambda: State({"v": variable.numpy()}, VALUES))
         variable.assign([2.0])
         assert "1" not in names(tmp_path)
         monkeypatch.setattr(checkpoint, "AUTO_SECONDS", 0)
         checkpoints._next = 0
         assert not checkpoints.due(2)  # while one is written
         threading.Timer(0.1, may_write.set).start()
-        checkpoints.save(2, lambda: State({"v": variable.numpy()}, {}))
+        checkpoints.save(2, lambda: State({"v": variable.numpy()}, VALUES))
         assert names(tmp_path)[-1] == "1"
     for update in (1, 2):
         found = checkpoint.at(tmp_path, update)

@@ -6,10 +6,14 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pipeline.checkpoints import files, snapshot
+from pipeline.checkpoints import files, run_dirs, snapshot
+from pipeline.checkpoints.resume_rules import Continuation
+from pipeline.common.errors import ConfigError
+from pipeline.tracking import journal_file
 from tests.running import Store, one_process, pipeline
 
 MINE = """
@@ -212,6 +216,9 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
     shutil.copytree(undisturbed / "run", folder / "done")
     shutil.copytree(folder / "run", folder / "old")
     (folder / "old" / "journal.jsonl").write_text('{"time":1,"start":{"experiment":"e"}}\n')
+    shutil.copytree(undisturbed / "run", folder / "torn")
+    torn = (folder / "torn" / "journal.jsonl").read_text()
+    (folder / "torn" / "journal.jsonl").write_text(torn.replace('"step":3,', '"step":4,', 1))
     shutil.copytree(folder / "run", folder / "other")
     expected = {
         "resume nowhere": "RUN must be one run directory, or the start of the ID of one run whose directory lies below "
@@ -229,6 +236,8 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
         "resume run training.updates=5": "training must have a horizon beyond the ",
         "resume": "arguments must be as pipeline resume --help says (the following arguments are required: RUN).",
         "resume none training.updates=50": "RUN must have a checkpoint: see training.checkpoint_every.",
+        "resume torn": "RUN must have an intact checkpoint after at most 2 updates, of which journal.jsonl has the "
+        "rows (line ",
         "resume done": "RUN has finished: a longer horizon goes on with it, and pipeline sync ships what its store "
         "lacks.",
         "resume old": "RUN must have a journal of format 1 (it is of a version before this one).",
@@ -241,3 +250,51 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
         assert answer["status"] == 2, (line, answer)
         assert answer["err"].splitlines()[-1].startswith(f"pipeline: {rule}"), (line, answer["err"])
         assert [path for path in answer["changed"] if not path.startswith("mlruns")] == [], line
+
+
+GROUPS = "".join(f"{key}: {{}}\n" for key in run_dirs.CONFIG)
+CONFIGS = {  # what stands in config.yaml, and what is said of it
+    "empty": ("{}\n", "line 1: dataset is missing"),
+    "cut": ("dataset: {}\nmodel: [\n", "line 3: expected the node content, but found '<stream end>'"),
+    "endless": ("dataset: &a\n  b: *a\n", "line 2: an alias is not expected"),
+    "number": (GROUPS.replace("tracking: {}", "tracking: 5"), "line 9: tracking must be a mapping, and is an integer"),
+    "binary": (b"dataset: {}\n\xff\n", "line 2: 'utf-8' codec can't decode byte 0xff in position 12"),
+    "signs": (b"dataset: {}\n\x00\n", "line 2: unacceptable character #x0000"),
+}
+
+
+def test_a_damaged_config_is_refused_by_its_line(tmp_path):
+    for name, (text, _) in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        writer = journal_file.create(tmp_path / name / journal_file.NAME)
+        writer.write({"start": {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}})
+        writer.close()
+        (tmp_path / name / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    answers = one_process({name: f"resume {name}" for name in CONFIGS}, tmp_path)
+    for name, (_, said) in CONFIGS.items():
+        rule = f"pipeline: RUN must have a config.yaml that can be read (config.yaml, {said}"
+        assert answers[name]["status"] == 2, answers[name]
+        assert answers[name]["err"].splitlines()[-1].startswith(rule), answers[name]["err"]
+        assert answers[name]["changed"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "line 1: Expecting property name enclosed in double quotes"),
+        ("[]", "line 1: all of it must be a mapping, and is a list"),
+        ('{"name": "a", "version": "1", "examples": {},\n "files":\n 5}', "line 2: files must be a mapping, and is an"),
+        (
+            '{"name": "a", "version": "1",\n "examples": {"train": null}}',
+            "line 2: train must be an integer, and is null",
+        ),
+        ("[" * 100_000, "line 1: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_damaged_record_of_the_data_is_refused_by_its_line(tmp_path, text, said):
+    (tmp_path / journal_file.DESCRIBED).write_text(text)
+    past = SimpleNamespace(described=True, run={})
+    with pytest.raises(
+        ConfigError, match=re.escape(f"must have a dataset.json that can be read (dataset.json, {said}")
+    ):
+        Continuation(tmp_path, None, past, None).check_dataset({})

@@ -201,6 +201,7 @@ CONFIG = {
     ),
     "train tracking.uri=mlruns": "tracking.uri must be an MLflow tracking URI of a known scheme. "
     "Received: 'mlruns'. Choices: sqlite, http, https, postgresql, mysql, mssql.",
+    "train tracking.uri=sqlite:///:memory:": "tracking.uri must name a file: sqlite:///PATH. Received: 'sqlite:…",
     "train tracking.uri=ftp://me:secret@host/": "tracking.uri must be … Received: 'ftp://***@host/'. Choices: …",
     "train tracking.experiment=''": "tracking.experiment must be a name of 1 to 250 characters. Received: ''.",
     # interpolations, and Hydra's own grammar and options
@@ -682,13 +683,20 @@ def test_the_whole_traceback_comes_before_the_line_where_it_is_asked_for(folder)
     assert full.stderr.endswith(f"\npipeline: {line}\n")
 
 
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        ("UnicodeError('late')", "UnicodeError: late"),
+        ("SystemExit(0)", "RuntimeError: code of the run has called exit(0)"),
+    ],
+)
 @pytest.mark.slow
-def test_an_error_of_the_users_own_code_while_running_is_no_config_error(folder, tmp_path):
+def test_an_error_of_the_users_own_code_while_running_is_no_config_error(tmp_path, raised, line):
     (tmp_path / "late.py").write_text(
         "import keras\n"
         "class Late(keras.callbacks.Callback):\n"
         "    def on_train_batch_end(self, batch, logs=None):\n"
-        "        raise UnicodeDecodeError('utf-8', b'x', 0, 1, 'late')\n"
+        f"        raise {raised}\n"
     )
     done = pipeline(
         *("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false"),
@@ -696,8 +704,9 @@ def test_an_error_of_the_users_own_code_while_running_is_no_config_error(folder,
         cwd=tmp_path,
         status=1,
     )
-    last, file = re.fullmatch(r"(pipeline: .*) \(traceback in (.+)\)", done.stderr.splitlines()[-1]).groups()
-    assert last == "pipeline: UnicodeDecodeError: 'utf-8' codec can't decode byte 0x78 in position 0: late"
+    last, file = re.fullmatch(r"pipeline: (.*) \(traceback in (.+)\)", done.stderr.splitlines()[-1]).groups()
+    assert last == line
+    assert Store(tmp_path).run().info.status == "FAILED"
     assert "Traceback" not in done.stderr
     assert Path(file).parent == next((tmp_path / "outputs").glob("*/*"))
     assert "on_train_batch_end" in Path(file).read_text()

@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 from omegaconf import OmegaConf
 
-from pipeline.common import memory_budget
+from pipeline.common import disk_cache, memory_budget
 from pipeline.dataset import Data, longest_batch
 from pipeline.run import batch_size_search
 from tests.running import Store, environment, one_process, pipeline, start, wait
@@ -336,3 +336,31 @@ def test_under_a_limit_of_the_address_space_it_is_what_an_exhaustive_search_find
     sizes = sorted({-(-256 // factor) for factor in range(1, 257)})
     # One step is one of two: the margin of a tenth is up to 35 examples of the 8.6 MB that one takes.
     assert not run(next(size for size in sizes if size > 2 * found))
+
+
+ENTRY = {"micro_batch_size": 8, "how": "the largest", "tries": [[8, 8, True, 1, None, None, ""]]}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *({key: value for key, value in ENTRY.items() if key != lost} for lost in ENTRY),
+        *(ENTRY | {"micro_batch_size": size} for size in (-5, 0, 10**9, None, "8")),
+        ENTRY | {"tries": [[8]]},
+        ENTRY | {"tries": None},
+        [],
+    ],
+    ids=str,
+)
+def test_a_bad_entry_of_the_cache_counts_as_none(tmp_path, monkeypatch, entry):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(batch_size_search, "_identity", lambda *_: {})
+    monkeypatch.setattr(batch_size_search, "_found", lambda *_: ENTRY)
+    spec = SimpleNamespace(
+        config=SimpleNamespace(hardware=SimpleNamespace(memory=None)),
+        workers_on_machine=1,
+        batching=SimpleNamespace(share=64),
+        with_micro_batch=lambda size: size,
+    )
+    disk_cache.remember(disk_cache.place("micro_batch_size", "{}"), entry)
+    assert batch_size_search.search(spec).spec == 8

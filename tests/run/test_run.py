@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 import yaml
 
+from pipeline.common.signals import Interruption, Terminated
+from pipeline.config import compose
+from pipeline.run import run
 from tests.running import Store, pipeline, start
 
 QUIET = ("tracking.log_model=false", "tracking.system_metrics=false")
@@ -205,6 +209,7 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     [
         (signal.SIGINT, "KILLED", 130),
         pytest.param(signal.SIGTERM, "KILLED", 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "KILLED", 143, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, "KILLED", -9, marks=pytest.mark.slow),
     ],
 )
@@ -232,3 +237,18 @@ def _wait(condition, seconds=120):
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.2)
+
+
+def test_an_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch):
+    """With its status 0 the command would end as if all was well."""
+    monkeypatch.setattr(run.resume_rules, "of", lambda *_, **__: sys.exit(0))
+    with pytest.raises(RuntimeError, match=r"code of the run has called exit\(0\)"):
+        run.run(compose.composed([]), [], tmp_path)
+
+
+def test_a_closed_terminal_lets_the_update_finish():
+    """A shell repeats the signal; the second one of another kind would end the update."""
+    with Interruption().listening() as interruption, interruption.between_updates():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+        assert isinstance(interruption.asked(), Terminated)

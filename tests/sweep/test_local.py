@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 from pipeline.sweep import local
+from pipeline.sweep.job_call import Ending
+from pipeline.sweep.launcher import Slot
 from tests import jobs
 from tests.running import TINY, Store, environment, pipeline, wait
 
@@ -272,3 +276,36 @@ def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True ['spawn']\n", done.stderr
     assert "has opened a device: each job imports it for itself" in done.stderr
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
+    script = (
+        "import os, signal; from pathlib import Path; from pipeline.sweep import local\n"
+        "from tests import jobs; import time\n"
+        f"job = local.LocalJob(jobs.Call(jobs.lasting, (Path('pid'),)), [], Path('job.log'), 1, [{method!r}])\n"
+        "job.start()\n"
+        "while not (Path('pid').exists() and Path('pid').read_text()): time.sleep(0.05)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), timeout=60)
+    wait(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), 10)
+
+
+def test_an_interrupted_job_may_wait_for_its_store(monkeypatch):
+    """For as long as its run's patience allows; then it is killed."""
+    launcher, now = local.LocalLauncher(1), [0.0]
+    launcher.config = OmegaConf.create({"tracking": {"patience": 300}})
+    monkeypatch.setattr("pipeline.sweep.launcher.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(launcher, "_ask_to_end", lambda running, late: asked.append((now[0], late)))
+    asked: list[tuple[float, bool]] = []
+
+    class Waiting:
+        def ending(self):
+            now[0] += 100
+            return Ending("killed") if asked[-1][1] else None
+
+    monkeypatch.setattr(launcher, "_wait", lambda: None)
+    launcher.sweep = SimpleNamespace(ended={}, lost={})
+    launcher._stop([Slot([], job=Waiting())])
+    assert [at for at, late in asked if late] == [400]

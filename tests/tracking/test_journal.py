@@ -12,10 +12,15 @@ import time
 import zlib
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from pipeline.common.errors import ConfigError
+from pipeline.tracking import journal_file
+from pipeline.tracking import store as tracking_store
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
+from pipeline.tracking.sync_run import sync_run
+from pipeline.tracking.uploader import Uploader
 from tests.running import Store, environment, one_process, pipeline, python, wait
 from tests.shared import place_store, warm_address
 from tests.warm import Python
@@ -245,12 +250,14 @@ def test_a_sync_that_fails_keeps_no_lock(tmp_path):
 
 
 def test_a_wrong_sync_changes_nothing(tmp_path):
-    for name, text in {"old": b'{"time":1,"start":{}}\n', "here": _shipped_journal()}.items():
-        (tmp_path / name).mkdir()
+    old = b'{"time":1,"start":{}}\n'
+    for name, text in {"old": old, "runs/lr=0.1": old, "here": _shipped_journal()}.items():
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / NAME).write_bytes(text)
     expected = {
         "sync nowhere": "RUN_DIR must be a folder with a journal.jsonl in it. Received: 'nowhere'.",
         "sync old": "RUN_DIR must have a journal of format 1 (it is of a version before this one). Received: 'old'.",
+        "sync runs/lr=0.1": "RUN_DIR must have a journal of format 1 (it is of a version before this one).",
         "sync --nonsense": "arguments must be as pipeline sync --help says (unrecognized arguments: --nonsense).",
         "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of the journal in here, sqlite:",
     }
@@ -286,3 +293,85 @@ def test_a_user_without_a_name_is_recorded():
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out == "unknown\n"
+
+
+def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(tmp_path, monkeypatch, capsys):
+    journal = begun(tmp_path)
+    write(journal, 1)
+    os.kill(journal.shipper.pid, signal.SIGKILL)
+    journal._writer.close()
+    monkeypatch.setattr(MlflowClient, "set_terminated", lambda *_: None)  # it takes all, and keeps nothing
+    assert sync_run(str(tmp_path), None, 0.1, named=True) == 4
+    assert "the store has the run as RUNNING when it is read again, and not as KILLED" in capsys.readouterr().err
+
+
+class Slow:
+    """A shipper that says every fifth of a second how many points are left."""
+
+    process, pid = None, 0
+
+    def __init__(self, opening):
+        self.left = 100_005
+
+    def answer(self, seconds):
+        if seconds <= 0.2:
+            return None
+        time.sleep(0.2)
+        self.left -= 1
+        return {"left": self.left} if self.left > 100_000 else {"shipped": 7}
+
+    def alive(self):
+        return True
+
+    def send(self, command):
+        pass
+
+    close = terminate = lambda self: None
+
+
+def test_the_end_waits_as_long_as_the_store_takes_points(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Slow)
+    monkeypatch.setattr("pipeline.tracking.journal.SILENCE", 0.5)
+    journal = Journal("http://127.0.0.1:9", "pipeline", patience=0.5)
+    journal._writer = journal_file.create(tmp_path / NAME)
+    assert journal.close("FINISHED") is None  # after a second
+    assert capsys.readouterr().err == "still shipping: about 100,002 points left\n"
+
+
+def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Slow)
+    monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
+    journal = Journal("http://127.0.0.1:9", "pipeline")
+    journal._writer = journal_file.create(tmp_path / NAME)
+    behind = iter([30_000, 39_000, 12, 70_000])
+    monkeypatch.setattr(Slow, "answer", lambda *_: next(answers, None))
+    for left in behind:
+        answers = iter([{"left": left}])
+        write(journal, 1)
+    said = [line.split()[8] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["30,000", "70,000"]
+
+
+def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch):
+    """Every other request fails, for longer than the patience."""
+    journal = begun(tmp_path)
+    journal.abandon()
+    write(journal, *range(1, 500))
+    journal._writer.write({"end": "FINISHED"})
+    monkeypatch.setattr("pipeline.tracking.uploader.RETRY", 0.01)
+    monkeypatch.setattr("pipeline.tracking.uploader.AT_ONCE", 50)
+    told, log_batch, tries = [], MlflowClient.log_batch, iter(range(1000))
+
+    def harmed(*arguments, **given):
+        time.sleep(0.02)
+        if next(tries) % 2:
+            raise ConnectionError("again")
+        log_batch(*arguments, **given)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", harmed)
+    uploader = Uploader(tracking_store.Store(journal.uri), tmp_path / NAME, may_exist=True, tell=told.append)
+    uploader.finish(0.05)
+    uploader.close()
+    assert points(tmp_path) == ("FINISHED", list(range(1, 500)))
+    assert told[0] > 500
+    assert told[-1] == 0

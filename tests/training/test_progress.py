@@ -8,6 +8,8 @@ import sys
 import termios
 from contextlib import suppress
 
+import pytest
+
 from tests.running import environment
 
 PROGRAM = """
@@ -33,3 +35,31 @@ def test_the_bar_is_drawn_after_the_banner():
     assert shown.startswith(b"banner\r\n")
     assert b"1/3" in shown
     assert b"loss 2.5, lr 0.1, 10 examples/s" in shown
+
+
+CLOSED = """
+from pipeline.training.progress import Progress
+progress = Progress(1)
+progress.show(1, {"loss": 2.5, "learning_rate": 0.1}, 10.0)
+progress.tested(1, {"loss": 2.0})
+progress.close()
+"""
+
+
+@pytest.mark.parametrize("open_end", [os.pipe, os.openpty])
+def test_a_run_goes_on_where_nobody_reads_its_progress(open_end):
+    """As by `| head`, or when the terminal is closed."""
+    ours, theirs = open_end()
+    os.close(ours)
+    done = subprocess.run([sys.executable, "-c", CLOSED], stderr=theirs, env=environment())
+    os.close(theirs)
+    assert done.returncode == 0
+
+
+def test_a_crash_is_seen_while_notices_of_libraries_are_held_back():
+    crash = (
+        "import os, signal; from pipeline.common import imports\n"
+        "with imports.without_chatter(): os.kill(os.getpid(), signal.SIGSEGV)"
+    )
+    done = subprocess.run([sys.executable, "-c", crash], capture_output=True, text=True, env=environment())
+    assert done.stderr.startswith("Fatal Python error: Segmentation fault")
