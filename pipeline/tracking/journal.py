@@ -185,7 +185,8 @@ class Journal:
         finally:  # also after an interruption
             self.abandon()
             if not self._writer.close():
-                say(f"the disk has no room for the last lines of {self._path}, which are lost")
+                where = "which are lost" if why else "which the store alone has"
+                say(f"the disk has no room for the last lines of {self._path}, {where}")
         return why
 
     def reaches_store(self, run_id: str) -> bool:
