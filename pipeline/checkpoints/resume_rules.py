@@ -33,13 +33,7 @@ _FREE = (
     *("dataset.data_dir", "dataset.download", "dataset.checksum", "tracking", "trust", "training.resume"),
     *("training.checkpoint_every", "hardware.parallel_jobs", "hardware.gpus_per_job", "hardware.memory"),
 )
-_DATA = {
-    "name": str,
-    "version": str,
-    "examples": {str: int},
-    "files": {str: str},
-    "content": {str: str},
-}  # of DESCRIBED
+_DATA = {"name": str, "version": str, "examples": {str: int}, "files": {str: str}, "content": {str: str}}
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,7 @@ import yaml
 
 from pipeline.common.errors import first_line
 
-_WORDS = {
-    dict: "a mapping",
-    list: "a list",
-    str: "a text",
-    int: "an integer",
-    bool: "true or false",
-    type(None): "null",
-}
+_WORDS = {dict: "a mapping", list: "a list", str: "a text", int: "an integer", bool: "a bool", type(None): "null"}
 
 
 class FormError(ValueError):
@@ -54,7 +47,7 @@ def read(file: Path, form: Any) -> Any:
         line, wrong = _line(text, path), str(error)
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # a byte or a sign that is no text; nested too deeply
         line, wrong = (
-            1 + data.count(b"\n", 0, getattr(error, "start", getattr(error, "position", 0))),
+            1 + data.count(b"\n", 0, vars(error).get("position", getattr(error, "start", 0))),
             first_line(error),
         )
     raise FormError(f"{file.name}, line {line}: {wrong}")

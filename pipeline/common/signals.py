@@ -41,9 +41,8 @@ class Interruption:
         """Handle Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR2, which Slurm sends before a time limit."""
         numbers = []
         if threading.current_thread() is threading.main_thread():  # which alone may handle signals
-            asked = [
-                each for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN
-            ]  # nohup
+            # nohup lets some of them be ignored.
+            asked = [each for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
             numbers = [signal.SIGTERM, signal.SIGUSR2, *asked]
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:

@@ -50,12 +50,8 @@ def _serve(opening: dict[str, Any]) -> None:
         if command is None:
             return
         # A shipper that an earlier trainer left behind ships its lines first.
-        given = {
-            "may_exist": command["may_exist"],
-            "seconds": 2 * patience,
-            "tell": lambda left: _answer({"left": left}),
-        }
-        uploader = Uploader(store, Path(command["ship"]), **given)
+        given = {"may_exist": command["may_exist"], "tell": lambda left: _answer({"left": left})}
+        uploader = Uploader(store, Path(command["ship"]), seconds=2 * patience, **given)
         _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
         gc.freeze()  # nothing that is loaded by now is garbage: collecting it repeatedly doubled the cost of a batch
         _follow(uploader)
