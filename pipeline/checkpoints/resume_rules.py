@@ -32,6 +32,7 @@ _SAME = (
 _FREE = (
     *("dataset.data_dir", "dataset.download", "dataset.checksum", "tracking", "trust", "training.resume"),
     *("training.checkpoint_every", "hardware.parallel_jobs", "hardware.gpus_per_job", "hardware.memory"),
+    *("hardware.open_ports", "hardware.secret_file"),
 )
 _DATA = {"name": str, "version": str, "examples": {str: int}, "files": {str: str}, "content": {str: str}}
 

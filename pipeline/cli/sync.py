@@ -9,6 +9,8 @@ from pathlib import Path
 from pipeline.checkpoints.run_dirs import run_dirs
 from pipeline.common.errors import NOT_SHIPPED, Parser, first_line, say
 from pipeline.config import compose
+from pipeline.config.allow_list import allowed_places, check_allowed
+from pipeline.tracking.foreign_store import OwnStore
 from pipeline.tracking.sync_run import sync_run
 
 
@@ -20,24 +22,25 @@ def sync(arguments: Sequence[str]) -> int:
     overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     options = parser.parse_args([text for text in arguments if text not in overrides])
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
-    tracking = compose.composed([*config_dir, *overrides]).tracking
-    # Without tracking.uri on the command line, each journal names its store.
-    given = tracking.uri if any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides) else None
+    config = compose.composed([*config_dir, *overrides])
+    check_allowed(config.trust.allow)
+    given = any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides)
+    own = OwnStore(config.tracking.uri, tuple(allowed_places(config.trust.allow)), on_command_line=given)
     found = run_dirs(options.folders)
     if not found:
         say("no run directory with a journal was found")
         return 0
     named = {os.path.normpath(folder) for folder in options.folders}
-    statuses = [sync_run(folder, given, tracking.patience, named=folder in named) for folder in found]
-    return max(statuses + [_close_sweep(folder, given) for folder in {Path(folder).parent for folder in found}])
+    statuses = [sync_run(folder, own, config.tracking.patience, named=folder in named) for folder in found]
+    return max(statuses + [_close_sweep(folder, own) for folder in {Path(folder).parent for folder in found}])
 
 
-def _close_sweep(folder: Path, given: str | None) -> int:
+def _close_sweep(folder: Path, own: OwnStore) -> int:
     """Close the sweep in `folder`, if its store was unreachable when its jobs had ended."""
     from pipeline.sweep import parent_run
 
     try:
-        if (parent := parent_run.left_open(folder, given)) is not None:
+        if (parent := parent_run.left_open(folder, own)) is not None:
             parent.close()
     except Exception as error:
         say(f"{folder}: the sweep is not closed in the store yet: {first_line(error)}")

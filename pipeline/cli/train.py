@@ -20,7 +20,7 @@ from pipeline.config.compose import directory
 from pipeline.sweep import gpus
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
-from pipeline.tracking.foreign_store import ForeignStore
+from pipeline.tracking.foreign_store import ForeignStore, sync_command
 from pipeline.trust import artifact_locations
 
 if TYPE_CHECKING:  # importing it takes a second
@@ -80,7 +80,7 @@ def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken:
     try:
         status: int = current.close(broken)
     except Exception as error:  # the store is unreachable
-        close = shlex.join(["pipeline", "sync", current.folder])
+        close = sync_command(current.folder, current.uri)
         unclosed = f"the sweep could not be closed in the store ({first_line(error)}): {close}"
         say(unclosed, *([missing] if current.lost else []))
         return NOT_SHIPPED

@@ -7,28 +7,37 @@ hardware.workers=N ────┘    (which starts the others, on this machine)
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
 import re
 import socket
+import stat
 import subprocess
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
 
 from pipeline.common.errors import ConfigError
 
 KEY = "hardware.workers"
+SECRET = "PIPELINE_SECRET"  # environment variable: what all workers of a run have to know
+SHORTEST_SECRET = 16  # bytes
 _TF_CONFIG = 'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, "task": {"type": "worker", "index": 0}}'
-_PORTS = range(20000, 32000)  # of Slurm's tasks: below those that Linux gives to whoever asks for any
+_PORTS = range(20000, 32000)  # of Slurm's chiefs: below those that Linux gives to whoever asks for any
+_MOST_HERE = 256  # workers on this machine
 
 
 @dataclass(frozen=True)
 class Cluster:
     """All workers of a run, and which one this process is."""
 
-    addresses: tuple[str, ...]  # `host:port` of each worker
+    addresses: tuple[str, ...]  # `host:port` of each worker's TensorFlow; for port 0 it takes a free one, and says so
     index: int = 0  # of this worker; 0 is the chief, which logs and writes checkpoints
     started: bool = False  # whether the chief starts the other workers itself, on its machine
+    rendezvous: str = ""  # `host:port` where the chief waits for the others; empty: its own of `addresses`
 
     @property
     def is_chief(self) -> bool:
@@ -53,7 +62,7 @@ class Cluster:
 
 
 def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | None:
-    """Return the workers of a run; None for a single one. Workers that are started here get free ports of this machine.
+    """Return the workers of a run; None for a single one. No port is opened.
 
     Raises:
         ConfigError: `workers` is not positive, or contradicts the environment, or neither says how many there are.
@@ -75,14 +84,50 @@ def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | No
     if workers is None:
         rule = "must be a number where neither TF_CONFIG nor a step of a Slurm job (srun) says which workers there are"
         raise ConfigError(KEY, rule, None)
-    with ExitStack() as opened:
-        bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(workers)]
-        return Cluster(tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in bound), started=True)
+    if workers > _MOST_HERE:
+        raise ConfigError(KEY, f"must be at most {_MOST_HERE} on one machine", workers)
+    return Cluster(("127.0.0.1:0",) * workers, started=True)
 
 
 def is_named(environment: Mapping[str, str]) -> bool:
     """Return whether the environment names the workers, so that this process starts none."""
     return bool(environment.get("TF_CONFIG")) or int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+
+
+def check_open_ports(allowed: bool) -> None:
+    """Refuse several workers on a machine that others reach, unless the user has `allowed` TensorFlow's open ports."""
+    if not allowed and (reached := reachable()):
+        rule = f"must be true for several workers: TensorFlow opens a port of each on {', '.join(reached[:5])} without "
+        rule += "a password, and whoever reaches it can read and write your files. hardware=multi_worker sets it, for "
+        raise ConfigError("hardware.open_ports", f"{rule}a private network; a namespace without one needs none", False)
+
+
+def reachable() -> list[str]:
+    """Return the addresses of this machine, or of its network namespace, that are not of the loopback."""
+    of_interfaces = (each for interface in psutil.net_if_addrs().values() for each in interface)
+    found = (each.address for each in of_interfaces if each.family in (socket.AF_INET, socket.AF_INET6))
+    return [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+
+
+def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
+    """Return what all workers of a run have to know: from the environment, else from a `file`; empty without either."""
+    if (text := environment.get(SECRET)) is not None:
+        if len(text) < SHORTEST_SECRET:
+            raise ConfigError(SECRET, f"must have at least {SHORTEST_SECRET} characters")
+        return text.encode(errors="surrogateescape")
+    if file is None:
+        return b""
+    try:
+        mode = os.stat(file).st_mode
+        found = Path(file).read_bytes().strip() if stat.S_ISREG(mode) else b""
+    except OSError as error:
+        raise ConfigError(
+            "hardware.secret_file", f"must be a file that can be read ({error.strerror})", file
+        ) from error
+    if mode & 0o077 or len(found) < SHORTEST_SECRET:
+        rule = f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters"
+        raise ConfigError("hardware.secret_file", rule, file)
+    return found
 
 
 def _of_tf_config(text: str) -> Cluster:
@@ -104,7 +149,7 @@ def _of_tf_config(text: str) -> Cluster:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Cluster:
-    """Return the tasks of a Slurm step in the order of their ranks; a task's port follows from job, step and rank."""
+    """Return the tasks of a Slurm step in the order of their ranks; the chief's port follows from job and step."""
     nodes, tasks = environment["SLURM_STEP_NODELIST"], environment["SLURM_STEP_TASKS_PER_NODE"]
     try:
         asked = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
@@ -121,6 +166,6 @@ def _of_slurm(environment: Mapping[str, str]) -> Cluster:
     if node not in (None, hosts[number]):
         rule = f"must be {hosts[number]}: the tasks have to be in blocks, srun --distribution=block"
         raise ConfigError("SLURMD_NODENAME", rule, node)
-    first = int(environment["SLURM_JOB_ID"]) * 64 + int(environment.get("SLURM_STEP_ID") or 0) * 16
-    ports = [_PORTS[(first + number) % len(_PORTS)] for number in range(len(hosts))]
-    return Cluster(tuple(map("{}:{}".format, hosts, ports)), number)
+    # Jobs with other numbers may share a node; TensorFlow's ports are chosen on each.
+    port = _PORTS[(int(environment["SLURM_JOB_ID"]) + 1009 * int(environment.get("SLURM_STEP_ID") or 0)) % len(_PORTS)]
+    return Cluster(tuple(f"{host}:0" for host in hosts), number, rendezvous=f"{hosts[0]}:{port}")

@@ -28,7 +28,10 @@ from pipeline.config.schema import Config
 from pipeline.config.sizes import Batching, Horizon
 
 # What each of several workers has from its own config, as it is the machine's or a secret.
-OWN = ("tracking", "trust", "start", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory")
+OWN = (
+    *("tracking", "trust", "start", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory"),
+    *("hardware.open_ports", "hardware.secret_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,10 @@ class RunSpec:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Return the resolved config without its secrets."""
-        found: dict[str, Any] = masked(dict(self.resolved))
+        """Return the resolved config without its secrets, and without the place of one."""
+        found: dict[str, Any] = masked(
+            {**self.resolved, "hardware": {**self.resolved["hardware"], "secret_file": None}}
+        )
         return found
 
     @property
@@ -142,7 +147,11 @@ def resolve(
     composed.training.update({unit: None for unit in sizes.HORIZONS if unit != horizon.unit})
     validate.check_settings(composed)
     composed.accumulation.update(sizes.sizes_in_force(_sizes(composed), named))
-    return _spec(composed, workers, overrides, named=named)
+    spec = _spec(composed, workers, overrides, named=named)
+    if workers is not None:
+        cluster.check_open_ports(composed.hardware.open_ports)
+        cluster.secret(composed.hardware.secret_file, environment)  # one that cannot be used is refused at once
+    return spec
 
 
 def from_text(text: str, workers: Cluster | None = None) -> RunSpec:

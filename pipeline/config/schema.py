@@ -89,6 +89,10 @@ class HardwareConfig(_SetOnce):
     device: Device = Device.auto  # `auto` uses a GPU if there is one
     replicas: int = 1  # GPUs to use, or logical CPU devices if there is no GPU
     workers: int | None = 1  # processes that train this run; null reads `TF_CONFIG` or the Slurm step
+    # several workers may open TensorFlow's ports, which have no password, to whoever reaches this machine
+    open_ports: bool = False
+    # a file of mode 0600 that every worker has; on Slurm the variable `PIPELINE_SECRET` outranks it; never recorded
+    secret_file: str | None = None
     precision: Precision = Precision.float32  # mixed precision keeps the variables in float32
     parallel_jobs: int | None = None  # jobs of a sweep at once on this machine; null: one per GPU, or one
     gpus_per_job: int = 1  # GPUs for each job of a sweep

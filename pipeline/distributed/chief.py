@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import secrets
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
 
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, RunError, say
 from pipeline.config import cluster, compose
-from pipeline.config.cluster import Cluster
 from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous
 from pipeline.distributed.worker import TRAIN
@@ -38,11 +39,14 @@ class WorkerError(RunError):
 
 
 class Chief(AbstractContextManager["Chief"]):
-    """The chief's hold of the other workers; `workers` is None for a single one, which has nothing to do here."""
+    """The chief's hold of the other workers of a run; a run with a single one has nothing to do here."""
 
-    def __init__(self, workers: Cluster | None):
-        self.cluster, self._session = workers, compose.session()
-        self._server = None if workers is None else rendezvous.Server(workers)
+    def __init__(self, spec: RunSpec):
+        self._session, self._secret, self._server = compose.session(), b"", None
+        if spec.workers is not None:
+            own = secrets.token_hex(32).encode() if spec.workers.started else None
+            self._secret = own or cluster.secret(spec.config.hardware.secret_file, os.environ)
+            self._server = rendezvous.Server(spec.workers, self._secret)
         self._processes: list[subprocess.Popen[str]] = []
         self._made_logs = self._ended = False
         self.reductions_ready: tf.Variable | None = None  # counts all-reduces, once the devices are set up
@@ -64,35 +68,46 @@ class Chief(AbstractContextManager["Chief"]):
 
     def start(self, spec: RunSpec, run_dir: Path, task: str = TRAIN) -> None:
         """Start the workers on this machine, unless something else does; `task` is as `worker.run` has it."""
-        if self.cluster is None or not self.cluster.started:
+        if self._server is None or not self._server.cluster.started:
             return
+        addresses = self._server.cluster.addresses
         self._logs = run_dir.absolute() / "workers"
         self._made_logs = not self._logs.exists()
         self._logs.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", "pipeline.distributed.worker"]
-        ours = {**os.environ, "PYTHONPATH": imports.path_of_processes()}
-        for index in range(1, len(self.cluster.addresses)):
+        ours = {**os.environ, "PYTHONPATH": imports.path_of_processes(), cluster.SECRET: self._secret.decode()}
+        given = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text(), "task": task}
+        given["gate"] = None if (found := gate.in_force()) is None else asdict(found)
+        for index in range(1, len(addresses)):
             with (self._logs / f"{index}.log").open("ab") as log:
                 # A session of its own: Ctrl-C interrupts this process alone, which ends the workers.
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=ours, text=True, start_new_session=True
                 )
             self._processes.append(process)
-            given = {"addresses": self.cluster.addresses, "index": index, "spec": spec.to_text(), "task": task}
-            given["gate"] = None if (found := gate.in_force()) is None else asdict(found)
             assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:  # it may have ended, which `_check_processes` finds
-                pipe.write(json.dumps(given, default=os.fspath) + "\n")
+                pipe.write(json.dumps({**given, "index": index}, default=os.fspath) + "\n")
 
-    def gather(self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None) -> None:
-        """Wait for all workers, and send them the spec and the checkpoint that the run starts from."""
+    def gather(self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None) -> RunSpec:
+        """Wait for all workers, and send them the spec and the checkpoint that the run starts from.
+
+        Return the spec with the addresses where TensorFlow joins them.
+        """
         if self._server is None:
-            return
+            return spec
+        if not self._secret:
+            how = "PIPELINE_SECRET or hardware.secret_file closes it"
+            say(f"whoever reaches {self._server.address} can take part in this run and change it: {how}")
         answer = {"run_dir": str(run_dir.absolute()), "spec": spec.shared_text(), "start": _as_json(start)}
-        self._server.gather(rendezvous.statement(spec), answer, self._check_processes)
+        workers = self._server.gather(rendezvous.statement(spec), answer, self._check_processes)
+        if reached := cluster.reachable():
+            listening = f"TensorFlow listens without a password at {', '.join(workers.addresses)}"
+            say(f"{listening}, and at the same ports of {', '.join(reached)}")
         self._server.watch(
             lambda: 0 if self.reductions_ready is None else int(self.reductions_ready.numpy()), self._lost
         )
+        return replace(spec, workers=workers)
 
     def _check_processes(self) -> None:
         for index, process in enumerate(self._processes, start=1):
@@ -130,31 +145,30 @@ class Chief(AbstractContextManager["Chief"]):
 
     @contextmanager
     def as_worker_error(self) -> Iterator[None]:
-        """Raise an error of one line in place of TensorFlow's if another worker is its cause, or refuses its data."""
+        """Raise an error of one line in place of TensorFlow's if another worker is gone, or refuses its data."""
         try:
             yield
         except Exception as error:
-            text = f"{error} {error.__cause__}"
-            if self._server is None or not re.search(r"/task:[1-9]|Collective ops is aborted", text):
+            mine = self._server is None or isinstance(error, ConfigError)
+            index, said = (0, {}) if mine else self._server.lost()
+            if not index:
                 raise
-            index, said = self._server.failed()
             if "refused" in said:
                 raise ConfigError(f"worker {index}", f"refuses: {said['refused'].rstrip('.')}") from error
-            number = index or next(iter(re.findall(r"task:([1-9]\d*)", text)), None)
-            who = f"worker {number}" if number else "a worker"
             why = said.get("failed") or "it was killed, hangs, or is cut off"
-            raise WorkerError(f"{who} does not take part any more: {why}") from error
+            raise WorkerError(f"worker {index} does not take part any more: {why}") from error
 
 
-def tell_workers(count: int | None, error: ConfigError) -> bool:
-    """Tell workers that run elsewhere, of `count` in all, of a refusal; return whether the chief prints the error."""
-    found = cluster.resolve(count, os.environ)
+def tell_workers(hardware: DictConfig, error: ConfigError) -> bool:
+    """Tell workers that run elsewhere of a refusal; return whether the chief prints the error."""
+    found = cluster.resolve(hardware.workers, os.environ)
     if found is None or found.started:
         return False
+    secret = cluster.secret(hardware.secret_file, os.environ)
     if found.is_chief:
-        rendezvous.Server(found).dismiss(error)
+        rendezvous.Server(found, secret).dismiss(error)
         return False
-    return rendezvous.Client(found).refuse(error)
+    return rendezvous.Client(found, secret).refuse(error)
 
 
 def _as_json(start: Checkpoint | Fork | None) -> dict[str, Any] | None:

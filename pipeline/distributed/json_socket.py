@@ -1,12 +1,17 @@
-"""Connections between processes: one line of JSON is one message, in either direction at any time."""
+"""Connections between processes: one line of JSON is one message, in either direction at any time.
+
+A message can be sealed: it then proves that its sender knows a secret, which is not sent, and that it answers the
+challenge of this connection, so that nobody can send it again.
+"""
 
 from __future__ import annotations
 
+import hmac
 import json
-import select
+import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +19,11 @@ LONGEST = 2**24  # bytes of a message
 
 
 class JsonSocket:
-    """A connection whose messages are lines of JSON."""
+    """A connection whose messages are lines of JSON of at most `longest` bytes."""
 
-    def __init__(self, connection: socket.socket):
-        self.socket, self._rest = connection, b""
+    def __init__(self, connection: socket.socket, longest: int = LONGEST):
+        self.socket, self._rest, self.longest = connection, b"", longest
+        self.heard = time.monotonic()  # when the other side has sent something
 
     def write(self, message: Mapping[str, Any]) -> None:
         try:
@@ -36,9 +42,9 @@ class JsonSocket:
         text, _, self._rest = self._rest.partition(b"\n")
         return _parsed(text)
 
-    def received(self, seconds: float = 0.0) -> list[dict[str, Any]] | None:
-        """Return the messages of the next `seconds`; None if the other side is gone, or sends something else."""
-        if b"\n" not in self._rest and readable({0: self}, seconds) and not self._more(1.0):
+    def received(self) -> list[dict[str, Any]] | None:
+        """Return the messages that are there; None if the other side is gone, or sends something else."""
+        if b"\n" not in self._rest and readable([self.socket], 0.0) and not self._more(1.0):
             return None
         *texts, self._rest = self._rest.split(b"\n")
         messages = [_parsed(text) for text in texts]
@@ -51,11 +57,28 @@ class JsonSocket:
             more = self.socket.recv(65536)
         except OSError:
             return False
-        self._rest += more
-        return bool(more) and len(self._rest) <= LONGEST
+        self._rest, self.heard = self._rest + more, time.monotonic()
+        return bool(more) and len(self._rest) <= self.longest
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def sealed(message: Mapping[str, Any], secret: bytes, sender: str, challenge: str) -> dict[str, str]:
+    """Return `message` with the proof that a `sender` who knows the `secret` answers the `challenge` with it."""
+    text = json.dumps(message)
+    return {"sealed": text, "proof": _proof(text, secret, sender, challenge)}
+
+
+def unsealed(message: Mapping[str, Any], secret: bytes, sender: str, challenge: str) -> dict[str, Any] | None:
+    """Return what was `sealed`; None if it is malformed, or its sender does not know the secret."""
+    text, proof = (str(message.get(name)) for name in ("sealed", "proof"))
+    expected = _proof(text, secret, sender, challenge)
+    return _parsed(text) if hmac.compare_digest(proof.encode(errors="replace"), expected.encode()) else None
+
+
+def _proof(text: str, secret: bytes, sender: str, challenge: str) -> str:
+    return hmac.digest(secret, f"{sender} {challenge} {text}".encode(errors="replace"), "sha256").hex()
+
+
+def _parsed(text: str | bytes) -> dict[str, Any] | None:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
@@ -63,10 +86,12 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-def readable(connections: Mapping[int, JsonSocket], seconds: float) -> list[int]:
-    """Return the connections that have something to read, or are closed, within `seconds`."""
-    try:
-        ready, _, _ = select.select([each.socket for each in connections.values()], [], [], seconds)
-    except (OSError, ValueError):  # one was closed, perhaps meanwhile
-        return [index for index, each in connections.items() if each.socket.fileno() < 0]
-    return [index for index, each in connections.items() if each.socket in ready]
+def readable(sockets: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
+    """Return the sockets that have something to read, or are closed, within `seconds`."""
+    with selectors.DefaultSelector() as selector:
+        try:
+            for each in sockets:
+                selector.register(each, selectors.EVENT_READ)
+        except ValueError:  # one was closed, perhaps meanwhile
+            return [each for each in sockets if each.fileno() < 0]
+        return [key.fileobj for key, _ in selector.select(seconds)]  # type: ignore[misc]

@@ -2,35 +2,39 @@
 
     each worker ─ its config and versions, or why it refuses ─► chief ─ the spec and the start, or a refusal ─► each
 
-The connections, to the chief's own address, stay open to the end of the run. Over them a worker reports why it fails
-and notices that the chief is gone. Heartbeats carry the number of all-reduces that a worker was ready for: the lowest
-one names the straggler.
+Each side proves to the other that it knows the run's secret (`cluster.secret`). The connections, to the chief's own
+address, stay open to the end of the run. Over them a worker reports why it fails and notices that the chief is gone.
+Heartbeats carry the number of all-reduces that a worker was ready for: the lowest one names the straggler.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import os
 import platform
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from pipeline import __version__
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.resolve import RunSpec, comparable
-from pipeline.distributed.json_socket import JsonSocket, readable
+from pipeline.distributed.door import Door, Visitor, hold
+from pipeline.distributed.json_socket import JsonSocket, readable, sealed, unsealed
 from pipeline.distributed.straggler import TIMEOUT, ReductionCounts
 
 PATIENCE = 300.0  # seconds for all workers to come: a cluster starts them one after the other
 INTERVAL = 2.0  # seconds between two heartbeats
+SILENCE = 3 * INTERVAL  # seconds without a heartbeat, from a worker that hangs or is cut off
 REFUSING = 10.0  # seconds for which a chief that refuses its config waits for workers to tell them
 FINISHED = 60.0  # the same if its run has finished: they import TensorFlow before they come
+LONGEST = 300  # characters of what another worker says
 
 Count = Callable[[], int]  # returns the number of all-reduces that this process was ready for
 Lost = Callable[[int, dict[str, Any]], None]  # takes the index of a worker and its last message
@@ -46,36 +50,40 @@ def statement(spec: RunSpec) -> dict[str, Any]:
 class Server:
     """The chief's side of the connections; a `ConfigError` says that its port is taken."""
 
-    def __init__(self, cluster: Cluster):
-        self.cluster, self._server, self._closed = cluster, _listening(cluster), False
-        self._workers: dict[int, JsonSocket] = {}
-        self._failed: dict[int, dict[str, Any]] = {}
+    def __init__(self, cluster: Cluster, secret: bytes):
+        self.cluster, self._secret, self._closed = cluster, secret, False
+        self._door = Door(cluster.rendezvous or cluster.addresses[0], len(cluster.addresses), secret)
+        self.address = self._door.address
+        self._port: socket.socket | None = None  # kept for TensorFlow
+        self._arrived: dict[int, Visitor] = {}
+        self._lost: dict[int, dict[str, Any]] = {}  # what each said last
 
-    def gather(self, own: Mapping[str, Any], answer: Mapping[str, Any], check: Callable[[], None]) -> None:
+    def gather(self, own: Mapping[str, Any], answer: Mapping[str, Any], check: Callable[[], None]) -> Cluster:
         """Wait for all workers, compare their statements with the chief's `own`, and send each the `answer`.
 
-        `check` is called meanwhile, and may raise. If a worker refuses, differs or does not come, all are told.
+        `check` is called meanwhile, and may raise. If a worker refuses, differs or does not come, all are told. Return
+        the cluster with the ports that the workers have for TensorFlow.
         """
-        until = time.monotonic() + PATIENCE
         try:
-            while len(self._workers) + 1 < len(self.cluster.addresses):
-                _compare(*self._accept(until, check), own)
+            self._wait(time.monotonic() + PATIENCE, check, lambda worker: _compare(worker.greeting, own))
         except ConfigError as error:
             self.dismiss(error)
             raise
         finally:
-            self._server.close()  # the port is TensorFlow's from now on
-        for connection in self._workers.values():
-            connection.write({"answer": answer})
+            self._door.close()  # its port may be TensorFlow's from now on
+        self._port = hold("worker 0", self.cluster.addresses[0])
+        ports = {0: self._port.getsockname()[1], **{n: each.greeting["port"] for n, each in self._arrived.items()}}
+        hosts = [address.rpartition(":")[0] for address in self.cluster.addresses]
+        addresses = [f"{host}:{ports[index]}" for index, host in enumerate(hosts)]
+        self._tell({"answer": {**answer, "addresses": addresses}})
+        return replace(self.cluster, addresses=tuple(addresses))
 
     def dismiss(self, error: ConfigError | None = None) -> None:
         """Tell all workers, also those that come soon, that the chief refuses; without an error, that all is done."""
-        until = time.monotonic() + (FINISHED if error is None else REFUSING)
-        with suppress(ConfigError, OSError):
-            while len(self._workers) + 1 < len(self.cluster.addresses):
-                self._accept(until, lambda: None)
-        for connection in self._workers.values():
-            connection.write({"finished": True} if error is None else {"refused": str(error)})
+        if not self._closed:
+            with suppress(ConfigError, OSError):
+                self._wait(time.monotonic() + (FINISHED if error is None else REFUSING), lambda: None, lambda _: None)
+            self._tell({"finished": True} if error is None else {"refused": str(error)})
         self.close()
 
     def watch(self, reductions: Count, lost: Lost) -> None:
@@ -83,79 +91,104 @@ class Server:
 
         def noted(index: int, last: dict[str, Any]) -> None:
             if not self._closed:
-                self._failed |= {index: last} if last else {}
+                self._lost[index] = last
                 lost(index, last)
 
-        arguments = (dict(self._workers), 0, reductions, noted)
+        arguments = (dict(self._arrived), 0, reductions, noted)
         threading.Thread(target=_exchange_heartbeats, args=arguments, daemon=True).start()
 
-    def failed(self, patience: float = 3.0) -> tuple[int, dict[str, Any]]:
-        """Return the worker that reported to have failed or refused, with its message; 0 and nothing without one."""
+    def lost(self, patience: float = 3.0) -> tuple[int, dict[str, Any]]:
+        """Return the first worker that is silent or gone, and what it said last; 0 if none is within `patience`."""
         until = time.monotonic() + patience
-        while not self._failed and time.monotonic() < until:
+        while True:
+            now = time.monotonic()
+            silent = (n for n, each in self._arrived.items() if now - each.heard > SILENCE)
+            # The others lose a silent one too, and end before it does.
+            if first := next((n for n in silent if n not in self._lost), 0):
+                return first, {}
+            if self._lost or now > until:
+                return next(iter(self._lost.items()), (0, {}))
             time.sleep(0.05)  # the thread reads
-        return next(iter(self._failed.items()), (0, {}))
 
     def close(self) -> None:
         self._closed = True
-        self._server.close()
-        for connection in self._workers.values():
-            connection.socket.close()
+        self._door.close()
+        if self._port is not None:
+            self._port.close()
+        for each in self._arrived.values():
+            each.socket.close()
 
-    def _accept(self, until: float, check: Callable[[], None]) -> tuple[int, dict[str, Any]]:
-        """Wait for one more worker; return its index and its statement."""
-        while True:
+    def _wait(self, until: float, check: Callable[[], None], compare: Callable[[Visitor], None]) -> None:
+        """Wait for the workers that have not arrived, and `compare` each."""
+        count = len(self.cluster.addresses)
+        while len(self._arrived) + 1 < count:
             check()
-            self._server.settimeout(0.5)
-            try:
-                accepted, _ = self._server.accept()
-            except TimeoutError:
-                if time.monotonic() < until:
-                    continue
+            if time.monotonic() >= until:
                 missing = [
-                    f"{n} at {at}" for n, at in enumerate(self.cluster.addresses) if n not in {0, *self._workers}
+                    f"{n} at {at}" for n, at in enumerate(self.cluster.addresses) if n not in {0, *self._arrived}
                 ]
-                raise ConfigError(KEY, "must all be started, at about one time", f"no {', '.join(missing)}") from None
-            connection = JsonSocket(accepted)
-            greeting = connection.read(min(until, time.monotonic() + 5.0))
-            if greeting is not None and greeting.get("index") in range(1, len(self.cluster.addresses)):
-                self._workers[greeting["index"]] = connection
-                return greeting["index"], greeting
-            accepted.close()  # no worker of this run
+                rule = "must all be started, at about one time, with one secret"
+                raise ConfigError(KEY, rule, f"no {', '.join(missing)}")
+            for worker in self._door.arrivals(0.5):
+                index = worker.greeting["index"]
+                if index in self._arrived and self._arrived[index].received() is not None:
+                    worker.tell({"refused": f"another worker {index} is there already"}, self._secret)
+                    worker.socket.close()
+                else:
+                    self._arrived[index] = worker
+                    compare(worker)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for each in self._arrived.values():
+            each.tell(message, self._secret)
 
 
 class Client:
     """The side of a worker other than the chief."""
 
-    def __init__(self, cluster: Cluster):
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, secret: bytes):
+        self.cluster, self._secret = cluster, secret
         self.told = False  # whether the chief knows why this worker, or another one, refuses
+        self._port: socket.socket | None = None  # kept for TensorFlow
         self._connection: JsonSocket | None = None
         self._done, self._chief_ended = False, threading.Event()
 
     def join(self, own: Mapping[str, Any], patience: float = PATIENCE) -> dict[str, Any] | None:
         """Send this worker's `own` statement, and return the chief's answer; None if the run has finished."""
         try:
-            _listening(self.cluster).close()
+            self._port = hold(f"worker {self.cluster.index}", self.cluster.addresses[self.cluster.index])
+            own = {"port": self._port.getsockname()[1], **own}
         except ConfigError as error:
             own = {"refused": str(error)}
-        host, _, port = self.cluster.addresses[0].rpartition(":")
-        until = time.monotonic() + patience
+        challenge, until = secrets.token_hex(16), time.monotonic() + patience
+        chief = self.cluster.rendezvous or self.cluster.addresses[0]
+        host, _, port = chief.rpartition(":")
         while time.monotonic() < until:
             with suppress(OSError):  # the chief does not listen yet
                 connection = JsonSocket(socket.create_connection((host.strip("[]"), int(port)), timeout=5.0))
-                connection.write({"index": self.cluster.index, **own})
-                match connection.read(float("inf")):  # it may search for a micro-batch size meanwhile
-                    case {"answer": dict(answer)}:
+                if (asked := connection.read(float("inf"))) is not None:  # it may search for a micro-batch size first
+                    greeting = {**own, "index": self.cluster.index, "challenge": challenge}
+                    connection.write(sealed(greeting, self._secret, "worker", str(asked.get("challenge"))))
+                    if (said := connection.read(float("inf"))) is not None:
+                        answer = self._answer(unsealed(said, self._secret, "chief", challenge))
                         self._connection = connection
                         return answer
-                    case {"finished": _}:
-                        return None
-                    case dict(said):
-                        self.told = True
-                        raise ConfigError(KEY, f"must all take part; refused: {said.get('refused')}")
             time.sleep(0.2)
-        raise ConfigError(KEY, "must include a chief that answers", self.cluster.addresses[0])
+        raise ConfigError(KEY, "must include a chief that answers", chief)
+
+    def _answer(self, said: dict[str, Any] | None) -> dict[str, Any] | None:
+        match said:
+            case {"answer": dict(answer)}:
+                return answer
+            case {"finished": _}:
+                return None
+            case {"refused": str(why)}:
+                self.told = True
+                raise ConfigError(KEY, f"must all take part; refused: {why[:LONGEST]}")
+        rule = (
+            "must all know one secret, in PIPELINE_SECRET or in hardware.secret_file; the chief knows another, or none"
+        )
+        raise ConfigError(KEY, rule)
 
     def refuse(self, error: ConfigError) -> bool:
         """Tell the chief that this worker refuses its config; return whether the chief knows."""
@@ -198,11 +231,17 @@ def _exchange_heartbeats(
     """Tell all how far this process is, of index `own`; call `lost` for one that is gone or, if it `waits`, late."""
     counts, next_beat = ReductionCounts(max(own, *connections) + 1), 0.0
     while connections:
-        for index in readable(connections, max(0.0, next_beat - time.monotonic())):
+        ready = readable([each.socket for each in connections.values()], max(0.0, next_beat - time.monotonic()))
+        for index in [index for index, each in connections.items() if each.socket in ready]:
             messages = connections[index].received()
-            last = {} if messages is None else next((each for each in messages if "reductions" not in each), None)
-            for each in messages or ():
-                counts.note(index, each.get("reductions", 0))
+            last: dict[str, Any] | None = {} if messages is None else None
+            for said in messages or ():
+                match said:
+                    case {"reductions": int(count)}:
+                        counts.note(index, count)
+                    case _:
+                        last = {key: str(said[key])[:LONGEST] for key in ("refused", "failed") if key in said}
+                        break
             if last is not None:
                 del connections[index]
                 lost(index, last)
@@ -217,29 +256,13 @@ def _exchange_heartbeats(
             lost(late, {"failed": f"it has let the others wait for {TIMEOUT:.0f} s", "late": True})
 
 
-def _listening(cluster: Cluster) -> socket.socket:
-    address = cluster.addresses[cluster.index]
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        try:
-            return socket.create_server((host.strip("[]"), int(port)), family=family)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            return socket.create_server(("", int(port)), family=family)  # a name from outside, as of a container
-    except OSError as error:
-        rule = f"must have an address of its own that is free ({error.strerror})"
-        raise ConfigError(f"worker {cluster.index}", rule, address) from error
-
-
-def _compare(index: int, said: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _compare(said: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if "refused" in said:
-        raise ConfigError(f"worker {index}", f"refuses: {str(said['refused']).rstrip('.')}")
+        raise ConfigError(f"worker {said['index']}", f"refuses: {said['refused'][:LONGEST].rstrip('.')}")
     for what in ("versions", "config"):
-        here, there = own[what], said.get(what)
-        there = there if isinstance(there, dict) else {}
+        here, there = own[what], said[what]
         for key in here | there:
             if repr(here.get(key)) != repr(there.get(key)):  # NaN is not equal to itself
-                rule = f"must be the same for all workers, and is {there.get(key)!r} on worker {index}"
-                raise ConfigError(key, rule, here.get(key))
+                value = repr(there.get(key))[:LONGEST]
+                rule = f"must be the same for all workers, and is {value} on worker {said['index']}"
+                raise ConfigError(key[:LONGEST], rule, here.get(key))

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from pipeline.checkpoints.fork import Fork
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, described, say
 from pipeline.common.secrets import mask, remember
-from pipeline.config import compose, resolve
+from pipeline.config import cluster, compose, resolve
 from pipeline.config.cluster import Cluster
 from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous
@@ -44,7 +45,7 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
     workers = spec.workers
     assert workers is not None
     remember(spec.config.tracking.uri)
-    client = rendezvous.Client(workers)
+    client = rendezvous.Client(workers, cluster.secret(spec.config.hardware.secret_file, os.environ))
     try:
         with imports.without_chatter():
             from pipeline.components import assembly
@@ -53,7 +54,8 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the chief ends the run
-        spec = spec.adopting(answer["spec"])
+        joined = replace(workers, addresses=tuple(answer["addresses"]))
+        spec = replace(spec.adopting(answer["spec"]), workers=joined)
         counted: list[tf.Variable] = []
         client.watch(lambda: int(counted[0].numpy()) if counted else 0)
         start = _from_json(answer["start"])
@@ -98,7 +100,7 @@ def _from_json(said: dict[str, Any] | None) -> Checkpoint | Fork | None:
 def main() -> None:
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     given = json.loads(sys.stdin.readline())
-    own = Cluster(tuple(given["addresses"]), given["index"], started=True)
+    own = Cluster(tuple(given["addresses"]), given["index"], started=True, rendezvous=given["rendezvous"])
     spec = resolve.from_text(given["spec"], own)
     passed = given["gate"] or {}
     places = {name: Path(passed[name]) for name in ("run_dir", "data_dir") if passed.get(name)}

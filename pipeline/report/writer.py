@@ -183,8 +183,8 @@ def _columns(sweep: Comparison) -> list[Column]:
 
 
 def _cell(text: str) -> str:
-    """Quote text that a spreadsheet would evaluate as a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+    """Return text without control characters, quoted if a spreadsheet would evaluate it as a formula."""
+    return "'" * (text.lstrip()[:1] in tuple("=+-@＝＋－＠") or text[:1].isspace()) + printable(text)
 
 
 def _rows(sweep: Comparison, columns: list[Column]) -> list[list[str]]:

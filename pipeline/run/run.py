@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +28,7 @@ from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
 from pipeline.run.batch_size_search import Found
+from pipeline.tracking.foreign_store import OwnStore, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.tracker import Tracker
@@ -71,7 +71,7 @@ def run(
         if spec.workers is not None and not spec.workers.is_chief:
             worker.run(spec)
             return "", math.inf
-        with Chief(spec.workers) as workers, ExitStack() as undo, _exits_as_failures():  # a refused run leaves no trace
+        with Chief(spec) as workers, ExitStack() as undo, _exits_as_failures():  # a refused run leaves no trace
             before = resume_rules.of(run_dir, spec, required=resume)
             if before is not None:
                 if before.finished:
@@ -109,7 +109,7 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
         return resolve(composed, overrides)
     except ConfigError as error:
         with suppress(Exception):  # the environment may be wrong, or the config too wrong to name the workers
-            if chief.tell_workers(composed.hardware.workers, error):
+            if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
         raise
 
@@ -130,8 +130,8 @@ def _finished(before: Continuation, workers: Chief) -> float:
     workers.dismiss()
     last, tracking = before.past.last, before.spec.config.tracking
     loss = last.get("val/loss", last.get("train/loss", math.inf))
-    if sync_run(str(before.run_dir), tracking.uri, tracking.patience, named=False):
-        raise NotShippedError(_unshipped_line(before.run_dir), loss)
+    if sync_run(str(before.run_dir), OwnStore(tracking.uri), tracking.patience, named=False):
+        raise NotShippedError(_unshipped_line(before.run_dir, tracking.uri), loss)
     return loss
 
 
@@ -150,7 +150,7 @@ def _gather(
     with imports.without_chatter():
         from pipeline.components import assembly
 
-    workers.gather(spec, run_dir, start)
+    spec = workers.gather(spec, run_dir, start)
     with workers.as_worker_error():
         parts = assembly.assemble(spec, check_dataset, 0 if start is None else start.update)
     workers.reductions_ready = parts.devices.reductions_ready
@@ -242,15 +242,15 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
         try:
             why = tracker.end(status, failure) if tracker.begun else None
         except BaseException:
-            say(_unshipped_line(tracker.run_dir))
+            say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
             raise
-        unshipped += [_unshipped_line(tracker.run_dir, f" ({why})")] if why else []
+        unshipped += [_unshipped_line(tracker.run_dir, tracker.journal.uri, f" ({why})")] if why else []
         if failure is not None:
             say(*unshipped)
 
 
-def _unshipped_line(run_dir: Path, why: str = "") -> str:
-    return f"not all of the run is in the store{why}: {shlex.join(['pipeline', 'sync', str(run_dir)])}"
+def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
+    return f"not all of the run is in the store{why}: {sync_command(str(run_dir), uri)}"
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:

@@ -22,10 +22,11 @@ from pipeline.config.plain import leaves
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
-# Where one call of the command reads and writes; not part of the sweep.
+# Where one call of the command reads and writes, and what it opens; not part of the sweep.
 _LOCATIONS = (
     *("tracking", "tracking.uri", "tracking.sweep", "tracking.confined"),
     *("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.mode", "hydra.searchpath"),
+    *("hardware.open_ports", "hardware.secret_file"),
 )
 _CHOICES = {
     "hydra/launcher": ("local", "submitit_local", "submitit_slurm", "basic"),
@@ -110,6 +111,8 @@ def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
     for key, value in leaves.items():
         if key in _LOCATIONS:
             raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
+        if key == "hardware":  # a group of the user's own may open ports too
+            raise ConfigError(key, "may open ports of this machine", text)
         if key in _DOWNLOADING or "from_tfds" in str(value):
             raise ConfigError(key, "may start a download", text)
         known = f"{key.rpartition('.')[0]}._target_" in leaves  # the gate checks its arguments

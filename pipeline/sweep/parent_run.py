@@ -17,11 +17,11 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say
-from pipeline.common.secrets import HIDDEN, mask
+from pipeline.common.secrets import mask
 from pipeline.config.allow_list import allowed_places
 from pipeline.config.compose import session
 from pipeline.sweep import again
-from pipeline.tracking.foreign_store import LONGEST_TAG, MULTIRUN, ForeignStore, SweepRecord, listed
+from pipeline.tracking.foreign_store import LONGEST_TAG, MULTIRUN, ForeignStore, OwnStore, SweepRecord, listed
 from pipeline.tracking.journal_file import WRITER, absolute, lock
 
 SHORT = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}  # keys in job names
@@ -135,8 +135,8 @@ def begin(config: DictConfig, names: Collection[str], varied: Sequence[str]) -> 
     return sweep
 
 
-def left_open(folder: Path, uri: str | None) -> ParentRun | None:
-    """Return the sweep in `folder` if its process did not close it, else None; `uri` defaults to the note's store."""
+def left_open(folder: Path, own: OwnStore) -> ParentRun | None:
+    """Return the sweep in `folder` if its process did not close it, else None; its store has to be the user's `own`."""
     try:
         with (folder / NOTE).open("r+", encoding="utf-8") as file:
             if not lock(file.fileno(), WRITER):
@@ -144,9 +144,8 @@ def left_open(folder: Path, uri: str | None) -> ParentRun | None:
             note = json.load(file)
     except (OSError, ValueError):
         return None
-    if uri is None and HIDDEN in note["store"]:
-        return None
-    found = ParentRun(uri or note["store"], note["run_id"], note["experiment_id"], folder=str(folder))
+    uri = own.followed(str(note["store"]), f"the sweep in {folder}")
+    found = ParentRun(uri, note["run_id"], note["experiment_id"], folder=str(folder))
     parent = found.client().get_run(found.run_id)
     found.names = listed(parent.data.tags, "sweep.jobs")
     return found if parent.info.status == "RUNNING" else None

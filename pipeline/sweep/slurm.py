@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.common.signals import Terminated
+from pipeline.config import cluster
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
@@ -91,7 +93,8 @@ class SlurmJob:
         shared = set(OmegaConf.structured(BaseQueueConf).keys())
         executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
         variable = os.environ.get("PYTHONPATH", "")
-        with importing_only_this_package():  # sbatch passes the environment on
+        of_job = {cluster.SECRET: secrets.token_hex(32)}  # which the tasks prove to each other
+        with importing_only_this_package(**of_job):  # sbatch passes the environment on
             self._job = executor.submit(_RemoteCall(self._call, list(sys.path), variable))
 
     def ending(self) -> Ending | None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.common.secrets import mask
+from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.config.allow_list import allowed_places, check_allowed
+from pipeline.tracking.journal_file import absolute
 from pipeline.trust import artifact_locations
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
@@ -130,9 +131,39 @@ class SweepRecord:
         return {run.data.tags["sweep.job"]: run for run in runs}
 
 
+@dataclass(frozen=True)
+class OwnStore:
+    """The store at `uri`, which the user's config names; a store in `places` may be followed too."""
+
+    uri: str
+    places: tuple[str, ...] = ()  # of `trust.allow`
+    on_command_line: bool = True
+
+    def followed(self, recorded: str, where: str, *, moves: bool = False) -> str:
+        """Return the URI of the store that is `recorded` in a file in `where`; refuse one that is not the user's.
+
+        What `moves`, as it was in no store yet, goes to one on the command line.
+        """
+        remember(self.uri)  # the record may hide what only its URI shows to be a secret
+        if mask(absolute(self.uri)) == mask(recorded) or (self.on_command_line and moves):
+            return self.uri
+        if not self.on_command_line and HIDDEN not in recorded and artifact_locations.lies_in(recorded, self.places):
+            return recorded
+        rule = f"must be that of {where}, {mask(recorded)}; if that is yours, add tracking.uri={mask(recorded)}"
+        raise ConfigError("tracking.uri", rule, self.uri)
+
+
 def again_command(name: str, run_id: str, uri: str) -> str:
     """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
-    store = [] if uri == DEFAULT_STORE else [f"tracking.uri={mask(uri)}"]
     if name == MULTIRUN:
-        return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store])}"
-    return shlex.join(["pipeline", "sweep", name, "--again", run_id, *store])
+        return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *_at(uri)])}"
+    return shlex.join(["pipeline", "sweep", name, "--again", run_id, *_at(uri)])
+
+
+def sync_command(folder: str, uri: str) -> str:
+    """Return the command that ships what is in `folder` to the store `uri`, whose password the user adds."""
+    return shlex.join(["pipeline", "sync", folder, *_at(uri)])
+
+
+def _at(uri: str) -> list[str]:
+    return [] if uri == DEFAULT_STORE else [f"tracking.uri={mask(uri)}"]

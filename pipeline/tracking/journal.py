@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import queue
-import shlex
 import subprocess
 import sys
 import threading
@@ -35,6 +34,7 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.secrets import mask
 from pipeline.tracking import journal_file
+from pipeline.tracking.foreign_store import sync_command
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
 from pipeline.trust import artifact_locations
 
@@ -229,7 +229,7 @@ class Journal:
                 self.abandon()
                 if answer.get("key") == "RUN_DIR":
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                command = shlex.join(["pipeline", "sync", str(path.parent)])
+                command = sync_command(str(path.parent), self.uri)
                 raise RuntimeError(f"the store did not take the run ({answer['error']}); what it has of it: {command}")
             self._lives -= "died" not in answer  # the store may not be away, but refuse the run
             self.ready()

@@ -38,7 +38,9 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
     """Return the SHA-256 of a config without secrets; runs with the same training share it, in any `run_dir`."""
     same = {key: value for key, value in resolved.items() if key not in ("tracking", "trust")}
     # How a run may be interrupted does not change its result; the data have a record of their own.
-    for group, left_out in (("training", ("resume", "checkpoint_every")), ("dataset", ("data_dir",))):
+    free = {"training": ("resume", "checkpoint_every"), "dataset": ("data_dir",)}
+    free["hardware"] = ("open_ports", "secret_file")
+    for group, left_out in free.items():
         if isinstance(same.get(group), dict):
             same[group] = {key: value for key, value in same[group].items() if key not in left_out}
     text = json.dumps(same, sort_keys=True, default=str)
@@ -62,7 +64,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
 
 def segment(after: int, spec: RunSpec) -> dict[str, Any]:
     """Describe what may change when a run is resumed; `after` is the number of updates completed before."""
-    hardware = {key: str(value) for key, value in leaves(spec.resolved["hardware"]).items()}
+    hardware = {key: str(value) for key, value in leaves(spec.recorded["hardware"]).items()}
     versions = {name: metadata.version(name) for name in ("tensorflow", "keras", "numpy")}
     return {"after": after, "cut": asdict(spec.batching), "hardware": hardware, "versions": versions}
 

@@ -4,15 +4,15 @@ from contextlib import closing
 from pathlib import Path
 
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, first_line, say
-from pipeline.common.secrets import HIDDEN, mask, remember
-from pipeline.tracking.journal_file import Past, absolute
+from pipeline.tracking.foreign_store import OwnStore
+from pipeline.tracking.journal_file import Past
 
 
-def sync_run(folder: str, given: str | None, patience: float, *, named: bool) -> int:
+def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int:
     """Ship the journal in the run directory `folder`; return the exit status.
 
     Args:
-        given: the URI of its store; None to take the one in the journal.
+        own: the user's store, which the journal's has to be.
         patience: seconds to wait for the store.
         named: by the user; otherwise a run is skipped if it is running or complete, and a `ConfigError` is printed.
     """
@@ -25,7 +25,7 @@ def sync_run(folder: str, given: str | None, patience: float, *, named: bool) ->
         say(f"{folder}: {error}")
         return 0
     try:
-        uri = _store_uri(past, given)
+        uri = own.followed(str(past.start["store"]), f"the journal in {folder}", moves=not past.run)
         from pipeline.tracking.store import Store  # imports MLflow
         from pipeline.tracking.uploader import Uploader
 
@@ -47,17 +47,3 @@ def sync_run(folder: str, given: str | None, patience: float, *, named: bool) ->
         say(f"{folder}: not all is in the store yet: {first_line(error)}")
         return NOT_SHIPPED
     return NOT_SHIPPED if past.damage else 0
-
-
-def _store_uri(past: Past, given: str | None) -> str:
-    """Return the URI of the journal's store."""
-    recorded, folder = str(past.start["store"]), str(past.path.parent)
-    if given is None:
-        if HIDDEN in recorded:
-            rule = f"must be given: the journal in {folder} has it without its secret"
-            raise ConfigError("tracking.uri", rule, recorded)
-        return recorded
-    remember(given)  # the record may hide what only its URI shows to be a secret
-    if past.run and mask(absolute(given)) != mask(recorded):
-        raise ConfigError("tracking.uri", f"must be that of the journal in {folder}, {recorded}", given)
-    return given

@@ -5,7 +5,9 @@ that died: it finds the run by its tag, and compares what the store holds with w
 """
 
 import contextlib
+import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -250,11 +252,14 @@ class Uploader:
                 if self.run_id not in named:
                     self.client.set_tag(line["fork_of"], FORKS, forks)
         if "artifact" in line:
-            file = self._folder / line["artifact"]
+            name = str(line["artifact"])
+            file = self._folder / name
             try:
+                if not stat.S_ISREG(file.lstat().st_mode) or file.name != name:  # a journal may be somebody else's
+                    raise OSError(errno.EINVAL, "it is no file of the run directory itself")
                 file.open("rb").close()
-            except OSError as error:
-                self._note(f"{file.name}: {error.strerror}")
+            except (OSError, ValueError) as error:
+                self._note(f"{name}: {getattr(error, 'strerror', error)}")
             else:
                 self.client.log_artifact(self.run_id, str(file))
         if "resume" in line:

@@ -11,6 +11,7 @@ user's credentials for the tracking server to any host that the store names. The
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,6 +51,8 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
 
     def checked(open_place: Any, artifact_uri: str, *arguments: Any, **named: Any) -> Any:
         check(artifact_uri, tracking_uri, [*places, temporary])
+        if (folder := _path(artifact_uri)) is not None:
+            _check_links(folder)
         return open_place(artifact_uri, *arguments, **named)
 
     for scheme, open_place in opened.items():
@@ -62,6 +65,12 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
         finally:
             _places, tempfile.tempdir = before_places, before_tempdir
             repositories.update(opened)
+
+
+def lies_in(store: str, places: Sequence[str]) -> bool:
+    """Return whether a store at an address that is not trusted lies in one of `places`."""
+    plain = store.isprintable() and not re.search(r"[?#\\@]", store)  # a query may name another host
+    return plain and any(_lies_in(store.removeprefix("sqlite:///"), place) or store == place for place in places)
 
 
 def allowed_places() -> list[str] | None:
@@ -84,6 +93,15 @@ def is_inside(path: Path, folders: Iterable[Path]) -> bool:
         return any(resolved.is_relative_to(folder.resolve()) for folder in folders)
     except (OSError, RuntimeError, ValueError):  # a loop of symlinks, a name that is too long, a null byte
         return False
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse artifacts that a link leads out of their `folder`: MLflow would read and write there."""
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink() and not is_inside(path, [folder]):
+                rule = f"must be a store whose artifacts are its own: {path} is a link that leads elsewhere"
+                raise ConfigError("tracking.uri", rule)
 
 
 def _folders(tracking_uri: str) -> list[str]:

@@ -49,9 +49,9 @@ def verify(arguments: Sequence[str]) -> int:
         from pipeline.verify import engine, layers
 
     cut = spec.batching
-    with tempfile.TemporaryDirectory() as folder, chief.Chief(spec.workers) as workers:
+    with tempfile.TemporaryDirectory() as folder, chief.Chief(spec) as workers:
         workers.start(spec, Path(folder), COMPARE)
-        workers.gather(spec, Path(folder), None)
+        spec = workers.gather(spec, Path(folder), None)
         with workers.as_worker_error():
             parts, left_out = _assembled(spec, given)
             workers.reductions_ready = parts.devices.reductions_ready

@@ -24,7 +24,7 @@ UPDATES = 15
 # 1437 examples in effective batches of 359: the tail is one example, and most workers have none of it.
 RUN = (
     *("model=mlp", "model.hidden=[16]", "model.dropout=0.3", "accumulation.same_noise=true"),
-    *("hardware.precision=float64", "accumulation.effective_batch_size=359"),
+    *("hardware.open_ports=true", "hardware.precision=float64", "accumulation.effective_batch_size=359"),
     *("accumulation.micro_batch_size=50", f"training.updates={UPDATES}", "training.evaluate_every=4"),
     *("training.keep_best.metric=val/loss", "training.keep_best.mode=min", "hydra.run.dir=run"),
     *("tracking.log_model=false", "tracking.system_metrics=false", "schedule=constant"),
