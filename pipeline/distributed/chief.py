@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # importing it takes seconds
     import tensorflow as tf
 
 JOINING = 20.0  # seconds after which TensorFlow, once all have joined, has noticed by itself that a worker is gone
-ENDING = 10.0  # seconds for a worker to end after the chief
 
 
 class WorkerError(RunError):
@@ -52,14 +51,16 @@ class Chief(AbstractContextManager["Chief"]):
         self.reductions_ready: tf.Variable | None = None  # counts all-reduces, once the devices are set up
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._ended = True
+        self._ended, self.reductions_ready = True, None
+        if error is None:  # the workers end with this process: TensorFlow would report those that it misses before
+            return
         if isinstance(error, ConfigError):
             self.dismiss(error)
         if self._server is not None:
             self._server.close()
         for process in self._processes:
             try:
-                process.wait(ENDING if error is None else 1.0)
+                process.wait(1.0)
             except subprocess.TimeoutExpired:  # it hangs
                 process.kill()
                 process.wait()

@@ -14,6 +14,7 @@ import os
 import platform
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -151,7 +152,7 @@ class Client:
         self.told = False  # whether the chief knows why this worker, or another one, refuses
         self._port: socket.socket | None = None  # kept for TensorFlow
         self._connection: JsonSocket | None = None
-        self._done, self._chief_ended = False, threading.Event()
+        self._done = False
 
     def join(self, own: Mapping[str, Any], patience: float = PATIENCE) -> dict[str, Any] | None:
         """Send this worker's `own` statement, and return the chief's answer; None if the run has finished."""
@@ -201,10 +202,7 @@ class Client:
         assert self._connection is not None
 
         def lost(_: int, last: dict[str, Any]) -> None:
-            if self._done and "refused" not in last:
-                self._chief_ended.set()
-            else:
-                os._exit(2 if "refused" in last else 1)  # the main thread waits in TensorFlow, and cannot be woken
+            os._exit(2 if "refused" in last else int(not self._done))  # the main thread waits, and cannot be woken
 
         arguments = ({0: self._connection}, 1, reductions, lost, lambda: not self._done)
         threading.Thread(target=_exchange_heartbeats, args=arguments, daemon=True).start()
@@ -216,9 +214,11 @@ class Client:
             self.told = True
 
     def wait(self) -> None:
-        """Wait until the chief has closed the run and ended."""
+        """Wait until the chief has closed the run and ended, and with it this process."""
         self._done = True
-        self._chief_ended.wait()
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow may still report that it misses the chief
+        threading.Event().wait()
 
 
 def _exchange_heartbeats(

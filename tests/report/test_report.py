@@ -108,6 +108,21 @@ def test_the_table_has_a_row_a_job(by_batch):
     assert float(row["noise scale"]) == 190
 
 
+def test_no_cell_of_the_table_is_a_formula_or_moves_the_terminal(store, tmp_path):
+    names = {
+        "=1+1": "'=1+1",
+        "\t=1+1": "'?=1+1",
+        "  +1": "'  +1",
+        "\r": "'?@x",
+        "\x1b[31ma=1": "?[31ma=1",
+        "a=-1": "a=-1",
+    }
+    with (writer.write(store.uri, Made(store, [*names]).run_id, tmp_path).page.parent / "jobs.csv").open("rb") as file:
+        text = file.read().decode()
+    assert [row["job"] for row in csv.DictReader(text.splitlines())] == [*names.values()]
+    assert not {"\t", "\x1b"} & set(text)
+
+
 def test_findings_are_written_as_data_and_as_plain_text(nasty):
     data = json.loads((nasty.page.parent / "findings.json").read_text())
     assert [entry["topic"] for entry in data] == [finding.topic for finding in nasty.findings]

@@ -77,3 +77,12 @@ def times(uri: str, experiment: str) -> tuple[int, int]:
     client = MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     return run.info.start_time, run.info.end_time
+
+
+def sync(folder: Path, *arguments: str) -> int:
+    """`pipeline sync` of the run in `folder` or below it, with the store that its journal names."""
+    from pipeline.__main__ import main
+
+    (journal,) = folder.rglob(NAME)
+    store = json.loads(journal.read_text().partition("\n")[0])["start"]["store"]
+    return main(["sync", str(folder), f"tracking.uri={store}", *arguments])

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.__main__ import main
 from pipeline.tracking.journal import Journal
 from tests import programs, shared
 from tests.disks import disk, fill, free
 from tests.running import wait
-from tests.tracking.shipped import UPDATES, begin, fields, opened, train
+from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, train
 
 HALF = UPDATES // 2
 pytestmark = pytest.mark.usefixtures("forked_shippers")
@@ -45,10 +44,6 @@ def undisturbed(tmp_path_factory):
 
 def uri_in(folder: Path) -> str:
     return f"sqlite:///{folder}/mlruns/mlflow.db"
-
-
-def synced(folder, *arguments):
-    return main(["sync", str(folder), *arguments])
 
 
 def half_shipped(folder):
@@ -88,8 +83,8 @@ def test_locked_at_the_end(tmp_path, undisturbed):
         began = time.monotonic()
         assert journal.close("FINISHED")
         assert time.monotonic() - began < 3 + 2 + BUSY  # the patience, and the grace of the shipper
-        assert synced(tmp_path, "tracking.patience=1") == 4
-    assert synced(tmp_path) == 0
+        assert sync(tmp_path, "tracking.patience=1") == 4
+    assert sync(tmp_path) == 0
     assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
@@ -119,9 +114,9 @@ def test_full(tmp_path, undisturbed, until):
             journal.patience = 2.0
             why = journal.close("FINISHED") or ""
             assert "full" in why or "No space left" in why  # SQLite's word, or the system's for an artifact
-            assert synced(tmp_path, "tracking.patience=1") == 4
+            assert sync(tmp_path, "tracking.patience=1") == 4
             free(tmp_path / "mlruns")
-            assert synced(tmp_path) == 0
+            assert sync(tmp_path) == 0
         assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
@@ -141,7 +136,7 @@ def test_the_end_of_a_run_whose_journal_finds_no_room(tmp_path, undisturbed, cap
             found = fields(uri_in(tmp_path), "e")
             assert found["tags"].pop("journal.unwritten") == "0"
             assert found == undisturbed
-            assert synced(tmp_path / "run") == 0
+            assert sync(tmp_path / "run") == 0
 
 
 class Postgres:
@@ -207,7 +202,7 @@ def test_postgresql_restarted_in_the_middle(tmp_path, undisturbed, postgres, mon
     train(journal, UPDATES, UPDATES)
     assert journal.close("FINISHED") is None
     assert fields(postgres.uri, experiment) == undisturbed
-    assert synced(tmp_path, f"tracking.uri={postgres.uri}") == 0  # which may hold a password: no journal has it
+    assert sync(tmp_path, f"tracking.uri={postgres.uri}") == 0  # which may hold a password: no journal has it
     assert fields(postgres.uri, experiment) == undisturbed
 
 
@@ -222,9 +217,9 @@ def test_postgresql_away_from_before_the_end(tmp_path, undisturbed, postgres, mo
     try:
         journal.patience = 4.0
         assert journal.close("FINISHED")
-        assert synced(tmp_path, f"tracking.uri={postgres.uri}", "tracking.patience=1") == 4
+        assert sync(tmp_path, f"tracking.uri={postgres.uri}", "tracking.patience=1") == 4
         assert "Traceback" not in capsys.readouterr().err
     finally:
         postgres.start()
-    assert synced(tmp_path, f"tracking.uri={postgres.uri}") == 0
+    assert sync(tmp_path, f"tracking.uri={postgres.uri}") == 0
     assert fields(postgres.uri, "away") == undisturbed

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import threading
 import time
 import zlib
+from contextlib import closing
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -17,6 +19,7 @@ from mlflow.tracking import MlflowClient
 from pipeline.common.errors import ConfigError
 from pipeline.tracking import journal_file
 from pipeline.tracking import store as tracking_store
+from pipeline.tracking.foreign_store import OwnStore, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from pipeline.tracking.sync_run import sync_run
@@ -228,7 +231,7 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     assert journal.close("FINISHED") == "the store was not asked"
     assert "for pipeline sync" in capsys.readouterr().err
     place_store(tmp_path)
-    synced(tmp_path, "tracking.patience=1", status=4)  # it still is not there
+    synced(tmp_path, f"tracking.uri={uri}", "tracking.patience=1", status=4)  # it still is not there
     synced(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlruns/mlflow.db")
     assert points(tmp_path) == ("FINISHED", list(range(1, 20)))
 
@@ -375,3 +378,84 @@ def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch)
     assert points(tmp_path) == ("FINISHED", list(range(1, 500)))
     assert told[0] > 500
     assert told[-1] == 0
+
+
+def crafted(folder, store, **changes):
+    """A journal in `folder` as somebody else might make it, with right checksums."""
+    folder.mkdir()
+    start = {"format": 1, "store": store, **RUN, "tags": {"journal": "j"}}
+    lines = [{"time": 1, "start": start}, *({"time": 2, "artifact": name} for name in changes.get("artifacts", ()))]
+    crc, texts = 0, []
+    for line in [*lines, {"time": 3, "end": "FINISHED"}]:
+        rest = json.dumps(line, separators=(",", ":")).encode()[1:] + b"\n"
+        crc = zlib.crc32(rest, crc)
+        texts.append(b'{"crc":"%08x",' % crc + rest)
+    (folder / NAME).write_bytes(b"".join(texts))
+
+
+def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
+    """Nothing is sent to the host that a journal or a sweep's note names, and no database is made where it says."""
+    with socket.create_server(("127.0.0.1", 0)) as evil:
+        uri = f"http://127.0.0.1:{evil.getsockname()[1]}"
+        crafted(tmp_path / "host", uri)
+        crafted(tmp_path / "file", f"sqlite:///{tmp_path}/elsewhere.db")
+        crafted(tmp_path / "query", f"postgresql://127.0.0.1/db?host=x&port={evil.getsockname()[1]}")
+        note = {"store": uri, "run_id": "a" * 32, "experiment_id": "1"}
+        (tmp_path / "sweep" / "0").mkdir(parents=True)
+        (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(note))
+        crafted(tmp_path / "sweep" / "0" / "run", "sqlite:///nowhere.db")
+        shutil.move(tmp_path / "sweep" / "0" / "run" / NAME, tmp_path / "sweep" / "0")
+        lines = {
+            "sync host": f"tracking.uri must be that of the journal in host, {uri}; if that is yours, add ",
+            "sync file": "tracking.uri must be that of the journal in file, sqlite:",
+            "sync query trust.allow=[postgresql://127.0.0.1]": "tracking.uri must be that of the journal in query, pos",
+            "sync host trust.allow=[http://127.0.0.1]": "tracking.uri must be that of the journal in host, http:",
+        }
+        answers = one_process({line: line for line in [*lines, "sync sweep"]}, tmp_path)
+        for line, said in lines.items():
+            assert (answers[line]["status"], answers[line]["changed"]) == (2, [])
+            assert answers[line]["err"].splitlines()[-1].startswith(f"pipeline: {said}")
+        assert answers["sync sweep"]["status"] == 4
+        assert (
+            f"the sweep is not closed in the store yet: tracking.uri must be that of the sweep in sweep, {uri}"
+            in (answers["sync sweep"]["err"])
+        )
+        evil.settimeout(0)
+        with pytest.raises(BlockingIOError):  # nobody has come
+            evil.accept()
+
+
+def test_a_store_that_is_trusted_is_followed(tmp_path):
+    store = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
+    for own in (OwnStore(store, (), False), OwnStore("sqlite:///x.db", (str(tmp_path),), False)):
+        assert own.followed(store, "it") == store
+    with_password = OwnStore("http://me:secret@host", (), False)
+    assert with_password.followed("http://***@host", "it") == with_password.uri
+    assert OwnStore("http://b").followed("http://a", "it", moves=True) == "http://b"
+    with pytest.raises(ConfigError) as refused:
+        OwnStore("http://b", ("http://a",), False).followed("http://me:word@a", "it")
+    assert "add tracking.uri=http://***@a" in str(refused.value)
+    assert sync_command("my run", "http://me:word@a") == "pipeline sync 'my run' 'tracking.uri=http://***@a'"
+
+
+def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
+    from pipeline.tracking.store import Store as Opened
+    from pipeline.tracking.uploader import Uploader
+
+    place_store(tmp_path)
+    uri, secret = f"sqlite:///{tmp_path}/mlruns/mlflow.db", tmp_path / "secret"
+    secret.write_text("secret")
+    names = ["good.txt", "../secret", str(secret), "link", "folder/secret", "folder", "..", "fifo", "a\0b", 5, ["link"]]
+    crafted(tmp_path / "run", uri, artifacts=names)
+    (tmp_path / "run" / "good.txt").write_text("good")
+    (tmp_path / "run" / "link").symlink_to(secret)
+    (tmp_path / "run" / "folder").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "run" / "fifo")
+    noted = []
+    monkeypatch.setattr(Uploader, "_note", lambda _, what: noted.append(what))
+    with closing(Uploader(Opened(uri), tmp_path / "run" / NAME, may_exist=True)) as uploader:
+        uploader.finish(0)
+    run = Store(tmp_path).run()
+    assert [file.path for file in Store(tmp_path).client.list_artifacts(run.info.run_id)] == ["good.txt"]
+    assert len(noted) == len(names) - 1
+    assert noted[0] == "../secret: it is no file of the run directory itself"

@@ -8,12 +8,11 @@ import time
 
 import pytest
 
-from pipeline.__main__ import main
 from pipeline.common.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from tests.running import wait
-from tests.tracking.shipped import UPDATES, begin, fields, opened, times, train
+from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, times, train
 
 HALF = UPDATES // 2
 pytestmark = pytest.mark.usefixtures("impatient_requests", "forked_shippers")
@@ -38,10 +37,6 @@ def whole(mlflow_server, undisturbed, tmp_path, request):
         assert times(mlflow_server, request.node.name) == (lines[0], lines[-1])
 
     return check
-
-
-def synced(folder, *arguments):
-    return main(["sync", str(folder), *arguments])
 
 
 def shipped(mlflow_server, experiment, steps):
@@ -72,11 +67,11 @@ def test_down_from_the_start_to_the_end(tmp_path, proxy, whole, capsys, request)
     journal = opened(proxy.address, tmp_path, request.node.name, when_unreachable="offline")
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") == "the store was not asked"
-    assert synced(tmp_path, "tracking.patience=1") == 4
+    assert sync(tmp_path, "tracking.patience=1") == 4
     proxy.up()
-    assert synced(tmp_path) == 0
+    assert sync(tmp_path) == 0
     whole()
-    assert synced(tmp_path) == 0
+    assert sync(tmp_path) == 0
     assert "0 points were missing" in capsys.readouterr().err
     whole()
 
@@ -106,9 +101,9 @@ def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request
     began = time.monotonic()
     assert journal.close("FINISHED")
     assert time.monotonic() - began < 3 + 2 + BUSY  # the patience, and the grace of the shipper
-    assert synced(tmp_path, "tracking.patience=1") == 4
+    assert sync(tmp_path, "tracking.patience=1") == 4
     proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
-    assert synced(tmp_path) == 0
+    assert sync(tmp_path) == 0
     whole()
 
 
@@ -152,7 +147,7 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
         begin(journal, tmp_path)
     assert not journal.shipper.alive()
     proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
-    assert synced(tmp_path) == 0
+    assert sync(tmp_path) == 0
     found = fields(mlflow_server, request.node.name)  # one run
     assert (found["status"], found["metrics"]) == ("KILLED", {})
 
@@ -167,7 +162,7 @@ def test_away_while_the_run_is_created_and_trained_offline(tmp_path, proxy, whol
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") == "the store was not asked"
     proxy.up()
-    assert synced(tmp_path) == 0
+    assert sync(tmp_path) == 0
     whole()
 
 
@@ -202,7 +197,7 @@ def test_a_password_that_changes_in_the_middle(tmp_path, proxy, whole, request, 
     proxy.password = "changed"
     train(journal, HALF + 1, UPDATES)
     assert "401" in journal.close("FINISHED")  # what the server says, not that time is up
-    assert synced(tmp_path, "tracking.patience=1") == 4
+    assert sync(tmp_path, "tracking.patience=1") == 4
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "changed")
-    assert synced(tmp_path) == 0
+    assert sync(tmp_path) == 0
     whole()

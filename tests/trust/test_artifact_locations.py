@@ -137,3 +137,35 @@ def test_every_way_of_mlflow_is_confined_and_free_again(tmp_path):
         assert client.list_artifacts(run_id) == []
     client.log_artifact(run_id, str(tmp_path / "x"))
     assert (tmp_path / f"elsewhere/{run_id}/artifacts/x").exists()
+
+
+@pytest.mark.parametrize("link", ["", "report", "report/report.html", "deep/er/file"])
+def test_a_link_in_the_artifacts_leads_nowhere_else(tmp_path, link):
+    """As `report` writes: the run's folder, one in it or a file is a link to somebody else's; a link within is none."""
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.create_experiment("e", (tmp_path / "artifacts").as_uri())
+    run_id = client.create_run(experiment).info.run_id
+    new, victim, root = tmp_path / "new", tmp_path / "victim", tmp_path / "artifacts" / run_id / "artifacts"
+    for folder in (new, victim, (root / link).parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    (new / "report.html").write_text("a report")
+    (victim / "report.html").write_text("precious")
+    is_file = link.endswith(("html", "file"))
+    (root / link).symlink_to(victim / "report.html" if is_file else victim)
+    with artifact_locations.confined(client.tracking_uri, []):
+        for way in (
+            lambda: client.log_artifacts(run_id, str(new), "report"),
+            lambda: client.list_artifacts(run_id),
+            lambda: client.download_artifacts(run_id, link or "report.html"),
+            lambda: download_artifacts(artifact_uri=f"{root.as_uri()}/{link}"),
+        ):
+            with pytest.raises(ConfigError, match="a link that leads elsewhere|keeps artifacts with itself"):
+                way()
+    assert (victim / "report.html").read_text() == "precious"
+    assert [path.name for path in victim.iterdir()] == ["report.html"]
+    (root / link).unlink()
+    root.mkdir(exist_ok=True)
+    (root / "newest").symlink_to(root / "kept")
+    with artifact_locations.confined(client.tracking_uri, []):
+        client.log_artifacts(run_id, str(new), "kept")
+        assert (root / "newest" / "report.html").read_text() == "a report"
