@@ -113,7 +113,7 @@ def test_no_cell_of_the_table_is_a_formula_or_moves_the_terminal(store, tmp_path
         "=1+1": "'=1+1",
         "\t=1+1": "'?=1+1",
         "  +1": "'  +1",
-        "\r": "'?@x",
+        "\r@x": "'?@x",
         "\x1b[31ma=1": "?[31ma=1",
         "a=-1": "a=-1",
     }

@@ -159,7 +159,7 @@ def test_a_link_in_the_artifacts_leads_nowhere_else(tmp_path, link):
             lambda: client.download_artifacts(run_id, link or "report.html"),
             lambda: download_artifacts(artifact_uri=f"{root.as_uri()}/{link}"),
         ):
-            with pytest.raises(ConfigError, match="a link that leads elsewhere|keeps artifacts with itself"):
+            with pytest.raises(ConfigError, match=r"a link that leads elsewhere|keeps artifacts with itself"):
                 way()
     assert (victim / "report.html").read_text() == "precious"
     assert [path.name for path in victim.iterdir()] == ["report.html"]
