@@ -15,7 +15,7 @@ import socket
 import stat
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -55,10 +55,6 @@ class Cluster:
     @property
     def _hosts(self) -> list[str]:
         return [address.rpartition(":")[0] for address in self.addresses]
-
-    def at(self, index: int) -> Cluster:
-        """Return the same workers, as seen by worker `index`."""
-        return replace(self, index=index)
 
 
 def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | None:

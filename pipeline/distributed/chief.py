@@ -77,7 +77,7 @@ class Chief(AbstractContextManager["Chief"]):
         self._logs.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", "pipeline.distributed.worker"]
         ours = {**os.environ, "PYTHONPATH": imports.path_of_processes(), cluster.SECRET: self._secret.decode()}
-        given = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text(), "task": task}
+        given: dict[str, Any] = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text()}
         given["gate"] = None if (found := gate.in_force()) is None else asdict(found)
         for index in range(1, len(addresses)):
             with (self._logs / f"{index}.log").open("ab") as log:
@@ -88,7 +88,7 @@ class Chief(AbstractContextManager["Chief"]):
             self._processes.append(process)
             assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:  # it may have ended, which `_check_processes` finds
-                pipe.write(json.dumps({**given, "index": index}, default=os.fspath) + "\n")
+                pipe.write(json.dumps({**given, "index": index, "task": task}, default=os.fspath) + "\n")
 
     def gather(self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None) -> RunSpec:
         """Wait for all workers, and send them the spec and the checkpoint that the run starts from.
@@ -150,8 +150,8 @@ class Chief(AbstractContextManager["Chief"]):
         try:
             yield
         except Exception as error:
-            mine = self._server is None or isinstance(error, ConfigError)
-            index, said = (0, {}) if mine else self._server.lost()
+            own = isinstance(error, ConfigError) and error.__cause__ is None
+            index, said = (0, {}) if own or self._server is None else self._server.lost()
             if not index:
                 raise
             if "refused" in said:

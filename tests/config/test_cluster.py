@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,7 +74,7 @@ def test_workers_of_this_machine_choose_their_ports_later():
     assert count == 3
     assert team.addresses == ("127.0.0.1:0",) * 3
     assert (team.is_chief, team.started, team.on_machine) == (True, True, 3)
-    assert team.at(2).index_on_machine == 2
+    assert replace(team, index=2).index_on_machine == 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,14 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow.entities import Metric, Param
 
+from pipeline.config.compose import composed
+from pipeline.rerun.command import Rerun
+from pipeline.trust.gate import Gate
 from tests.running import ROOT, Store, one_process, pipeline
 
 QUIET = "tracking.log_model=false tracking.system_metrics=false"
@@ -384,3 +388,15 @@ def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path):
     assert f"rerun of sweep {parent}: {len(others)} of {len(others)} runs agree" in done.stderr
     assert done.stderr.count(": bit-equal: ") == len(others)
     assert sorted(path.name for path in (there / "runs").iterdir()) == [str(number) for number in range(len(others))]
+
+
+def test_no_record_opens_a_port(tmp_path):
+    """Whether ports may be open, and where a secret is, says the user's own config alone."""
+    hardware = {"workers": 2, "open_ports": True, "secret_file": "/etc/shadow"}
+    recorded = SimpleNamespace(
+        moved=lambda _: {"hardware": hardware}, run=SimpleNamespace(info=SimpleNamespace(run_name="r"))
+    )
+    for own in ([], ["hardware=multi_worker", "hardware.secret_file=mine"]):
+        again = Rerun(SimpleNamespace(values={}), composed(own), None, recorded, Gate(tmp_path))
+        found = again._placed("e")["hardware"]
+        assert found == {"workers": 2, "open_ports": bool(own), "secret_file": "mine" if own else None}
