@@ -5,7 +5,7 @@ once by the weight of the whole update, and what is logged of it: loss, learning
 `pipeline` is imported here, so this folder can be copied into any project.
 """
 
-from .accumulating_model import AccumulatingModel
+from .accumulating_model import NOT_CALLED, AccumulatingModel
 from .adam import fused_adam
 from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
 from .dense import transposed_gradients, wide_layers
@@ -13,7 +13,7 @@ from .evaluation import Evaluation
 from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras, unsupported
 from .gradient_sums import GradientSums
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layers_of, logits_of, mask_of
-from .loss_sums import weighted_sum
+from .loss_sums import added_losses, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
 from .objective import Losses, Metrics, Objective, Term, by_name, labels_by_name, measured, terms, update_metrics
@@ -22,6 +22,7 @@ from .update import Update, accumulate_gradients
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
+    "NOT_CALLED",
     "AccumulatingModel",
     "BatchTotals",
     "Evaluation",
@@ -35,6 +36,7 @@ __all__ = [
     "Term",
     "Update",
     "accumulate_gradients",
+    "added_losses",
     "assign_moving_statistics",
     "batch_dependent_layers",
     "batch_totals",

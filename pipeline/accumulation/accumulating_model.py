@@ -70,6 +70,13 @@ class AccumulatingModel(keras.Model):
         """Those of `inner`: `compile` and the history go by them."""
         return self.inner.output_names
 
+    def save_weights(self, *arguments: Any, **options: Any) -> None:
+        """Save the weights of `inner`, so that the plain model loads them; arguments as in Keras."""
+        self.inner.save_weights(*arguments, **options)
+
+    def load_weights(self, *arguments: Any, **options: Any) -> None:
+        self.inner.load_weights(*arguments, **options)
+
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner)
         own = {"micro_batch_size": self.micro_batch_size, "same_noise": self.same_noise}

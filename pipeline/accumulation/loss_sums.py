@@ -65,9 +65,11 @@ def micro_batch_losses(
             share = count / examples if term.loss.reduction == "sum" else divide(made.weight, made.batch_weight)
             parts.append(Part(divide(scaled, made.batch_weight), share, made.examples, True))
     added = tf.zeros((), parts[0].total.dtype if parts else dtype)
-    for value in model.losses:
-        per_example = value.shape.rank and value.shape[0] is None  # else it is the same of every micro-batch
-        added += tf.reduce_sum(tf.cast(value, added.dtype)) * tf.cast(examples if per_example else count, added.dtype)
+    scalars, of_layers = objective.added_losses == "sum", len(added_losses(model))
+    for index, value in enumerate(model.losses):  # those of layers, then those of weights
+        per_example = value.shape.rank and value.shape[0] is None
+        sums = per_example or (scalars and index < of_layers)
+        added += tf.reduce_sum(tf.cast(value, added.dtype)) * tf.cast(examples if sums else count, added.dtype)
     if model.losses or not parts:
         parts.append(Part(divide(added, examples), count / examples, count, True))
     return losses, added, _merged(parts)
@@ -97,6 +99,12 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
         return list(parts)
     total = sum(tf.cast(part.total, known[0].total.dtype) for part in known)
     return [known[0]._replace(total=total), *(part for part in parts if not part.known)]
+
+
+def added_losses(layer: keras.Layer) -> list[tf.Tensor]:
+    """Return what a layer and those inside of it have added in their last call, without what regularises weights."""
+    of_weights = sum(variable.regularizer is not None for variable in layer.trainable_variables)
+    return layer.losses[: len(layer.losses) - of_weights]
 
 
 class WeightedSum(NamedTuple):

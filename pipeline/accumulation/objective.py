@@ -38,6 +38,7 @@ class Objective:
         metrics, weighted_metrics: of the only output, or by the output's name. The mask of the outputs weighs the
             former, the sample weights weigh the latter.
         layer_metrics: those that the model's layers update in their calls.
+        added_losses: whether a scalar of `add_loss` is the "mean" of what the examples of its batch add, or the "sum".
     """
 
     loss: Losses
@@ -45,6 +46,7 @@ class Objective:
     metrics: Metrics = ()
     weighted_metrics: Metrics = ()
     layer_metrics: Sequence[keras.metrics.Metric] = ()
+    added_losses: str = "mean"
 
     @classmethod
     def of(cls, loss: Losses | Objective) -> Objective:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # importing these takes seconds
 _SAME = (
     *("dataset", "model", "optimizer", "schedule", "scaling", "seed", "schema", "start", "hardware.precision"),
     *(f"training.{name}" for name in ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")),
+    "training.added_losses",
 )
 _FREE = (
     *("dataset.data_dir", "dataset.download", "dataset.checksum", "tracking", "trust", "training.resume"),

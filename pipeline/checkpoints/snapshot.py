@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,6 +159,13 @@ def check(meta: Mapping[str, Any], update: Update, takes: Callable[[str], bool] 
     for name in (name.partition(_REPLICA)[0] for name in saved if name.startswith(("model/", "optimizer/"))):
         if takes(name) and name not in variables:
             raise ConfigError("the checkpoint", "must fit the model, which has no such variable", name)
+
+
+def check_state(name: str, callback: keras.callbacks.Callback) -> None:
+    """Raise a TypeError for a state, before the training, that a checkpoint cannot hold."""
+    if _offers(callback):
+        with suppress(AttributeError):  # of what the training begins with
+            _without_arrays(callback.get_state(), name, {})
 
 
 def starting_anew(callbacks: Callbacks) -> list[str]:

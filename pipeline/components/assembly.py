@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components import devices, model, objective, objective_checks, optimizer
+from pipeline.components import added_losses, devices, model, objective, objective_checks, optimizer
 from pipeline.components.devices import Devices
 from pipeline.components.objective import Objective
 from pipeline.config import sizes
@@ -27,6 +27,7 @@ from pipeline.dataset import cache, load
 from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import Reader, effective_batches, in_order, one_class
 from pipeline.dataset.checksums import Files
+from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best, Evaluator
@@ -178,12 +179,9 @@ def assemble(
         network = model.build(spec.node("model"), data)
         goal = objective.build(spec.node("training"))
         stepping = optimizer.build(spec, plan.updates)
-        with _reading(node, data, files):
-            first = next(iter(in_order(data.train, min(cut.micro_batch_size, 32), node.get("pad"))))
-            if workers is not None and not used.same(_digest(first, data)):
-                rule = "must be the same for all workers, whose first examples are not"
-                raise ConfigError("dataset", rule, data.name)
+        first = _first_batch(spec, data, files, used)
         labels, outputs, goal = objective_checks.check(goal, network, data, first, spec)
+        notes += added_losses.check(network, first[0], goal.training.added_losses)
         objective.compile(goal, network, stepping, labels, outputs)
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
@@ -193,6 +191,23 @@ def assemble(
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
     return parts
+
+
+def _first_batch(spec: RunSpec, data: Data, files: Files, used: Devices) -> tuple:
+    """Return a few examples with the weights of their classes; refuse those that differ between workers."""
+    with _reading(spec.dataset, data, files):
+        first = next(
+            iter(in_order(data.train, min(max(2, spec.batching.micro_batch_size), 32), spec.dataset.get("pad")))
+        )
+        if spec.workers is not None and not used.same(_digest(first, data)):
+            rule = "must be the same for all workers, whose first examples are not"
+            raise ConfigError("dataset", rule, data.name)
+    weigh = _weigher(spec, data)
+    return first if weigh is None else weigh(*first)
+
+
+def _weigher(spec: RunSpec, data: Data) -> Callable[..., tuple] | None:
+    return weigher(spec.config.training.class_weight, spec.config.training.loss, data)
 
 
 @contextmanager
@@ -212,7 +227,7 @@ def _batches(
         effective_batch_size=plan.batching.effective_batch_size,
         epochs=plan.epochs,
         first_update=first_update,
-        class_weight=spec.config.training.class_weight,
+        weigh=_weigher(spec, data),
         reader=reader,
     )
 

@@ -20,7 +20,7 @@ from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
 # Callbacks of Keras that write files, which is the chief's task.
-WRITING = {"ModelCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard", "RemoteMonitor"}
+WRITING = {"ModelCheckpoint", "OrbaxCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard", "RemoteMonitor"}
 
 
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:

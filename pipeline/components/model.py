@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import DictConfig
 
-from pipeline.accumulation import unsupported
+from pipeline.accumulation import NOT_CALLED, unsupported
 from pipeline.common.errors import ConfigError
 from pipeline.dataset.splits import Data
 from pipeline.trust import instantiate
@@ -31,7 +31,7 @@ def build(node: DictConfig, data: Data) -> keras.Model:
     model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):
         raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
-    for name in ("train_step", "compute_loss"):
+    for name in NOT_CALLED:
         if getattr(type(model), name) is not getattr(keras.Model, name):
             rule = f"must not define {name}, which is not called here: use add_loss, a keras.losses.Loss as "
             rule += "training.loss, or an own loop with pipeline.accumulation"

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline import accumulation
 from pipeline.accumulation import Losses, Metrics, by_name
+from pipeline.checkpoints import snapshot
 from pipeline.common.errors import ConfigError, refused
 from pipeline.config.objective_nodes import metrics_of
 from pipeline.trust import instantiate
@@ -62,7 +63,13 @@ def build(training: DictConfig) -> Objective:
     weights = tf.nest.map_structure(lambda weight: None if weight is None else float(weight), weights)
     loss = _losses(training.loss, "training.loss")
     goal, evaluated = (
-        accumulation.Objective(loss, weights, _metrics(training, "metrics"), _metrics(training, "weighted_metrics"))
+        accumulation.Objective(
+            loss,
+            weights,
+            _metrics(training, "metrics"),
+            _metrics(training, "weighted_metrics"),
+            added_losses=training.added_losses,
+        )
         for _ in range(2)
     )
     callbacks = {str(name): _callback(node, name) for name, node in training.callbacks.items()}
@@ -85,6 +92,7 @@ def compile(
     for name, callback in objective.callbacks.items():
         with refused(f"training.callbacks.{name}", "must be able to do its work", type(callback).__name__):
             _check_callback(callback, model)
+            snapshot.check_state(name, callback)
 
 
 def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:

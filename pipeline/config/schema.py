@@ -22,6 +22,7 @@ Mode = Enum("Mode", ["min", "max"])
 Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 Statistics = Enum("Statistics", ["effective", "micro"])
+Added = Enum("Added", ["mean", "sum"])
 SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
 
 
@@ -69,6 +70,8 @@ class TrainingConfig(_SetOnce):
     # (node | mapping | list | null) minimized; a mapping or list has one per output; set by `objective`
     loss: Any = MISSING
     loss_weights: Any = None  # (mapping | list | null) a number for each output
+    # what a scalar that a layer adds to the loss is over its batch: the mean of what its examples add, or their sum
+    added_losses: Added = Added.mean
     class_weight: Any = None  # (mapping | null) class: weight of its examples; 1 for a class that is not listed
     metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}; set by `objective`
     weighted_metrics: dict[str, Any] = field(default_factory=dict)  # the same, with the sample weights applied
@@ -81,7 +84,7 @@ class TrainingConfig(_SetOnce):
 @dataclass
 class StartConfig(_SetOnce):
     run: str | None = None  # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a run ID
-    weights_only: bool = False  # true: load only the model's weights and count updates from 0
+    weights_only: Any = False  # (true | false) true: load only the model's weights and count updates from 0
 
 
 @dataclass
@@ -97,8 +100,8 @@ class HardwareConfig(_SetOnce):
     parallel_jobs: int | None = None  # jobs of a sweep at once on this machine; null: one per GPU, or one
     gpus_per_job: int = 1  # GPUs for each job of a sweep
     memory: Any = None  # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is available
-    xla: bool = False  # compile each micro-step with XLA; measure first, it is slower on a CPU
-    deterministic: bool = False  # two runs on the same machine are bit-identical
+    xla: Any = False  # (true | false) compile each micro-step with XLA; measure first, it is slower on a CPU
+    deterministic: Any = False  # (true | false) two runs on the same machine are bit-identical
 
 
 @dataclass
@@ -108,10 +111,10 @@ class TrackingConfig(_SetOnce):
     run_name: str | None = None  # null: composed of dataset, model and sizes
     log_every: int = 1  # log every Nth update
     noise_every: int = 10  # updates between two measurements of the gradient noise scale
-    log_model: bool = True  # log the trained model with its signature
+    log_model: Any = True  # (true | false) log the trained model with its signature
     # files and folders logged with the model; null: the local modules that it uses
     code: list[str] | None = field(default_factory=list)
-    system_metrics: bool = True  # log MLflow's system metrics
+    system_metrics: Any = True  # (true | false) log MLflow's system metrics
     sweep: str | None = None  # set by a sweep for its jobs: the run ID of the parent run
     job: str | None = None  # set by a sweep for its jobs: the job's name
     confined: bool = False  # set by `--again`: artifacts must lie with the store, or where `trust.allow` permits

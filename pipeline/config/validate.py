@@ -65,6 +65,7 @@ _POSITIVE: Check = ("a positive number", lambda value: _is_number(value) and 0 <
 _NOT_NEGATIVE: Check = ("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
 _SHARE: Check = ("from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
 _SWITCH: Check = ("true, false or auto", lambda value: isinstance(value, bool) or value == "auto")
+_FLAG: Check = ("true or false", lambda value: isinstance(value, bool))  # OmegaConf takes any number for one
 # Keras computes with most numbers outside of these without a word: it clips nothing, or diverges.
 _OF_KERAS_OPTIMIZERS = {
     **dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"), _or_null(_POSITIVE)),
@@ -74,7 +75,7 @@ _OF_KERAS_OPTIMIZERS = {
 }
 _REPLICAS = max(16, os.cpu_count() or 1)  # a logical device is a thread: more than these only wait for each other
 _CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("optimizer.learning_rate", "tracking.patience"), _POSITIVE),
+    **dict.fromkeys(("optimizer.learning_rate", "schedule.decay_rate", "tracking.patience"), _POSITIVE),
     **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
     **dict.fromkeys(("hardware.gpus_per_job", "scaling.reference_batch_size"), _COUNT),
     **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),
@@ -84,7 +85,8 @@ _CHECKS: dict[str, Check] = {
         lambda node: all(v is None or (_is_number(v) and math.isfinite(v)) for _, v in by_output(node)),
     ),
     **dict.fromkeys(("dataset.in_memory", "accumulation.same_noise"), _SWITCH),
-    "dataset.shuffle_files": ("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("dataset.shuffle_files", "hardware.xla", "hardware.deterministic"), _FLAG),
+    **dict.fromkeys(("tracking.log_model", "tracking.system_metrics", "start.weights_only"), _FLAG),
     "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
     "dataset.pad": ("null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}", _is_padding),
     "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),

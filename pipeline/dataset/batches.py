@@ -9,6 +9,7 @@ the examples of its own replicas alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,15 +36,15 @@ def effective_batches(
     effective_batch_size: int,
     epochs: int,
     first_update: int = 0,
-    class_weight: Mapping[int, float] | None = None,
+    weigh: Callable[..., tuple] | None = None,
     reader: Reader | None = None,
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
     The order and the augmentation follow from `seed` and the epoch; `node` is the `dataset` group. The batches of the
     first `first_update` updates are skipped: earlier epochs are not read, and of the epoch in which they end nothing is
-    gathered or augmented; streamed examples are read and shuffled as before. `class_weight` is as in `fit`. With a
-    `reader`, an element is a `Share`, and only its examples are made, unless its shape depends on the rest.
+    gathered or augmented; streamed examples are read and shuffled as before. `weigh` adds sample weights to a batch.
+    With a `reader`, an element is a `Share`, and only its examples are made, unless its shape depends on the rest.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     spec, pad = data.train.element_spec, node.get("pad")
@@ -62,8 +63,8 @@ def effective_batches(
         return source.batches(effective_batch_size, reader)
 
     batches = _prepared(tf.data.Dataset.range(first_epoch, epochs).flat_map(epoch_of), pad, spec)
-    if class_weight is not None:
-        batches = map_batches(batches, _weigher(class_weight, spec))
+    if weigh is not None:
+        batches = map_batches(batches, weigh)
     if augment is not None:
         made = batches.element_spec
         x, *_ = made.batch if isinstance(made, Share) else made
@@ -126,6 +127,10 @@ def _in_memory(data: Data) -> SourceOf:
     """Return what gives the source of an epoch where the examples are kept in memory: keys are their numbers."""
     count = data.examples
     split = batched(data.train, count).get_single_element()
+    for weights in (leaf for leaf in tf.nest.flatten(split[2:]) if leaf is not None):
+        total = float(tf.reduce_sum(tf.cast(weights, tf.float64)))
+        if not 0 < total < math.inf:  # a sum of NaN is one too
+            raise ConfigError("dataset", "must give sample weights with a positive and finite sum", total)
 
     def gather(numbers: tf.Tensor) -> tuple:
         """Return the examples of numbers or of one number: twenty times as fast as one by one for a batch."""
@@ -200,25 +205,3 @@ def _compatible(given: Any, made: Any) -> bool:
         return all(tf.nest.flatten(tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), given, made)))
     except (TypeError, ValueError):  # nests of other forms
         return False
-
-
-def _weigher(class_weight: Mapping[int, float], spec: tuple) -> Callable[..., tuple]:
-    """Return a function that adds the sample weights of its classes, 1 by default, to a batch `(x, y)`."""
-    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
-        rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
-        raise ConfigError("training.class_weight", rule, [type(part).__name__ for part in spec])
-    one_hot = spec[1].shape.rank >= 1 and spec[1].shape[-1] != 1
-    labels, weights = list(class_weight), [float(weight) for weight in class_weight.values()]
-    floatx = keras.config.floatx()
-    table = tf.lookup.StaticHashTable(
-        tf.lookup.KeyValueTensorInitializer(tf.constant(labels, tf.int64), tf.constant(weights, floatx)), 1.0
-    )
-
-    @tf.autograph.experimental.do_not_convert
-    def weigh(x: Any, y: tf.Tensor) -> tuple:
-        if one_hot:
-            return x, y, table.lookup(tf.argmax(y, axis=-1))
-        found = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int64)
-        return x, y, table.lookup(found if found.shape.rank == 1 else tf.squeeze(found, -1))
-
-    return weigh

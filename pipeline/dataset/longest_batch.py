@@ -12,6 +12,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import MICRO
 from pipeline.dataset.batches import effective_batches, in_order
+from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 
 
@@ -20,7 +21,8 @@ def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.D
     node, examples = spec.dataset, _longest(spec, data.train, effective_batch_size)
     if examples is not None:
         data = replace(data, train=examples, shuffled=None)
-    of_run = {"seed": spec.config.seed, "class_weight": spec.config.training.class_weight}
+    goal = spec.config.training
+    of_run = {"seed": spec.config.seed, "weigh": weigher(goal.class_weight, goal.loss, data)}
     return effective_batches(node, data, effective_batch_size=effective_batch_size, epochs=1, **of_run).repeat()
 
 

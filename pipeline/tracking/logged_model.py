@@ -18,7 +18,7 @@ import tensorflow as tf
 from mlflow.models import Model, ModelSignature, infer_signature
 from mlflow.types import TensorSpec
 
-from pipeline.accumulation import by_name, layers_of
+from pipeline.accumulation import by_name, layers_of, slice_specs
 from pipeline.common import imports
 from pipeline.tracking.journal_file import absolute
 
@@ -42,6 +42,8 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         example: a few inputs, as NumPy arrays with the examples on axis 0.
         code: files and folders that are stored with the model and imported when it is loaded.
 
+    A model without a config, as a subclass without `get_config`, is logged as a SavedModel, which only predicts.
+
     Raises:
         ValueError: the logged model cannot be loaded, or predicts something else; it is deleted.
     """
@@ -57,13 +59,19 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         outputs = by_name(model, outputs)
     # Given here, because MLflow would infer them by loading the model in another process.
     requirements = [f"{name}=={metadata.version(name)}" for name in ("keras", "tensorflow", "mlflow", "numpy")]
-    own = _own_classes(model)
+    own, served = _own_classes(model), model
+    try:
+        keras.saving.serialize_keras_object(model)
+    except Exception as error:  # what a config lacks, its own code says
+        if isinstance(example, dict):  # MLflow gives a SavedModel arrays alone
+            raise ValueError(" ".join(str(error).split())) from error
+        own, served = set(), _saved_model(model, example)
     logged = Model.log(
         artifact_path=None,
         name="model",
         flavor=mlflow.tensorflow,
         run_id=run_id,
-        model=model,
+        model=served,
         signature=_signature(model, example, outputs),
         input_example=example,
         pip_requirements=requirements,
@@ -78,6 +86,15 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     except Exception:
         mlflow.MlflowClient(uri).delete_logged_model(logged.model_id)
         raise
+
+
+def _saved_model(model: keras.Model, example: Any) -> tf.Module:
+    """Return a module that `tf.saved_model.save` takes, and that predicts for any number of examples."""
+    served = tf.Module()
+    served.model, served.state = model, [variable.value for variable in model.variables]
+    predict = tf.function(lambda x: model(x, training=False), input_signature=[slice_specs(example)], autograph=False)
+    served.__call__ = predict
+    return served
 
 
 def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature:

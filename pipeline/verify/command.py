@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pipeline.components.assembly import Parts
     from pipeline.verify.engine import Finding
 
+Found = dict[str, "list[Finding]"]  # under their titles, which end in the precision
+
 COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
 COARSE = 1e-2  # relative: a comparison with a larger bound shows little
@@ -36,6 +39,7 @@ def verify(arguments: Sequence[str]) -> int:
     from pipeline.config import compose
 
     parser = Parser(prog="pipeline verify", description=verify.__doc__, allow_abbrev=False)
+    parser.add_argument("--all", action="store_true", help="print each comparison, of each variable")
     parser.add_argument("--log", action="store_true", help="log the result to MLflow")
     options, given = parser.parse_known_args(list(arguments))
     spec = resolve_for_all(compose.composed([*given, "hardware.precision=float64"]), given)
@@ -46,40 +50,32 @@ def verify(arguments: Sequence[str]) -> int:
         worker.run(spec, COMPARE)
         return 0
     with imports.without_chatter():
-        from pipeline.verify import engine, layers
+        from pipeline.verify import engine, layers  # noqa: F401  # without what TensorFlow says
 
-    cut = spec.batching
+    left_out: list[str] = []
     with tempfile.TemporaryDirectory() as folder, chief.Chief(spec) as workers:
         workers.start(spec, Path(folder), COMPARE)
         spec = workers.gather(spec, Path(folder), None)
         with workers.as_worker_error():
-            parts, left_out = _assembled(spec, given)
+            parts = _assembled(spec, given, left_out)
             workers.reductions_ready = parts.devices.reductions_ready
-            say(f"{parts.devices.description}; {cut}", to=sys.stdout)
-            for key in left_out:
-                say(f"not compared, as it does not run in float64: {key}", to=sys.stdout)
-            update = parts.update()
-            show, validation = _shown(parts)
-            compared, evaluated, quiet = _compared(parts, update, show, validation)
-    if quiet:
-        say(f"noise off, as every micro-batch draws its own: {', '.join(quiet)}", to=sys.stdout)
-    equal_updates, holds = (all(each.holds for each in chain(*made)) for made in (compared, compared + evaluated))
-    looked_at = parts.model, update.objective.loss, show[0], cut.micro_batch_size, engine.unit(update)
-    with layers.without_noise(parts.model):
-        why = "the evaluation" if equal_updates else layers.culprit(*looked_at)
-    compared += evaluated
-    for batch, findings in zip([*show, *validation], compared, strict=True):
-        say(*_table(findings, engine.examples(batch)), to=sys.stdout)
-    coarsest = max(finding.bound for finding in chain(*compared))
-    if coarsest > COARSE:
-        where = "as where a loss or a layer is in half precision"
-        say(f"rounding alone may be {coarsest:.0e} here, {where}", to=sys.stdout)
-    one_piece = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
-    verdict = "equal within rounding" if holds else f"different; at fault is {why}"
-    say(f"an update by {one_piece} and one of the whole batch are {verdict}", to=sys.stdout)
+            update, (show, validation) = parts.update(), _shown(parts)
+            found, quiet = _compared(parts, update, show, validation)
+    differing = [each for findings in found.values() for each in findings if not each.holds]
+    why = _fault(parts, update, show[0], differing) if differing else ""
+    if not differing and spec.workers is None:
+        single = _in_float32(given)
+        differing = [each for findings in single.values() for each in findings if not each.holds]
+        found |= single
+        why = "the update in float32 alone"
+    verdict = f"different; at fault is {why}" if differing else "equal within rounding"
+    _print(parts, found, verdict, options.all)
+    say(*(f"not compared: the noise of {name}, which every micro-batch draws anew" for name in quiet), to=sys.stdout)
+    say(*(f"not compared: {key}, which does not run in float64" for key in left_out), to=sys.stdout)
     if options.log:
-        _log(parts.spec, [[finding.as_json() for finding in findings] for findings in compared], holds, verdict)
-    return 0 if holds else DIFFERENT
+        certificate = [[finding.as_json() for finding in findings] for findings in found.values()]
+        _log(parts.spec, certificate, not differing, verdict)
+    return DIFFERENT if differing else 0
 
 
 def compare(parts: Parts, *_: Any) -> None:
@@ -88,41 +84,61 @@ def compare(parts: Parts, *_: Any) -> None:
 
 
 def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
-    """Return an effective batch and a tail; and a batch of the validation split, if there is one."""
+    """Return an effective batch and a tail of the next one; and a batch of the validation split, if there is one."""
     from pipeline.verify import engine
 
-    batch = next(iter(parts.effective_batches()))
-    tail = engine.shortened(batch, parts.plan.batch_size(parts.plan.updates_per_epoch))
+    found = list(parts.effective_batches().take(2))
+    tail = engine.shortened(found[-1], parts.plan.batch_size(parts.plan.updates_per_epoch))
     batches = parts.evaluation_batches()
-    validation = [] if batches is None else list(batches.take(1))
-    return [*{engine.examples(batch): batch for batch in (batch, tail)}.values()], validation
+    return [found[0], tail], [] if batches is None else list(batches.take(1))
 
 
-def _compared(
-    parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]
-) -> tuple[list[list[Finding]], list[list[Finding]], list[str]]:
-    """Return the findings of updates and of evaluations, and the layers whose noise was turned off."""
+def _compared(parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]) -> tuple[Found, list[str]]:
+    """Return the findings under their titles, and the layers whose noise was turned off."""
     from pipeline.verify import engine, layers
 
-    computing = refused("model", "must compute an update in float64, in which it is verified", parts.model.name)
+    precision = parts.spec.config.hardware.precision.name
+    computing = refused("model", f"must compute an update in {precision}, in which it is verified", parts.model.name)
+    sizes = [f"{engine.examples(batch)} examples" for batch in show]
+    titles = [f"{size} in {precision}" for size in (*sizes, f"{sizes[-1]}, from other weights")]
     with layers.without_noise(parts.model, parts.forward.placed) as quiet, computing:
-        compared = engine.compare(update, show)
-        evaluated = [engine.compare_evaluation(parts.evaluation(), batch) for batch in validation]
-    return compared, evaluated, quiet
+        found = dict(zip(titles, engine.compare(update, show), strict=False))
+        for batch in validation:
+            found[f"evaluation in {precision}"] = engine.compare_evaluation(parts.evaluation(), batch)
+    return found, quiet
 
 
-def _assembled(spec: RunSpec, given: Sequence[str]) -> tuple[Parts, list[str]]:
-    """Return the parts without the metrics that do not run in float64, and the keys of these metrics.
+def _fault(parts: Parts, update: Update, batch: Any, differing: Sequence[Finding]) -> str:
+    from pipeline.verify import engine, layers
+
+    if all(each.what.startswith("val/") for each in differing):
+        return "the evaluation"
+    state = next((f"the state {each.what}" for each in differing if each.kind == "state"), "")
+    looked_at = update.objective, batch, parts.plan.batching.micro_batch_size, engine.unit(update)
+    with layers.without_noise(parts.model):
+        return layers.culprit(parts.model, *looked_at) or state or "no layer and no loss, but the update itself"
+
+
+def _in_float32(given: Sequence[str]) -> Found:
+    """Return the findings in float32, in which some kernels alone are used."""
+    from pipeline.components import assembly
+    from pipeline.config import compose
+
+    parts = assembly.assemble(resolve(compose.composed([*given, "hardware.precision=float32"]), given))
+    return _compared(parts, parts.update(), _shown(parts)[0][:1], [])[0]
+
+
+def _assembled(spec: RunSpec, given: Sequence[str], left_out: list[str]) -> Parts:
+    """Return the parts without the metrics that do not run in float64, whose keys are added to those `left_out`.
 
     `spec` is in float64, the command line `given` in the user's precision. ConfigError names what else does not run.
     """
     from pipeline.components import assembly
     from pipeline.config import compose
 
-    left_out: list[str] = []
     while True:
         try:
-            return assembly.assemble(spec, lambda _: None), left_out
+            return assembly.assemble(spec, lambda _: None)
         except ConfigError as error:
             if spec.workers is not None:
                 raise  # they would have to try again together
@@ -152,14 +168,46 @@ def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
     return spec.changed({f"training.{group}": nodes})
 
 
-def _table(findings: Sequence[Any], examples: int) -> list[str]:
-    rows = [("", "apart", "rounding", "")]
+def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
+    """Print the verdict and what is furthest apart of each kind, or with `every` all findings."""
+    cut, of_precision = parts.spec.batching, {title.rpartition(" ")[2] for title in found}
+    say(f"{parts.devices.description}; {cut}", to=sys.stdout)
+    say(
+        f"an update by {cut.factor} micro-batches of {cut.micro_batch_size} and one of the whole batch are {verdict}",
+        to=sys.stdout,
+    )
+    for precision in sorted(of_precision, reverse=True):
+        ours = {title: findings for title, findings in found.items() if title.endswith(precision)}
+        kinds: dict[str, Any] = {}
+        for finding in chain(*ours.values()):
+            name = finding.what if finding.kind == "loss" else finding.kind
+            if math.isfinite(finding.bound) and (name not in kinds or finding.excess > kinds[name].excess):
+                kinds[name] = finding
+        for title, findings in ours.items() if every else [(precision, list(kinds.values()))]:
+            say(*_table(title, findings), to=sys.stdout)
+        coarsest = max(each.bound for each in kinds.values())
+        if coarsest > COARSE:
+            where = "as where a loss or a layer is in half precision"
+            say(f"rounding alone may be {coarsest:.0e} here, {where}", to=sys.stdout)
+        nothing = sum(not math.isfinite(each.bound) for each in chain(*ours.values()))
+        if nothing:
+            say(
+                f"  {nothing} comparisons of weights prove nothing for these weights, whose gradient is rounding",
+                to=sys.stdout,
+            )
+
+
+def _table(title: str, findings: Sequence[Any]) -> list[str]:
+    rows = [(title, "apart", "rounding", "")]
     for found in findings:
         what = found.what if found.kind == "loss" else f"{found.kind} {found.what}"
-        rows.append((what, f"{found.error:.1e}", f"{found.bound:.1e}", "" if found.holds else "DIFFERENT"))
+        verdict = "" if found.holds else "DIFFERENT"
+        bound = f"{found.bound:.1e}"
+        if not math.isfinite(found.bound):
+            bound, verdict = "", "proves nothing for these weights"
+        rows.append((f"  {what}", f"{found.error:.1e}", bound, verdict))
     width = max(len(row[0]) for row in rows)
-    lines = (f"  {what:{width}}  {apart:>8}  {bound:>8}  {verdict}".rstrip() for what, apart, bound, verdict in rows)
-    return [f"{examples} examples", *lines]
+    return [f"{what:{width}}  {apart:>8}  {bound:>8}  {verdict}".rstrip() for what, apart, bound, verdict in rows]
 
 
 def _log(spec: RunSpec, certificate: list[Any], holds: bool, verdict: str) -> None:

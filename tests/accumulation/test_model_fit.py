@@ -321,6 +321,16 @@ def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
     np.testing.assert_array_equal(inner(X), model.inner(X))
 
 
+def test_weights_that_a_callback_has_saved_load_into_the_plain_model(tmp_path):
+    make, data, compiled = CASES["sample_weights"]
+    model, plain, file = AccumulatingModel(made(make), 5), made(make), tmp_path / "kept.weights.h5"
+    save = keras.callbacks.ModelCheckpoint(file, save_weights_only=True)
+    trained(model, compiled, data, epochs=1, callbacks=[save])
+    for other in (plain, AccumulatingModel(made(make), 5)):
+        other.load_weights(file)
+        assert all(map(np.array_equal, other.get_weights(), model.inner.get_weights()))
+
+
 class Interpreted(layers.Layer):
     """Runs in Python, which XLA cannot."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from omegaconf import OmegaConf
 
 from pipeline.accumulation import batch_dependent_layers, normalising_layers, trace_forward
 from pipeline.common.errors import ConfigError
-from pipeline.components import model
+from pipeline.components import added_losses, fitting, model
 from pipeline.dataset import Data
 
 
@@ -127,6 +129,11 @@ class OwnStep(keras.Sequential):
         return {}
 
 
+class OwnMetrics(keras.Sequential):
+    def compute_metrics(self, *given):
+        return {}
+
+
 class OwnLoss(keras.Sequential):
     def compute_loss(self, *given, **more):
         return 0.0
@@ -153,6 +160,7 @@ def synchronized() -> keras.Model:
             {"_target_": f"{__name__}.OwnStep"},
             "model must not define train_step, which is not called here: use add_loss",
         ),
+        ({"_target_": f"{__name__}.OwnMetrics"}, "model must not define compute_metrics, which is not called here"),
         ({"_target_": f"{__name__}.OwnLoss"}, "model must not define compute_loss"),
         ({"_target_": f"{__name__}.synchronized"}, "model must have no BatchNormalization(synchronized=True): Tensor"),
     ],
@@ -161,3 +169,74 @@ def test_what_is_no_model_is_refused(node, message):
     with pytest.raises(ConfigError) as refused:
         model.build(OmegaConf.create(node), data((4,)))
     assert message in str(refused.value)
+
+
+class Adding(layers.Layer):
+    """Adds a function of its inputs to the loss."""
+
+    def __init__(self, function, name):
+        super().__init__(name=name)
+        self.function = function
+
+    def call(self, x):
+        self.add_loss(self.function(x))
+        return x
+
+
+def adding_mean(name="mean"):
+    return Adding(lambda x: 1e-3 * keras.ops.mean(x), name)
+
+
+def adding_sum(name="sum"):
+    return Adding(lambda x: keras.ops.sum(x * x), name)
+
+
+def adding_values(name="values"):
+    return Adding(lambda x: keras.ops.sum(x, axis=-1), name)
+
+
+def time_major(name="time"):
+    first = layers.Lambda(lambda x: keras.ops.transpose(x[:, None], (1, 0, 2)))
+    return keras.Sequential([first, layers.Activation("linear", activity_regularizer="l2", name=name)])
+
+
+def both_ways(x, *middle, dtype=None):
+    """What each rule gives for a model with these layers: a line, none, or the refusal."""
+    stack = [layers.Dense(4, kernel_regularizer="l2"), layers.BatchNormalization(), layers.Dropout(0.5), *middle]
+    network = keras.Sequential([keras.Input((3,)), *stack, layers.Dense(1)], name="net")
+    policies, found = [layer.dtype_policy for layer in network.layers], []
+    for rule in ("mean", "sum"):
+        network(x, training=False)
+        try:
+            found.append(added_losses.check(network, x, rule))
+        except ConfigError as error:
+            found.append(str(error))
+    assert [layer.dtype_policy for layer in network.layers] == policies
+    return found
+
+
+def test_what_layers_add_is_a_mean_or_a_sum_as_it_is_said_to_be():
+    x, name = tf.random.stateless_normal((7, 3), [1, 2]), "training.added_losses"
+    assert both_ways(x) == [[], []]
+    assert both_ways(x, adding_values()) == [[], []]
+    of_mean = f"{name} must be mean, which net/mean adds over its batch. Received: 'sum'."
+    of_sum = f"{name} must be sum, which {{}} adds over its batch. Received: 'mean'."
+    assert both_ways(x, adding_mean(), adding_values()) == [[], of_mean]
+    assert both_ways(x, adding_sum()) == [of_sum.format("net/sum"), []]
+    assert both_ways(x, time_major()) == [of_sum.format("time"), []]
+    refused = both_ways(x, adding_sum(), adding_mean())
+    assert (
+        "must be sum, which net/sum adds over its batch, while net/mean adds a mean: one of them has to change"
+        in refused[0]
+    )
+    assert "must be mean, which net/mean adds over its batch, while net/sum adds a sum" in refused[1]
+    root = Adding(lambda x: keras.ops.sqrt(keras.ops.mean(x * x)), "root")
+    assert both_ways(x, root) == [["added to the loss by each micro-batch, neither a mean nor a sum: net/root"]] * 2
+    assert both_ways(x[:1], adding_sum()) == [[], []]  # one example cannot be cut
+
+
+def test_the_chief_alone_runs_the_callbacks_that_write():
+    places = {"filepath", "directory", "filename", "log_dir", "backup_dir", "root"}
+    kinds = [kind for kind in vars(keras.callbacks).values() if inspect.isclass(kind)]
+    writing = {kind.__name__ for kind in kinds if places & inspect.signature(kind).parameters.keys()}
+    assert writing == fitting.WRITING

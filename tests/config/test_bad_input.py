@@ -47,6 +47,12 @@ CONFIG = {
     "train training.epochs=1e1": "training.epochs must be an integer, or null. Received: 10.0.",
     "train hardware.replicas=null": "hardware.replicas must be an integer. Received: null.",
     "train hardware.xla=maybe": "hardware.xla must be true or false. Received: 'maybe'.",
+    "train hardware.xla=2": "hardware.xla must be true or false. Received: 2.",
+    "train tracking.log_model=5": "tracking.log_model must be true or false. Received: 5.",
+    "train schedule=exponential schedule.decay_rate=-1": "schedule.decay_rate must be a positive number. Received: -1.",
+    "train schedule=exponential schedule.decay_rate=0": "schedule.decay_rate must be a positive number. Received: 0.",
+    "train training.added_losses=max": "training.added_losses must be one of its choices. Received: 'max'. "
+    "Choices: mean, sum.",
     "train hardware.device=tpu": "hardware.device must be one of its choices. Received: 'tpu'. "
     "Choices: auto, cpu, gpu.",
     "train hardware.precision=float16": "hardware.precision must be one of its choices. Received: 'float16'. "
@@ -341,6 +347,8 @@ PREPARED = {
     ),
     f"train {MLP} {SCHEDULER}": "training.callbacks.rate must be able to do its work (it sets the learning rate, which "
     "only schedule=constant allows). Received: 'LearningRateScheduler'.",
+    f"train {MLP} '+training.callbacks.own={{_target_: mine.keeping}}'": "training.callbacks.own must be able to do "
+    "its work (TypeError: the state of own/seen must be JSON values and NumPy arrays. Received: set). Received: …",
     f"train {MLP} '+training.callbacks.backup={{_target_: keras.callbacks.BackupAndRestore, backup_dir: there}}'": (
         "training.callbacks.backup._target_ must be left out: training.checkpoint_every is for that, and pipeline "
         "resume goes on from there. Received: 'BackupAndRestore'."
@@ -480,6 +488,12 @@ def flagged(norm: "bool" = None, hidden=(), dropout=0, l2=0):
 
 def one_argument(x):
     return x
+
+def keeping():
+    import keras
+    class Keeping(keras.callbacks.Callback):
+        get_state, set_state = (lambda self: {"seen": {1}}), None
+    return Keeping()
 
 def cropped(x, seed):
     return x[:4]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.dataset import Data, load
+from pipeline.dataset import Data, class_weights, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.batches import Reader
 from tests.running import ROOT, python
@@ -161,7 +161,8 @@ def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
     """Of 23 examples in batches of 8: the last one has 7, so that one of nine workers has two times none."""
 
     def batches_of(reader):
-        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 2, "first_update": 1, "class_weight": {3: 5.0}}
+        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 2, "first_update": 1}
+        settings["weigh"] = class_weights.weigher({3: 5.0}, None, numbered())
         node_of = OmegaConf.create({**node, **augment})
         return batching.effective_batches(node_of, numbered(), **settings, reader=reader).as_numpy_iterator()
 
@@ -403,3 +404,41 @@ def test_what_is_no_dataset_is_refused(node, message):
     with pytest.raises(ConfigError) as refused:
         load.load(OmegaConf.create(node))
     assert message in str(refused.value)
+
+
+MAPS = np.random.default_rng(0).integers(0, 3, (4, 5, 3))
+KINDS = MAPS[:, 0, 0]
+ONE_HOT = np.eye(3)[KINDS]
+WEIGHTS = {1: 2.0, 2: 3.0}
+OF_CLASS = np.array([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "loss", "expected"),
+    [
+        (KINDS, 3, "keras.losses.SparseCategoricalCrossentropy", OF_CLASS[KINDS]),
+        (MAPS, 3, "keras.losses.SparseCategoricalCrossentropy", OF_CLASS[MAPS]),  # as many columns as classes
+        (MAPS, 7, "mine.focal", OF_CLASS[MAPS]),
+        (MAPS[..., :1], None, "mine.focal", OF_CLASS[MAPS[..., 0]]),
+        (KINDS[:, None].astype("float32"), None, "keras.losses.BinaryCrossentropy", OF_CLASS[KINDS]),
+        (ONE_HOT, 3, "mine.focal", OF_CLASS[KINDS]),
+        (ONE_HOT, None, "keras.losses.CategoricalCrossentropy", OF_CLASS[KINDS]),
+    ],
+)
+def test_a_class_weighs_its_elements(labels, classes, loss, expected):
+    data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(4), labels)), None, classes=classes)
+    *_, weights = class_weights.weigher(WEIGHTS, {"_target_": loss}, data)(None, tf.constant(labels))
+    np.testing.assert_array_equal(weights, expected)
+
+
+def test_labels_that_may_be_one_hot_or_not_are_not_weighed():
+    data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(4), MAPS)), None)
+    with pytest.raises(ConfigError, match=r"class_weight must be null where labels \(5, 3\) may be one-hot or a class"):
+        class_weights.weigher(WEIGHTS, {"_target_": "mine.focal"}, data)
+
+
+@pytest.mark.parametrize("weights", [[0, 0, 0], [1, -2, 0], [1, np.nan, 1], [1, np.inf, 1]])
+def test_weights_that_train_nothing_are_refused(weights):
+    data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(3), np.zeros(3), np.float32(weights))), None)
+    with pytest.raises(ConfigError, match="dataset must give sample weights with a positive and finite sum"):
+        batching.effective_batches(OmegaConf.create(IN_MEMORY), data, seed=0, effective_batch_size=2, epochs=1)
