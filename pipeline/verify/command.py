@@ -94,17 +94,19 @@ def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
 
 
 def _compared(parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]) -> tuple[Found, list[str]]:
-    """Return the findings under their titles, and the layers whose noise was turned off."""
+    """Return the findings by what they are of, and the layers whose noise was turned off."""
     from pipeline.verify import engine, layers
 
     precision = parts.spec.config.hardware.precision.name
     computing = refused("model", f"must compute an update in {precision}, in which it is verified", parts.model.name)
-    sizes = [f"{engine.examples(batch)} examples" for batch in show]
-    titles = [f"{size} in {precision}" for size in (*sizes, f"{sizes[-1]}, from other weights")]
+    titles = [f"{precision}, {engine.examples(batch)} examples" for batch in show]
     with layers.without_noise(parts.model, parts.forward.placed) as quiet, computing:
-        found = dict(zip(titles, engine.compare(update, show), strict=False))
+        found = dict(zip(titles, engine.compare(update, show), strict=True))
+        if len(show) > 1:
+            with engine.perturbed(parts.model):
+                (found[f"{titles[-1]}, other weights"],) = engine.compare(update, show[-1:])
         for batch in validation:
-            found[f"evaluation in {precision}"] = engine.compare_evaluation(parts.evaluation(), batch)
+            found[f"{precision}, evaluation"] = engine.compare_evaluation(parts.evaluation(), batch)
     return found, quiet
 
 
@@ -170,44 +172,30 @@ def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
 
 def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
     """Print the verdict and what is furthest apart of each kind, or with `every` all findings."""
-    cut, of_precision = parts.spec.batching, {title.rpartition(" ")[2] for title in found}
-    say(f"{parts.devices.description}; {cut}", to=sys.stdout)
-    say(
-        f"an update by {cut.factor} micro-batches of {cut.micro_batch_size} and one of the whole batch are {verdict}",
-        to=sys.stdout,
-    )
-    for precision in sorted(of_precision, reverse=True):
-        ours = {title: findings for title, findings in found.items() if title.endswith(precision)}
-        kinds: dict[str, Any] = {}
-        for finding in chain(*ours.values()):
-            name = finding.what if finding.kind == "loss" else finding.kind
-            if math.isfinite(finding.bound) and (name not in kinds or finding.excess > kinds[name].excess):
-                kinds[name] = finding
-        for title, findings in ours.items() if every else [(precision, list(kinds.values()))]:
-            say(*_table(title, findings), to=sys.stdout)
-        coarsest = max(each.bound for each in kinds.values())
-        if coarsest > COARSE:
-            where = "as where a loss or a layer is in half precision"
-            say(f"rounding alone may be {coarsest:.0e} here, {where}", to=sys.stdout)
-        nothing = sum(not math.isfinite(each.bound) for each in chain(*ours.values()))
-        if nothing:
-            say(
-                f"  {nothing} comparisons of weights prove nothing for these weights, whose gradient is rounding",
-                to=sys.stdout,
-            )
-
-
-def _table(title: str, findings: Sequence[Any]) -> list[str]:
-    rows = [(title, "apart", "rounding", "")]
-    for found in findings:
-        what = found.what if found.kind == "loss" else f"{found.kind} {found.what}"
-        verdict = "" if found.holds else "DIFFERENT"
-        bound = f"{found.bound:.1e}"
-        if not math.isfinite(found.bound):
-            bound, verdict = "", "proves nothing for these weights"
-        rows.append((f"  {what}", f"{found.error:.1e}", bound, verdict))
-    width = max(len(row[0]) for row in rows)
-    return [f"{what:{width}}  {apart:>8}  {bound:>8}  {verdict}".rstrip() for what, apart, bound, verdict in rows]
+    cut = parts.spec.batching
+    by = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
+    verdict = f"an update by {by} and one of the whole batch are {verdict}"
+    rows = {}
+    for title, findings in found.items():
+        for each in sorted(findings, key=lambda finding: finding.bound == math.inf):  # which proves nothing
+            what = each.what if each.kind == "loss" else f"{each.kind} {each.what}"
+            key = (title, what) if every else (title.partition(",")[0], what.partition(" ")[0])
+            if key not in rows or each.error * rows[key].bound > rows[key].error * each.bound:
+                rows[key] = each
+    table = [("", "apart", "rounding", "")]
+    for (where, _), each in rows.items():
+        what = each.what if each.kind == "loss" else f"{each.kind} {each.what}"
+        proof = "proves nothing for these weights" if each.bound == math.inf else ""
+        table.append(
+            (f"{what}, {where}", f"{each.error:.1e}", f"{each.bound:.1e}", proof if each.holds else "DIFFERENT")
+        )
+    width = max(len(row[0]) for row in table)
+    lines = (f"  {what:{width}}  {apart:>8}  {bound:>8}  {proof}".rstrip() for what, apart, bound, proof in table)
+    say(f"{parts.devices.description}; {cut}", verdict, *lines, to=sys.stdout)
+    if (coarsest := max(each.bound for each in rows.values() if each.bound < math.inf)) > COARSE:
+        say(
+            f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision", to=sys.stdout
+        )
 
 
 def _log(spec: RunSpec, certificate: list[Any], holds: bool, verdict: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -38,15 +39,11 @@ class Finding:
     what: str  # "loss", or the name of a metric or variable
     kind: str  # loss, gradient, weights, state, metric or count
     error: float
-    bound: float  # infinite where rounding alone may be as large as the quantity: it proves nothing
+    bound: float  # infinite where rounding alone may be as large as the quantity
 
     @property
     def holds(self) -> bool:
         return bool(self.error <= self.bound)
-
-    @property
-    def excess(self) -> float:
-        return self.error / max(self.bound, 1e-300)
 
     def as_json(self) -> dict[str, Any]:
         apart, rounding = min(self.error, 1e300), min(self.bound, 1e300)
@@ -63,52 +60,51 @@ class _Outcome:
     state: list[Any]  # of all that is not trained
     iterations: int
     results: dict[str, float]  # metrics, and the learning rate
-    largest_term: float = 0.0  # of the gradient: the largest element of that of an example
 
 
 def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     """Apply each of `batches` once as a whole and once in micro-batches, from the same weights; return the findings.
 
-    The last one is applied from perturbed weights as well, as initial ones may hide a difference: zeros behind zeros.
     The reference is Keras: `model.compute_loss` on all examples, one tape, one `optimizer.apply`. If that does not fit
     in memory, the reference is the kernel with micro-batches of one example. Model and optimizer are restored.
 
     The bound is γ = m·u / (1 − m·u) for the longest sum m that a value results from, relative to the largest terms of
-    that sum (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Below float64 it is for 8·√m
-    in place of m, which holds with a high probability (Higham and Mary, A new approach to probabilistic rounding error
+    that sum (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1); below float64 for 8·√m in
+    place of m, which holds with high probability (Higham and Mary, A new approach to probabilistic rounding error
     analysis, 2019). The bound of a weight is larger by the slope of the optimizer's step as a function of the gradient.
     """
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
-    of_keras = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
-    state = [*of_keras, *(variable for _, variable in unknown_to_keras(update.model))]
-    trained, batches = update.model.trainable_variables, [parts_of(batch) for batch in batches]
-    initial = [_array(variable) for variable in state]
-    places = {id(variable): place for place, variable in enumerate(state)}
-    other = list(initial)
-    for variable in trained:
-        other[places[id(variable)]] = perturbed(variable)
-    cases = [*((batch, initial) for batch in batches), (batches[-1], other)]
+    state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
+    state += [variable for _, variable in unknown_to_keras(update.model)]
+    before = [_array(variable) for variable in state]
+    variables = update.model.trainable_variables
+    old = [_array(variable) for variable in variables]
 
-    def run(outcome: Callable[[Any], Any]) -> list[Any]:
-        found = []
-        for batch, values in cases:
-            _assign(state, values)
-            found.append(outcome(batch))
-        _assign(state, initial)
+    def run(outcome: Any, batch: Any) -> _Outcome:
+        found: _Outcome = outcome(update, batch)
+        for variable, value in zip(state, before, strict=True):
+            variable.assign(value)
         return found
 
-    wholes, cuts = run(_whole(update, batches[0])), run(_cut(update, batches[0]))
-    terms = [_longest_sum(update, batch) for batch in batches]
-    starts = [[values[places[id(variable)]] for variable in trained] for _, values in cases]
-    of_cases = zip(starts, wholes, cuts, [*terms, terms[-1]], strict=True)
-    found = [_findings(update, *each) for each in of_cases]
-    return found if math.isfinite(wholes[-1].loss) else found[:-1]  # not every weight can be perturbed
+    wholes = [run(_whole, batch) for batch in batches]  # all of them first, since metrics accumulate over updates
+    cuts = [run(_cut, batch) for batch in batches]
+    limits = [(_largest_term(update, batch), _longest_sum(update, batch)) for batch in batches]
+    for variable, value in zip(state, before, strict=True):
+        variable.assign(value)
+    return [_findings(update, old, *each) for each in zip(wholes, cuts, limits, strict=True)]
 
 
-def perturbed(variable: keras.Variable) -> Any:
-    """Return other values for a variable, near its own."""
-    value, random = _array(variable), np.random.default_rng(0)
-    return (value * random.normal(1, 0.1, value.shape) + random.normal(0, 0.01, value.shape)).astype(value.dtype)
+@contextmanager
+def perturbed(model: keras.Model) -> Iterator[None]:
+    """Give the model other weights near its own meanwhile: initial ones may hide a difference, as zeros do."""
+    random, before = np.random.default_rng(0), [(variable, _array(variable)) for variable in model.trainable_variables]
+    for variable, value in before:
+        variable.assign(value * random.normal(1, 0.1, value.shape) + random.normal(0, 0.01, value.shape))
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
@@ -156,27 +152,19 @@ def shortened(batch: Any, size: int) -> Any:
     return slice_of(batch, 0, size if size < examples(batch) else max(size - 1, 1))
 
 
-def _traced(function: Callable[[Any], Any], batch: Any) -> Callable[[Any], Any]:
-    """Return a function of a batch like `batch`, traced once for any number of examples."""
-
-    def leaves(batch: Any) -> list[Any]:
-        return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-
-    @tf.function(autograph=False, input_signature=[slice_specs(leaves(batch))])
-    def on_leaves(given: list[Any]) -> Any:
-        left = iter(given)
-        return function(tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), batch))
-
-    return lambda batch: on_leaves(leaves(batch))
-
-
-def _whole(update: Update, like: Any) -> Callable[[Any], _Outcome]:
-    """Return what applies a batch, of the form of `like`, in one piece."""
+def _whole(update: Update, batch: Any) -> _Outcome:
+    x, y, sample_weight = parts_of(batch)
     model, variables = update.model, update.model.trainable_variables
-    noisy = noisy_layers(model, like[0]) if update.same_noise else []
+    model.reset_metrics()
+    for metric in update.measured.values():
+        metric.reset_state()
+    noisy = noisy_layers(model, x) if update.same_noise else []
 
-    def step(batch: Any) -> tuple[Any, ...]:
-        x, y, sample_weight = batch
+    def dense(gradients: Sequence[Any]) -> list[Any]:
+        return [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+
+    @tf.function(autograph=False, input_signature=[slice_specs(x)])
+    def step(x: Any) -> tuple[Any, ...]:
         with tf.GradientTape() as tape:
             with drawn(noisy, keys_of(noisy), 0, examples_in(x)):
                 outputs = model(x, training=True)
@@ -184,33 +172,25 @@ def _whole(update: Update, like: Any) -> Callable[[Any], _Outcome]:
             loss = model.compute_loss(x, labels, outputs, weights)
             scaled = update.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, [variable.value for variable in variables])
-        return loss, _dense(gradients), _metrics(update, x, labels, outputs, weights)
+        return loss, dense(gradients), _metrics(update, x, labels, outputs, weights)
 
-    def step_by_example(batch: Any) -> tuple[Any, ...]:
+    @tf.function(autograph=False)
+    def step_by_example() -> tuple[Any, ...]:
         of_update = {"scale_loss": update.optimizer.scale_loss, "noise_keys": keys_of(noisy)}
         sums = accumulate_gradients(model, update.objective, batch, 1, **of_update)
-        return sums.mean_loss(), _dense(sums.gradients()), {}
+        return sums.mean_loss(), dense(sums.gradients()), {}
 
-    traced, traced_by_example = _traced(step, like), _traced(step_by_example, like)
-    apply = tf.function(lambda gradients: update.optimizer.apply(gradients, variables), autograph=False)
-
-    def outcome(batch: Any) -> _Outcome:
-        model.reset_metrics()
-        for metric in update.measured.values():
-            metric.reset_state()
-        try:
-            loss, gradients, results = traced(batch)
-        except (tf.errors.ResourceExhaustedError, MemoryError):
-            loss, gradients, results = traced_by_example(batch)
-        found = {name: float(result) for name, result in results.items()}
-        arrays = _arrays(gradients)
-        square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
-        found["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
-        found["learning_rate"] = float(_array(update.optimizer.learning_rate))
-        apply([None if array is None else tf.constant(array) for array in arrays])
-        return _outcome(update, float(loss), arrays, found)
-
-    return outcome
+    try:
+        loss, gradients, results = step(x)
+    except (tf.errors.ResourceExhaustedError, MemoryError):
+        loss, gradients, results = step_by_example()
+    found = {name: float(result) for name, result in results.items()}
+    arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
+    square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
+    found["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
+    found["learning_rate"] = float(_array(update.optimizer.learning_rate))
+    tf.function(lambda: update.optimizer.apply([None if a is None else tf.constant(a) for a in arrays], variables))()
+    return _outcome(update, float(loss), arrays, found)
 
 
 def _metrics(update: Update | Evaluation, x: Any, y: Any, outputs: Any, sample_weight: Any) -> dict[str, Any]:
@@ -235,38 +215,33 @@ def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight
     return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
 
 
-def _cut(update: Update, like: Any) -> Callable[[Any], _Outcome]:
-    """Return what applies a batch, of the form of `like`, in micro-batches."""
-    sums_of, applied = _traced(update.sums, like), _traced(update, like)
-
-    def outcome(batch: Any) -> _Outcome:
-        moved = _untrained(update.model)
-        before = [_array(variable) for variable in moved]
-        # Of single examples: the terms of the gradient, which may cancel in a batch.
-        alone = [sums_of(slice_of(batch, place, place + 1)) for place in range(min(examples(batch), 4))]
-        of_batch, *of_examples = (_arrays(each.gradients()) for each in (sums_of(batch), *alone))
-        largest = max(_most(array) for arrays in of_examples for array in arrays if array is not None)
-        _assign(moved, before)
-        results = {name: float(value) for name, value in applied(batch).items()}
-        return replace(_outcome(update, results.pop("loss"), of_batch, results), largest_term=largest)
-
-    return outcome
+def _cut(update: Update, batch: Any) -> _Outcome:
+    moved = _untrained(update.model)
+    before = [_array(variable) for variable in moved]
+    sums = tf.function(lambda: update.sums(batch), autograph=False)()
+    for variable, value in zip(moved, before, strict=True):
+        variable.assign(value)
+    arrays = [None if gradient is None else _array(tf.convert_to_tensor(gradient)) for gradient in sums.gradients()]
+    results = {name: float(value) for name, value in tf.function(update, autograph=False)(batch).items()}
+    return _outcome(update, results.pop("loss"), arrays, results)
 
 
 def _outcome(update: Update, loss: float, gradients: list[Any], results: dict[str, float]) -> _Outcome:
-    weights, state = ([_array(v) for v in of] for of in (update.model.trainable_variables, _untrained(update.model)))
+    model = update.model
+    weights, state = ([_array(v) for v in variables] for variables in (model.trainable_variables, _untrained(model)))
     return _Outcome(loss, gradients, weights, state, int(_array(update.optimizer.iterations)), results)
 
 
 def _untrained(model: keras.Model) -> list[Any]:
-    """Return the variables that only forward passes change, without those of metrics and without seeds."""
+    """Return the variables that forward passes alone change, without those of metrics and without seeds."""
     found = [*model.non_trainable_weights, *(variable for _, variable in unknown_to_keras(model))]
-    return [variable for variable in found if tf.as_dtype(variable.dtype).name not in ("uint32", "string", "resource")]
+    return [variable for variable in found if tf.as_dtype(variable.dtype) not in (tf.uint32, tf.string)]
 
 
-def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+def _largest_term(update: Update, batch: Any) -> float:
+    """Return the largest element of the gradient of one example: in the sum over a batch they may cancel."""
+    sums = tf.function(lambda: update.sums(slice_of(parts_of(batch), 0, 1)), autograph=False)()
+    return max(_most(_array(tf.convert_to_tensor(g))) for g in sums.gradients() if g is not None)
 
 
 def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
@@ -278,12 +253,13 @@ def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
     return 2 * layers * widest + sum(int(tf.size(leaf)) for leaf in dense)
 
 
-def _findings(update: Update, old: Sequence[Any], whole: _Outcome, cut: _Outcome, terms: int) -> list[Finding]:
-    rounding = unit(update)
+def _findings(
+    update: Update, old: Sequence[Any], whole: _Outcome, cut: _Outcome, limits: tuple[float, int]
+) -> list[Finding]:
+    (largest, terms), rounding = limits, unit(update)
     gamma = min((terms if rounding < 2.0**-50 else 8 * math.sqrt(terms)) * rounding, 0.5)
     gamma /= 1 - gamma
-    largest = [_most(gradient) for gradient in whole.gradients if gradient is not None]
-    scale = max([1e-300, cut.largest_term, *largest])
+    scale = max([1e-300, largest, *(_most(gradient) for gradient in whole.gradients if gradient is not None)])
     found = [Finding("loss", "loss", abs(cut.loss - whole.loss) / max(abs(whole.loss), scale), gamma)]
     found.append(Finding("updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0))
     for name, value in whole.results.items():
@@ -309,14 +285,6 @@ def _findings(update: Update, old: Sequence[Any], whole: _Outcome, cut: _Outcome
             worst = np.unravel_index(np.argmax(np.where(bounds < np.inf, apart_by / bounds, -1)), apart_by.shape)
             found.append(Finding(variable.path, "weights", float(apart_by[worst]), float(bounds[worst])))
     return found
-
-
-def _dense(gradients: Sequence[Any]) -> list[Any]:
-    return [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-
-
-def _arrays(gradients: Sequence[Any]) -> list[Any]:
-    return [None if g is None or isinstance(g, tuple) else _array(tf.convert_to_tensor(g)) for g in gradients]
 
 
 def _array(value: Any) -> Any:

@@ -85,8 +85,8 @@ def check(case: Case, micro_batch_size: int) -> None:
     objective = Objective(given.pop("loss", None), layer_metrics=own, **given)
     update = Update(ours, objective, ours.optimizer, micro_batch_size)
     if case.verified:
-        found = engine.compare(update, batches[:1])
-        assert [finding for findings in found for finding in findings if not finding.holds] == []
+        (findings,) = engine.compare(update, batches[:1])
+        assert [finding for finding in findings if not finding.holds] == []
     tensors = [tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in batches]
     specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), tensors[0])
     step = tf.function(update, input_signature=[specs], autograph=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import keras
@@ -251,7 +252,11 @@ def verified(given, added_losses="mean"):
     update = Update(model, Objective(loss, metrics=metrics, added_losses=added_losses), optimizer, MICRO)
     before = [variable.numpy() for variable in model.variables]
     with without_noise(model):
-        findings = [found for each in engine.compare(update, [batch]) for found in each if not found.holds]
+        findings = []
+        for weights in (nullcontext(), engine.perturbed(model)):
+            with weights:
+                (found,) = engine.compare(update, [batch])
+            findings = findings or [finding for finding in found if not finding.holds]
         said = culprit(model, update.objective, batch, MICRO) if findings else ""
     assert all(np.array_equal(a, b) for a, b in zip(before, (v.numpy() for v in model.variables), strict=True))
     state = next((f"the state {found.what}" for found in findings if found.kind == "state"), "")
