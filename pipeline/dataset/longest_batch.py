@@ -21,9 +21,9 @@ def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.D
     node, examples = spec.dataset, _longest(spec, data.train, effective_batch_size)
     if examples is not None:
         data = replace(data, train=examples, shuffled=None)
-    goal = spec.config.training
-    of_run = {"seed": spec.config.seed, "weigh": weigher(goal.class_weight, goal.loss, data)}
-    return effective_batches(node, data, effective_batch_size=effective_batch_size, epochs=1, **of_run).repeat()
+    weigh = weigher(spec.config.training.class_weight, spec.config.training.loss, data)
+    of_run: dict[str, Any] = {"seed": spec.config.seed, "epochs": 1, "weigh": weigh}
+    return effective_batches(node, data, effective_batch_size=effective_batch_size, **of_run).repeat()
 
 
 def of_evaluation(spec: RunSpec, split: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.components.assembly import Parts
     from pipeline.verify.engine import Finding
 
-Found = dict[str, "list[Finding]"]  # under their titles, which end in the precision
+Found = dict[str, "list[Finding]"]  # under their titles, which begin with the precision
 
 COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
@@ -175,7 +175,7 @@ def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
     cut = parts.spec.batching
     by = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
     verdict = f"an update by {by} and one of the whole batch are {verdict}"
-    rows = {}
+    rows: dict[tuple[str, str], Finding] = {}
     for title, findings in found.items():
         for each in sorted(findings, key=lambda finding: finding.bound == math.inf):  # which proves nothing
             what = each.what if each.kind == "loss" else f"{each.kind} {each.what}"
@@ -187,7 +187,7 @@ def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
         what = each.what if each.kind == "loss" else f"{each.kind} {each.what}"
         proof = "proves nothing for these weights" if each.bound == math.inf else ""
         table.append(
-            (f"{what}, {where}", f"{each.error:.1e}", f"{each.bound:.1e}", proof if each.holds else "DIFFERENT")
+            (f"{what} ({where})", f"{each.error:.1e}", f"{each.bound:.1e}", proof if each.holds else "DIFFERENT")
         )
     width = max(len(row[0]) for row in table)
     lines = (f"  {what:{width}}  {apart:>8}  {bound:>8}  {proof}".rstrip() for what, apart, bound, proof in table)

@@ -278,8 +278,8 @@ def _findings(
         step = max(_most(aimed - start), 1e-300)
         # An optimizer that divides by the gradient's magnitude turns its relative error into one of the step, which is
         # large for a small gradient. If the gradient is only rounding, so is the step.
-        steeper = scale / np.maximum(np.abs(expected), 1e-300)
-        bounds = np.where(steeper * gamma < 1e-3, 10 * gamma * steeper + (1 + np.abs(aimed) / step) * rounding, np.inf)
+        steeper = scale / np.maximum(np.abs(expected), 1e-300, dtype="float64")
+        bounds = np.where(steeper * gamma < 2e-2, 10 * gamma * steeper + (1 + np.abs(aimed) / step) * rounding, np.inf)
         apart_by = np.abs(reached - aimed) / step
         if apart_by.size:
             worst = np.unravel_index(np.argmax(np.where(bounds < np.inf, apart_by / bounds, -1)), apart_by.shape)

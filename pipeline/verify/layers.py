@@ -40,7 +40,7 @@ def without_noise(model: keras.Model, but: Collection[keras.Layer] = ()) -> Iter
 def _is_noise(layer: keras.Layer, name: str) -> bool:
     """Return whether the layer draws, and takes `name` as Keras defines it: of one's own it may be anything."""
     of_keras = next(kind for kind in type(layer).__mro__ if kind.__module__.startswith("keras."))
-    return _draws(layer) and name in inspect.signature(of_keras.__init__).parameters
+    return _draws(layer) and name in inspect.signature(of_keras).parameters
 
 
 def _draws(layer: keras.Layer) -> bool:
@@ -106,7 +106,7 @@ def _observed(
     why = "its loss of an example depends on the others"
     found += [(f"{_named(term.loss)}: {why}", False, each.total) for term, each in zip(terms, sums, strict=True)]
     why = f"its gradient for an example depends {_ON}"
-    passed = []  # from one layer to another
+    passed: list[tuple[str, bool, Any]] = []  # from one layer to another
     for place, (_, _, output) in enumerate(made):
         takers = (layer for layer, inputs, _ in made[place + 1 :] if any(each is output for each in inputs))
         if tf.is_tensor(output) and output.dtype.is_floating and (taker := next(takers, None)) is not None:
