@@ -3,4 +3,4 @@
 In: a spec. Out: model, optimizer, objective, metrics and devices, put together by `assembly`, trained by `fitting`.
 """
 
-__all__ = ["assembly", "devices", "fitting"]
+__all__ = ["added_losses", "assembly", "devices", "fitting"]

@@ -57,7 +57,7 @@ def test_a_certificate_is_logged(tmp_path):
     assert verdict == "an update by 3 micro-batches of 34 and one of the whole batch are equal within rounding"
     of_kinds = [row.split()[0] for row in rows[1:] if "float64" in row]
     assert sorted(of_kinds) == ["count", "gradient", "loss", "metric", "val/loss", "weights"]  # one row each
-    assert any(re.match(r"  gradient \S+, \(float32\) ", row) for row in rows)
+    assert any(re.match(r"  gradient \S+ \(float32\) ", row) for row in rows)
     assert "not compared: the noise of dropout, which every micro-batch draws anew" in rows
     run = Store(tmp_path).run()
     assert (run.info.status, run.info.run_name) == ("FINISHED", "verify")
