@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from typing import NoReturn
 
-from pipeline.common.errors import NOT_SHIPPED, ConfigError, NotShippedError, RunError, say
+from pipeline.common.errors import NOT_SHIPPED, QUIET, ConfigError, NotShippedError, RunError, say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 
@@ -33,20 +36,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store, 130 or 143 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     sys.path.append(os.getcwd())  # a user's own modules, also for the installed command
+    if "--quiet" in arguments:
+        arguments.remove("--quiet")
+        os.environ[QUIET] = "1"
     try:
         if arguments[:1] == ["-sc"]:
             return _complete(arguments)
         return _run(arguments)
     except (ConfigError, RunError, NotShippedError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1" and not isinstance(error, NotShippedError):
-            say(*mask(traceback.format_exc()).splitlines())
-        say(f"pipeline: {error}")
+            say(*mask(traceback.format_exc()).splitlines(), always=True)
+        say(f"pipeline: {error}", always=True)
         return {ConfigError: 2, NotShippedError: NOT_SHIPPED}.get(type(error), 1)
     except KeyboardInterrupt:
-        say("pipeline: interrupted")
+        say("pipeline: interrupted", always=True)
         return 130
     except Exception:
-        say(*mask(traceback.format_exc()).splitlines())
+        say(*mask(traceback.format_exc()).splitlines(), always=True)
         return 1
     except Terminated:
         return 143
@@ -64,8 +70,9 @@ def _run(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("verb", choices=VERBS, metavar="VERB")
-    if not arguments or arguments[0].startswith("-"):
-        parser.parse_args(arguments or ["--help"])
+    parser.add_argument("--quiet", action="store_true", help="with any verb: print errors and the run's ID alone")
+    if "--version" in arguments or not arguments or arguments[0].startswith("-"):
+        parser.parse_args(["--version"] if "--version" in arguments else arguments or ["--help"])
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
@@ -95,5 +102,20 @@ def _complete(arguments: list[str]) -> int:
     return train([*arguments, *(["--config-dir", folders[-1]] if folders else [])])
 
 
+def command() -> None:
+    """Run one verb and end the process; the destructors of TensorFlow and MLflow, which take seconds, are left out."""
+    status: list[int] = []
+    atexit.register(lambda: status and _leave(status[0]))  # registered first, so that it runs after all others
+    status.append(main())
+    sys.exit(status[0])
+
+
+def _leave(status: int) -> NoReturn:
+    with suppress(OSError, ValueError):  # closed pipes
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

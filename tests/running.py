@@ -24,7 +24,8 @@ TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.
 
 def environment(**more: str) -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
+    here = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}  # MLflow exports it
+    return {**here, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
 
 
 def python(

@@ -12,7 +12,7 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import recorded_config
 from pipeline.common.errors import ConfigError, refused
 from pipeline.common.recorded import read
-from pipeline.common.secrets import mask, remember
+from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import EFFECTIVE, HORIZONS, Plan
@@ -99,7 +99,7 @@ def of(run_dir: Path, spec: RunSpec, *, required: bool) -> Continuation | None:
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
     past = Past.of(run_dir, "RUN" if required else "hydra.run.dir")
     try:
-        return _of(run_dir, spec, past, required)
+        return _of(run_dir, with_own_store(spec, past), past, required)
     except BaseException:
         past.close()
         raise
@@ -131,6 +131,14 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
         rule = f"{rule}{wrong}: training.resume=auto trains it from the start"
         raise ConfigError("RUN", rule, str(run_dir), there)
     return Continuation(run_dir, spec, past, latest, found)
+
+
+def with_own_store(spec: RunSpec, past: Past) -> RunSpec:
+    """Return the spec with the run's own store, unless an override names one or the journal hides its password."""
+    store, named = past.start["store"], ("tracking.uri=", "tracking=")
+    same = absolute(spec.config.tracking.uri) == store or HIDDEN in store
+    given = any(text.lstrip("+").startswith(named) for text in spec.overrides)
+    return spec if same or given else spec.changed({"tracking.uri": store})
 
 
 def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:

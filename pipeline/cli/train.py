@@ -49,9 +49,9 @@ def sweep(arguments: Sequence[str]) -> int:
     file = ["--config-dir", str(folder), "--config-name", options.name]
     own: list[str] = []
     searched = [ours] if folder != ours else []
-    if options.config_dir:
-        compose.check_config_dir(options.config_dir)
-        own, searched = ["--config-dir", options.config_dir], [Path(options.config_dir).absolute(), *searched]
+    if conf := options.config_dir or compose.own_folder():
+        compose.check_config_dir(conf)
+        own, searched = ["--config-dir", conf], [Path(conf).absolute(), *searched]
     if searched:
         file.append("hydra.searchpath=[" + ",".join(f'"file://{path}"' for path in searched) + "]")
     overrides = _recorded(options, file, rest) if options.again else rest

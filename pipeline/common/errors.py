@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 from pipeline.common.secrets import mask
 
+QUIET = "PIPELINE_QUIET"  # environment variable: set by `--quiet`, also for jobs and workers
 _NOT_GIVEN: Any = object()
 _LONGEST = 300  # characters of a value
 _MOST = 40  # choices that are listed
@@ -93,13 +94,28 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError("arguments", f"must be as {self.prog} --help says ({message})")
 
 
+def is_quiet() -> bool:
+    return QUIET in os.environ
+
+
+def say_id(run_id: str) -> None:
+    """Print a run's ID alone to standard output, with `--quiet`."""
+    if is_quiet() and run_id:
+        say(run_id, to=sys.stdout, always=True)
+
+
 def printable(text: str) -> str:
     """Return `text` with `?` for each control character, since a store's names and messages are not trusted."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
-def say(*lines: str, to: TextIO | None = None) -> None:
-    """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters."""
+def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
+    """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters.
+
+    With `--quiet` only what is said `always`.
+    """
+    if is_quiet() and not always:
+        return
     stream = to or sys.stderr
     try:
         for line in lines:

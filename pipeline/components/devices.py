@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipeline.common import imports
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.schema import Device, HardwareConfig
@@ -60,7 +61,8 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     Raises:
         ConfigError: the machine lacks the devices that the config asks for.
     """
-    replicas, gpus = config.replicas, tf.config.list_physical_devices("GPU")
+    with imports.without_chatter():  # on a machine without a driver, the libraries say that they cannot start CUDA
+        replicas, gpus = config.replicas, tf.config.list_physical_devices("GPU")
     if config.device == Device.gpu and not gpus:
         rule = "must be a device of this machine, which has no GPU"
         raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from pipeline.config.hydra_internals import get_args_parser
 from pipeline.config.schema import register
 
 Task = Callable[[DictConfig, list[str], Path], float]
+_HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")  # a shell leaves KEY=~/… as it is, and Hydra has no ~ in a value
 # An override of what is text, also where Hydra would read a number in it; what Hydra knows as more than words is its.
 _TEXT = re.compile(r"\A(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)\Z")
 
@@ -168,9 +169,10 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
             raised.append(_with_traceback_kept(error))  # raised again below: else Hydra prints a line of its own
         return None
 
-    # A shell leaves KEY=~/… as it is, and Hydra's grammar has no ~ in a value.
-    arguments = as_text([re.sub("^([^=]+=(sqlite:///)?)~(?=/)", rf"\1{Path.home()}", text) for text in arguments])
+    arguments = as_text(arguments)
     options = _parsed(arguments)
+    if options.config_dir is None and (own := own_folder()) is not None:
+        options.config_dir, arguments = own, [*arguments, "--config-dir", own]
     folders = [directory(), *filter(None, [options.config_dir])]
     with as_config_error(options.overrides, folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
@@ -218,23 +220,33 @@ def _with_traceback_kept(error: Exception) -> Exception:
 
 
 def as_text(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes around the start of a run, which may look like a number, such as 12e4."""
+    """Return the overrides as Hydra reads them: `~/` expanded, and quotes around the start of a run such as 12e4."""
 
     def quoted(found: re.Match[str]) -> str:
         values = map(str.strip, found[2].split(","))
         return found[1] + ",".join(value if value.lower() in ("null", "") else f"'{value}'" for value in values)
 
-    return [_TEXT.sub(quoted, text) for text in overrides]
+    return [_TEXT.sub(quoted, _HOME.sub(rf"\1{Path.home()}", text)) for text in overrides]
 
 
+def own_folder() -> str | None:
+    """Return the folder `conf` of the working directory if it holds config groups other than the package's own."""
+    folder = Path("conf").absolute()
+    found = any(folder.glob("*/*.yaml")) and not folder.samefile(directory())
+    return str(folder) if found else None
+
+
+@cache
 def check_config_dir(folder: str) -> None:
-    """Refuse a folder of the user's configs that is not there; name those that Hydra leaves for a built-in."""
+    """Refuse a folder of the user's configs that is not there; say once that it is used, and what is not."""
     if not Path(folder).is_dir():
         raise ConfigError("--config-dir", "must be a folder that exists", folder)
+    if folder == own_folder():
+        say(f"pipeline: with the configs in {folder}")
     for file in sorted(Path(folder).glob("*/**/*.yaml")):
         name = file.relative_to(folder)
         ours = Path(directory()) / name
-        if ours.exists() and not ours.samefile(file):
+        if ours.exists() and ours.read_bytes() != file.read_bytes():
             say(f"pipeline: {name.parent}={name.stem} is the built-in config; {file} is not used, rename it")
 
 

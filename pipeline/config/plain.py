@@ -13,6 +13,15 @@ _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 
 
+SHORT = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}  # keys in names
+
+
+def short(key: str, value: object) -> str:
+    """Return how the name of a run or a job says what a key was set to: `rate=0.1`."""
+    last = key.split(".")[-1]
+    return f"{SHORT.get(last, last)}={value}"
+
+
 def plain(config: DictConfig) -> dict[str, Any]:
     """Return the resolved config as plain dicts, lists and scalars."""
     container: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)

@@ -108,7 +108,9 @@ class HardwareConfig(_SetOnce):
 class TrackingConfig(_SetOnce):
     uri: str = MISSING  # MLflow tracking URI: SQLite, another SQL database, or an HTTP server
     experiment: str = MISSING  # name of the MLflow experiment
-    run_name: str | None = None  # null: composed of dataset, model and sizes
+    run_name: str | None = None  # null: composed of the experiment or the dataset and of what was overridden
+    tags: dict[str, str] = field(default_factory=dict)  # name: text; of the run, whose own tags come first
+    description: str | None = None  # of the run, in Markdown
     log_every: int = 1  # log every Nth update
     noise_every: int = 10  # updates between two measurements of the gradient noise scale
     log_model: Any = True  # (true | false) log the trained model with its signature

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import JobResult, TargetLoss, grouped
+from pipeline.report.comparison import TargetLoss
 from pipeline.report.findings import Finding
+from pipeline.report.job_results import JobResult, grouped
 from pipeline.report.statistics import Spread, count, joined, number
 
 NOISE = "train/gradient_noise_scale"

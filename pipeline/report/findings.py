@@ -4,12 +4,14 @@ import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import NO_RUN, Comparison, Curve, JobResult, grouped
+from pipeline.report.comparison import Comparison
+from pipeline.report.job_results import NO_RUN, Curve, JobResult, grouped, pooled
 from pipeline.report.statistics import Scale, Spread, count, joined, number
 
 EQUAL = 1e-6  # relative difference below which float32 results count as equal
@@ -21,8 +23,9 @@ AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bf
 # The same bound at the first update: both jobs have the same weights, so training has not amplified rounding yet.
 FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 1e-1}
 # Params that may differ within a trajectory: how a batch is cut, where it runs, what is logged when.
-_FREE = ("accumulation.", "derived.factor", "derived.micro_batch_size", "derived.replicas", "tracking.", "hardware.")
-_ALSO_FREE = {"training.evaluate_every", "training.checkpoint_every"}
+_CUT = {f"{group}.{key}" for group in ("accumulation", "derived") for key in ("factor", "micro_batch_size")}
+_CUT |= {"accumulation.effective_batch_size", "derived.replicas", "hardware.replicas", "hardware.workers"}
+_FREE = ("tracking.", "hardware.", "training.evaluate_every", "training.checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Parting:
     largest: float
     agrees: bool  # whether rounding explains the largest difference
     from_the_start: bool  # whether they differ at the first update by more than rounding
+    differing: set[str]  # params in which the two differ, apart from how the batch is cut and from logging
 
     def above(self, bound: float) -> int | None:
         """Return the first update at which the difference exceeds `bound`; None if it never does."""
@@ -81,7 +85,7 @@ def partings(sweep: Comparison) -> list[Parting]:
 def _trajectory(job: JobResult) -> tuple | None:
     if job.batch is None or LOSS not in job.curves:
         return None
-    kept = {key: value for key, value in job.params.items() if not key.startswith(_FREE) and key not in _ALSO_FREE}
+    kept = {key: value for key, value in job.params.items() if not key.startswith(_FREE) and key not in _CUT}
     kept |= {"derived.effective_batch_size": str(job.batch), PRECISION: job.params.get(PRECISION, "float32")}
     return tuple(sorted(kept.items()))
 
@@ -98,7 +102,9 @@ def _compare(base: JobResult, other: JobResult) -> Parting | None:
     agrees = largest <= AGREEMENT.get(precision, AGREEMENT["float32"])
     apart = bool(steps[0] == 1 and first > FIRST.get(precision, FIRST["float32"]))
     curve = Curve(steps, differences)
-    return Parting(base.name, other.name, precision, curve, dependent, first, largest, agrees, apart)
+    every = {key for key in base.params | other.params if key not in _CUT and not key.startswith("tracking.")}
+    differing = {key for key in every if base.params.get(key) != other.params.get(key)}
+    return Parting(base.name, other.name, precision, curve, dependent, first, largest, agrees, apart, differing)
 
 
 def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
@@ -119,6 +125,8 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
     figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size)}
     figures |= {"first": first, "largest": worst.largest, "at": at, "above": above}
     subject = f"{count(len(pairs) + len({p.base for p in pairs}), 'job')} of equal effective batch, seed and config"
+    if differing := sorted(set().union(*(pair.differing for pair in pairs))):
+        subject += f" (but for {joined(differing)})"
     who = f"{worst.base} and {worst.other}"
     if all(pair.agrees for pair in pairs):
         text = f"In {precision}, {subject} train the same trajectory to floating point: their training losses differ "
@@ -163,7 +171,7 @@ def final_result(sweep: Comparison) -> Finding:
         return Finding("final", text, figures, "final_by_factor")
     where = f", where {'lower' if sign > 0 else 'higher'} is better" if len(spreads) > 1 else f" of {figures['best']}"
     figures |= {"metric": metric, "value": best.mean}
-    return Finding("final", f"Final {metric}{where}: {words}", figures, "final_by_factor")
+    return Finding("final", f"Final {metric}{where}: {words}", figures, f"final_by_{sweep.axes[0]}")
 
 
 def _ranked(spreads: dict[str, Spread], sign: int, scale: Scale, leads: str, trails: str) -> tuple[str, dict[str, Any]]:
@@ -235,11 +243,11 @@ def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
         parts = []
         for name, words, scale, value in measured:
             low, high = (
-                statistics.spread([value(job, f"perf/{name}") for job in jobs if job.factor == factor])
+                pooled([job for job in jobs if job.factor == factor], partial(value, metric=f"perf/{name}"))
                 for factor in (factors[0], factors[-1])
             )
             if low and high and low.mean:
-                both = f"{number(low.mean, scale)} → {number(high.mean, scale)}"
+                both = f"{low.text(scale)} → {high.text(scale)}"
                 parts.append(f"{words} {both} (×{high.mean / low.mean:.2f})")
                 figures[name] = (low.mean, high.mean)
         text = f"{family + ': f' if family else 'F'}rom factor {factors[0]} to {factors[-1]}, {'; '.join(parts)}."

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.report.comparison import AXES, Comparison, Curve, JobResult, Measure, comparable_jobs, grouped, pooled
+from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import partings
 from pipeline.report.html_page import Plot, axis, trace
+from pipeline.report.job_results import AXES, Curve, JobResult, Measure, comparable_jobs, grouped, pooled
 from pipeline.report.statistics import Array
 
 POINTS = 600  # the most points of a curve; a longer one is drawn as means
@@ -34,8 +35,8 @@ def draw(sweep: Comparison) -> list[Plot]:
     plots.append(_difference(sweep))
     if quality := sweep.quality:
         final, note = _finished(partial(sweep.final, metric=quality)), f"{BARS}, where there are several."
-        for size in _sizes(sweep):
-            plots.append(_by(sweep, size, final, RESULT, f"final_by_{size}", f"Final {quality}", note, quality))
+        for key in sweep.axes:
+            plots.append(_by(sweep, key, final, RESULT, f"final_by_{key}", f"Final {quality}", note, quality))
     rate = "The rate that each update used; groups that share a schedule lie on one line."
     plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, rate))
     plots += [*_to_target(sweep), *_costs(sweep), _noise_by_batch(sweep)]
@@ -106,34 +107,31 @@ def _finished(value: Measure) -> Measure:
     return lambda job: value(job) if job.finished else math.nan
 
 
-def _sizes(sweep: Comparison) -> list[str]:
-    """Return which of `factor` and `batch` vary, else `group`."""
-    return [size for size in ("factor", "batch") if len(grouped(sweep.jobs, size)) > 1] or ["group"]
-
-
-def _by(sweep: Comparison, size: str, value: Measure, section: str, key: str, title: str, note: str, unit: str) -> Plot:
-    """Plot `value` by `factor`, `batch` or `group`: one trace per family, with means and error bars."""
-    of_groups = size == "group"
-    families = {"": sweep.jobs} if of_groups else sweep.families
+def _by(sweep: Comparison, key: str, value: Measure, section: str, name: str, title: str, note: str, unit: str) -> Plot:
+    """Plot `value` by one of `sweep.axes`: a trace for each combination of the others, with means and error bars."""
+    others = {"": sweep.jobs} if key == "group" else grouped(sweep.jobs, lambda job: job.other_settings(key))
+    settings = grouped(sweep.jobs, setting := partial(JobResult.setting, key=key))
+    numbers = not any(isinstance(x, str) for x in settings)
     traces = []
-    for colour, (family, jobs) in enumerate(families.items()):
-        at = {x: spread for x, of in grouped(jobs, size).items() if (spread := pooled(of, value)) is not None}
-        xs = list(at) if of_groups else sorted(at)
+    for colour, (other, jobs) in enumerate(others.items()):
+        at = {x: spread for x, of in grouped(jobs, setting).items() if (spread := pooled(of, value)) is not None}
+        xs = sorted(at) if numbers else list(at)
         means, bars = [at[x].mean for x in xs], [at[x].deviation or 0.0 for x in xs]
-        traces.append(trace(family, xs, means, colour, "markers" if of_groups else "lines+markers", bars))
+        shown = xs if numbers else list(map(str, xs))
+        traces.append(trace(other, shown, means, colour, "lines+markers" if numbers else "markers", bars))
     x: dict[str, Any] = {"type": "category"}
-    if not of_groups:
-        name = {"factor": "accumulation factor", "batch": "effective batch size"}[size]
-        x = axis(name, log=True, ticks=sorted({x for drawn in traces for x in drawn["x"]}))
+    if numbers:
+        label = {"factor": "accumulation factor", "batch": "effective batch size"}.get(key, key)
+        x = axis(label, log=min(settings, default=0) > 0, ticks=sorted({x for drawn in traces for x in drawn["x"]}))
     y = axis(unit) | ({"rangemode": "tozero"} if section in ("Cost", "To the target") else {})
-    return Plot(key, section, f"{title} by {size}", note, traces, {"xaxis": x, "yaxis": y})
+    return Plot(re.sub(r"[^\w.-]", "_", name), section, f"{title} by {key}", note, traces, {"xaxis": x, "yaxis": y})
 
 
 def _to_target(sweep: Comparison) -> list[Plot]:
     if (target := sweep.target) is None:
         return []
-    sizes = {"time": _sizes(sweep)[0]}
-    if "batch" in _sizes(sweep):  # otherwise all need the same examples, as far as the trajectories agree
+    sizes = {"time": sweep.axes[0]}
+    if "batch" in sweep.axes:  # otherwise all need the same examples, as far as the trajectories agree
         sizes |= {"examples": "batch", "updates": "batch"}
     note = f"Until {target.metric} ≤ {target.value:.4g}; finished jobs that got there. {BARS}."
     plots = []
@@ -148,11 +146,11 @@ def _costs(sweep: Comparison) -> list[Plot]:
     median = "Median over the updates after the first, which is traced while it runs. Bars: over seeds."
     peak = "Of the first GPU, or the resident memory of the process on a CPU; it should not grow with the factor."
     seconds, speed, memory = "perf/update_seconds", "perf/examples_per_second", "perf/peak_memory_bytes"
-    plot = partial(_by, sweep, _sizes(sweep)[0], section="Cost")
+    plot = partial(_by, sweep, sweep.axes[0], section="Cost")
     return [
-        plot(lambda job: job.typical(seconds), key="update_seconds", title="Time per update", note=median, unit="s"),
-        plot(lambda job: job.typical(speed), key="speed", title="Examples per second", note=median, unit="examples/s"),
-        plot(lambda job: job.last(memory) / 2**20, key="peak_memory", title="Peak memory", note=peak, unit="MiB"),
+        plot(lambda job: job.typical(seconds), name="update_seconds", title="Time per update", note=median, unit="s"),
+        plot(lambda job: job.typical(speed), name="speed", title="Examples per second", note=median, unit="examples/s"),
+        plot(lambda job: job.last(memory) / 2**20, name="peak_memory", title="Peak memory", note=peak, unit="MiB"),
     ]
 
 

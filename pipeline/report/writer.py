@@ -18,11 +18,12 @@ from urllib.parse import unquote, urlsplit
 from pipeline.common.errors import ConfigError, Parser, printable, say
 from pipeline.config import compose
 from pipeline.report import comparison, critical_batch, findings, plots
-from pipeline.report.comparison import NO_RUN, Comparison, Measure, comparable_jobs, pooled
+from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import Finding, Parting, partings
 from pipeline.report.html_page import finite, render
-from pipeline.report.statistics import Scale, count, plain, seconds, size
+from pipeline.report.job_results import NO_RUN, JobResult, Measure, comparable_jobs, grouped, pooled
+from pipeline.report.statistics import Scale, count, number, plain, seconds, size, spread
 from pipeline.tracking.foreign_store import ForeignStore, again_command
 
 _TOPICS = {
@@ -54,7 +55,8 @@ class Report:
 def report(arguments: Sequence[str]) -> int:
     """Write the report of a sweep from what MLflow recorded: findings, a table and plots."""
     parser = Parser(prog="pipeline report", description=report.__doc__, allow_abbrev=False)
-    parser.add_argument("sweep", metavar="SWEEP", help="run ID of the sweep, its start, or the name of its run")
+    sweep = "run ID of the sweep, its start, the name of its run, or NAME of `pipeline sweep NAME`: its newest sweep"
+    parser.add_argument("sweep", metavar="SWEEP", help=sweep)
     parser.add_argument("--allow", action="append", default=[], metavar="PLACE", help="a place where artifacts may be")
     if not arguments:
         raise ConfigError("SWEEP", "must name a sweep of the store", "")
@@ -88,8 +90,11 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
         f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
         findings=found,
         topics=_TOPICS,
-        head=["job", *(name for name, *_ in shown), "status"],
-        rows=_rows(read, shown),
+        question=read.question,
+        tables={
+            "Table": (["job", *(name for name, *_ in shown), "status"], _rows(read, shown)),
+            "Best by value": (["value", f"best final {read.quality}", "with"], _best(read)),
+        },
         repeated=len(read.groups) < len(read.jobs),
         absent=[name for name in _MEASURED if not any(name in job.curves for job in read.jobs)],
         groups=list(read.groups),
@@ -135,13 +140,19 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
         yield Finding("next", text + again_command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     best = timed.get("best")
+    final = next(finding.figures for finding in found if finding.topic == "final")
+    ends = final.get("best")
+    said = f" By its final {final.get('metric')} {ends} is better" if ends else ""
+    said += "." if final.get("told_apart") else ", though not by more than chance may do."
     if sweep.best:
-        yield Finding("next", f"Take {sweep.best}: the lowest loss of the search.", {"recommended": sweep.best})
+        text = f"Take {sweep.best}: the lowest loss of the search." + (said if ends not in (None, sweep.best) else "")
+        yield Finding("next", text, {"recommended": sweep.best})
     elif best and len(timed["groups"]) > 1:
         taken = sweep.groups[best][0]
         pays = largest.get(taken.family, {}).get("largest")
         text = f"On this machine take {best}: it reached the target first"
         text += "." if timed["told_apart"] else ", though not by more than chance may do."
+        text += said if ends not in (None, best) else ""
         if pays and pays > (taken.batch or 0):
             text += f" With more devices, an effective batch of up to {pays} still pays."
         yield Finding("next", text, {"recommended": best, "batch": pays})
@@ -180,6 +191,23 @@ def _columns(sweep: Comparison) -> list[Column]:
         ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), size),
         ("noise scale", lambda job: noise_scale(job, sweep.target), plain),
     ]
+
+
+def _best(sweep: Comparison) -> list[list[str]]:
+    """Return a row for each value of each swept key: the best final result with it, and the settings of that."""
+    rows, metric = [], sweep.quality or "train/loss"
+    sign = 1 if sweep.lower_is_better(metric) else -1
+    for key in sweep.axes:
+        for value, jobs in grouped(sweep.jobs, partial(JobResult.setting, key=key)).items():
+            finals = [
+                (sign * found.mean, group, found.text())
+                for group, of in grouped([job for job in jobs if job.finished], "group").items()
+                if (found := spread([sweep.final(job, metric) for job in of]))
+            ]
+            if finals and key != "group":
+                _, best, shown = min(finals)
+                rows.append([f"{key}={value if isinstance(value, str) else number(value)}", shown, best])
+    return rows
 
 
 def _cell(text: str) -> str:

@@ -28,7 +28,8 @@ from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
 from pipeline.rerun.request import Request, in_folder, parsed
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore, SweepRecord
-from pipeline.trust.gate import Gate, check_config, drop_writers, strict
+from pipeline.trust.artifact_locations import is_inside
+from pipeline.trust.gate import Gate, check_config, drop_writers, strict, texts
 
 DIFFERENT = 3  # exit status
 # Keys that change where the data are or how they are read, but not which data they are.
@@ -81,8 +82,16 @@ class Rerun:
             say("  differs: the record: its config is not the one that its tag config.hash was taken of")
         say(*(f"  changed: {override}" for override in self.request.changing))
         then = (self.recorded.config.get("dataset") or {}).get("data_dir")
-        if isinstance(then, str) and self.gate.data_dir is None:
+        if isinstance(then, str) and self._data_dir is None:
             say(f"  differs: dataset.data_dir: {then} then, its default now: an override dataset.data_dir=… changes it")
+
+    @property
+    def _data_dir(self) -> str | None:
+        """Return where the data are: where the caller says, else where the record does if that is below this folder."""
+        if self.gate.data_dir is not None:
+            return str(self.gate.data_dir)
+        then = (self.recorded.config.get("dataset") or {}).get("data_dir")
+        return then if isinstance(then, str) and is_inside(Path(then), [Path.cwd()]) and Path(then).exists() else None
 
     def _experiment(self) -> str:
         """Return the recorded experiment, or the user's own if they name one or its artifacts lie elsewhere."""
@@ -141,7 +150,7 @@ class Rerun:
             tags = self.recorded.run.data.tags
             config["start"]["run"] = f"{tags.get(fork.RUN)}@{tags.get(fork.UPDATE)}"
         if "data_dir" in (config.get("dataset") or {}):
-            config["dataset"]["data_dir"] = None if self.gate.data_dir is None else str(self.gate.data_dir)
+            config["dataset"]["data_dir"] = self._data_dir
         return config
 
     def _train(self, config: dict[str, Any]) -> str | None:
@@ -221,6 +230,7 @@ def _gate(request: Request, own: DictConfig) -> Gate:
         own.tracking.uri,
         downloads=request.values.get("dataset.download") is True,
         start=any(key.split(".")[0] == "start" for key in request.values),
+        given=texts(request.values) | dict.fromkeys(request.groups),
     )
 
 

@@ -67,10 +67,8 @@ class RecordedRun:
         """
         version, run_id = self.config.get("schema", 0), self.run.info.run_id
         if type(version) is not int or not 0 <= version <= SCHEMA:
-            # Only hexadecimal digits, since the user will paste it into a shell.
-            commit = str((self.environment.get("git") or {}).get("commit"))
-            on = f"git checkout {commit} && " if re.fullmatch("[0-9a-f]{7,64}", commit) else "on its own commit: "
-            rule = f"must have a record of schema 0 to {SCHEMA}; the code that made it runs it: {on}"
+            made_by = str((self.environment.get("package") or {}).get("version"))[:40]
+            rule = f"must have a record of schema 0 to {SCHEMA}; the version that made it, {made_by}, runs it: "
             # Anything but a small number may be long.
             received = version if type(version) is int and abs(version) < 10**9 else type(version).__name__
             raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
@@ -99,7 +97,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         gate.check_size(config)
         for name in ("dataset", "optimizer", "start", "tracking"):
             _mapping(config.get(name) or {}, f"{name} of config.yaml")
-        for name in ("git", "package", "packages"):
+        for name in ("git", "code", "package", "packages"):
             _mapping(environment.get(name) or {}, f"{name} of environment.json")
         for name in ("examples", "files", "content") if dataset else ():
             _mapping(dataset.get(name), f"{name} of dataset.json")

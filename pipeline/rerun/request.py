@@ -87,4 +87,6 @@ def parsed(arguments: Sequence[str], description: str | None) -> Request:
     add("--config-dir", "-cd", help="a folder with config groups of your own, which may set trust.allow")
     add("--config-name", "-cn", help="name of your own config")
     add("overrides", nargs="*", help="overrides in Hydra's grammar")
-    return Request(**vars(parser.parse_intermixed_args(compose.as_text(arguments))))
+    found = Request(**vars(parser.parse_intermixed_args(compose.as_text(arguments))))
+    found.config_dir = found.config_dir or compose.own_folder()
+    return found

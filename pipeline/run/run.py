@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +19,7 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
-from pipeline.common.errors import ConfigError, NotShippedError, first_line, say
+from pipeline.common.errors import ConfigError, NotShippedError, first_line, say, say_id
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Interruption, Terminated
 from pipeline.config import sizes
@@ -197,6 +198,7 @@ class _Beginning:
         where = mask(spec.config.tracking.uri)
         run = f"MLflow run {tracker.run_id} in {where}" if tracker.run_id else "no MLflow run yet"
         say(f"run directory {tracker.run_dir}", run)
+        say_id(tracker.run_id)
 
 
 def _train(
@@ -212,6 +214,8 @@ def _train(
             # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
             recorder.cut(parts.plan.after(cuts, max([before.update, *before.past.updates])))
         recorder.restart_clock()
+        if parts.spec.config.tracking.log_model:
+            threading.Thread(target=_warm_up, args=(parts.spec.config.tracking.uri, tracker), daemon=True).start()
         with workers.as_worker_error(), interruption.between_updates():
             loss = fitting.fit(parts, update, recorder, checkpoints, beginning.start, tracker, interruption.asked)
         recorder.progress.close()
@@ -251,6 +255,15 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
 
 def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
     return f"not all of the run is in the store{why}: {sync_command(str(run_dir), uri)}"
+
+
+def _warm_up(uri: str, tracker: Tracker) -> None:
+    """Prepare MLflow for `_log_model` while the device trains, after the first update, which is traced here."""
+    tracker.trains.wait()
+    with suppress(Exception):  # which is seen again when the model is logged
+        from pipeline.tracking import logged_model
+
+        logged_model.warm_up(uri, tracker.run_id)
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:

@@ -16,15 +16,16 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.common.errors import ConfigError, say
+from pipeline.common.errors import ConfigError, say, say_id
 from pipeline.common.secrets import mask
 from pipeline.config.allow_list import allowed_places
 from pipeline.config.compose import session
+from pipeline.config.plain import short
 from pipeline.sweep import again
+from pipeline.sweep.files import question
 from pipeline.tracking.foreign_store import LONGEST_TAG, MULTIRUN, ForeignStore, OwnStore, SweepRecord, listed
 from pipeline.tracking.journal_file import WRITER, absolute, lock
 
-SHORT = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}  # keys in job names
 NOTE = "sweep.json"  # in the sweep's folder; locked while a process works on the sweep
 ALIVE = "sweep.alive"  # tag of the parent: time of the last heartbeat, in ms since the epoch
 # Metrics that show that a job is alive. System metrics come every few seconds, also where an update takes minutes.
@@ -120,6 +121,7 @@ def begin(config: DictConfig, names: Collection[str], varied: Sequence[str]) -> 
     file = config.hydra.job.config_name
     name = MULTIRUN if file == "config" else file
     sweep = _reopen(config, name) if config.tracking.sweep else _create(config, name, len(names), varied)
+    say_id(sweep.run_id)
     session().sweep = sweep
     sweep.varied, sweep.metrics = list(varied), [str(metric) for metric in config.training.metrics]
     sweep.plan(names, varied)
@@ -158,7 +160,7 @@ def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first:
     """
     names = []
     for job, batch in zip(values, batches, strict=True):
-        parts = [f"{SHORT.get(last, last)}={value}" for key, value in job.items() if (last := key.split(".")[-1])]
+        parts = [short(key, value) for key, value in job.items()]
         if len(set(batches)) > 1 and not any(part.startswith("batch=") for part in parts):
             parts.append(f"batch={batch}")
         names.append(" ".join(parts).replace("${", "{") or "job")  # not an interpolation
@@ -178,6 +180,7 @@ def _create(config: DictConfig, name: str, jobs: int, varied: Sequence[str]) -> 
     given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # resolved they may hold secrets
     overrides = again.recordable([*given["hydra"], *given["task"]])
     tags = {"sweep.name": name, "sweep.overrides": json.dumps(overrides), "mlflow.source.name": "pipeline"}
+    tags |= {"sweep.question": asked} if (asked := question(name)) else {}
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     params = {

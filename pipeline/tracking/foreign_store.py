@@ -68,10 +68,12 @@ class ForeignStore:
         return self._only("RUN_ID", "run", start, found)
 
     def sweep(self, start: str) -> Any:
-        """Return the parent run of the only sweep of that name, or whose ID begins with `start`."""
+        """Return the parent run whose ID begins with `start`, or of that name; the newest of a sweep file's name."""
         runs = self._search("tags.`sweep.name` != ''")
         found = [run for run in runs if run.info.run_id.startswith(start) or run.info.run_name == start]
-        return self._only("SWEEP", "sweep", start, found, runs)
+        of_file = [run for run in runs if run.data.tags["sweep.name"] == start]
+        newest = sorted(of_file, key=lambda run: run.info.start_time)[-1:]
+        return self._only("SWEEP", "sweep", start, found or newest, runs)
 
     def check_experiment(self, name: str) -> None:
         """Refuse an experiment whose artifacts lie elsewhere; those of a new one will lie with the store."""

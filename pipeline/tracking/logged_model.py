@@ -15,20 +15,20 @@ import keras
 import mlflow
 import numpy as np
 import tensorflow as tf
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput
 from mlflow.models import Model, ModelSignature, infer_signature
 from mlflow.types import TensorSpec
 
 from pipeline.accumulation import by_name, layers_of, slice_specs
 from pipeline.common import imports
-from pipeline.tracking.journal_file import absolute
 
 # Run in another folder and without the user's path, as by someone who loads the model from the store.
 _ELSEWHERE = """
 import pickle, sys
-import mlflow, numpy as np
+import numpy as np
 from pipeline.tracking import logged_model
-uri, model, example = pickle.load(sys.stdin.buffer)
-mlflow.set_tracking_uri(uri)
+model, example = pickle.load(sys.stdin.buffer)
 np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
 TOLERANCE = 1e-3  # relative to the largest output; half precision varies with the order of computation
@@ -51,8 +51,6 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     keras.config.disable_interactive_logging()  # MLflow calls the model, which would draw progress bars
     # Without the optimizer, which is twice the size of the model and may need this package to be loaded.
     model.compiled, model.optimizer = False, None
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_experiment(experiment_id=experiment_id)  # else the model belongs to the default experiment
     outputs = tf.nest.map_structure(np.asarray, model(example, training=False))
     predictions = tf.nest.flatten(outputs)
     if isinstance(outputs, list | tuple):  # MLflow has no signature for these
@@ -66,25 +64,32 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         if isinstance(example, dict):  # MLflow gives a SavedModel arrays alone
             raise ValueError(" ".join(str(error).split())) from error
         own, served = set(), _saved_model(model, example)
-    logged = Model.log(
-        artifact_path=None,
-        name="model",
-        flavor=mlflow.tensorflow,
-        run_id=run_id,
-        model=served,
-        signature=_signature(model, example, outputs),
-        input_example=example,
-        pip_requirements=requirements,
-        code_paths=list(code) or None,
-        custom_objects={cls.__name__: cls for cls in own} or None,
-    )
+    # Not by `Model.log`, which loads and asks the model as well, and reads the whole run.
+    client = MlflowClient(uri)
+    entry = client.create_logged_model(experiment_id, "model", run_id, params=client.get_run(run_id).data.params)
+    known = Model(entry.artifact_location, run_id, model_uuid=entry.model_id, model_id=entry.model_id)
     try:
-        reloaded = _predicted_elsewhere(uri, logged.model_uri, example) if own else predicted(logged.model_uri, example)
-        for loaded, trained in zip(reloaded, predictions, strict=True):
-            if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
-                raise ValueError("it predicts something else once it is loaded")
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder, "model"))
+            mlflow.tensorflow.save_model(
+                path=path,
+                mlflow_model=known,
+                model=served,
+                signature=_signature(model, example, outputs),
+                input_example=example,
+                pip_requirements=requirements,
+                code_paths=list(code) or None,
+                custom_objects={cls.__name__: cls for cls in own} or None,
+            )
+            reloaded = _predicted_elsewhere(path, example) if own else predicted(path, example)
+            for loaded, trained in zip(reloaded, predictions, strict=True):
+                if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
+                    raise ValueError("it predicts something else once it is loaded")
+            client.log_model_artifacts(entry.model_id, path)
+        client.finalize_logged_model(entry.model_id, "READY")
+        client.log_outputs(run_id, [LoggedModelOutput(entry.model_id, step=0)])
     except Exception:
-        mlflow.MlflowClient(uri).delete_logged_model(logged.model_id)
+        client.delete_logged_model(entry.model_id)
         raise
 
 
@@ -107,6 +112,14 @@ def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature
             shape = tuple(-1 if size is None else size for size in tensor.shape)
             schema.inputs[0] = TensorSpec(spec.type, shape, spec.name)
     return found
+
+
+def warm_up(uri: str, run_id: str) -> None:
+    """Do what MLflow does once in a process, in seconds: import itself, open the store, list all installed packages."""
+    MlflowClient(uri).get_run(run_id)
+    with tempfile.TemporaryDirectory() as folder:
+        path, requirements = Path(folder, "empty"), [f"mlflow=={metadata.version('mlflow')}"]
+        mlflow.pyfunc.save_model(path, loader_module="mlflow.tensorflow", pip_requirements=requirements)
 
 
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
@@ -138,13 +151,13 @@ def predicted(model_uri: str, example: Any) -> list[Any]:
     return tf.nest.flatten(predict(example))
 
 
-def _predicted_elsewhere(uri: str, model_uri: str, example: Any) -> list[Any]:
+def _predicted_elsewhere(path: str, example: Any) -> list[Any]:
     """Return what the logged model predicts in a new process in another folder."""
     package = str(Path(imports.__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _ELSEWHERE],
-            input=pickle.dumps((absolute(uri), model_uri, example)),
+            [sys.executable, "-P", "-B", "-c", _ELSEWHERE],  # -B: no bytecode beside the code that is logged
+            input=pickle.dumps((path, example)),
             cwd=folder,
             env={**os.environ, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "-1"},
             capture_output=True,

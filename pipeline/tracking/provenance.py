@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -57,6 +58,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
         **_hardware(),
         "lock": _lock(),
         "git": git(),
+        "code": own_code(),
         "package": {"version": __version__, "sha256": _package_hash()},
         "packages": {of["Name"]: of["Version"] for of in sorted(installed, key=lambda of: of["Name"] or "")},
     }
@@ -81,6 +83,9 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     for when, tree in (("then", then), ("now", now["git"])):
         if tree.get("clean") is False:
             lines.append(f"code: the tree was not clean {when}")
+    for file, digest in (recorded.get("code") or {}).items():
+        if (changed := _hash_on_path(str(file))) != digest:
+            lines.append(f"code: {file} is {'not the recorded file' if changed else 'not found'}")
     if package and package != now["package"]:
         ours = now["package"]["version"]
         lines.append(f"code: other files of the package, version {package.get('version')} then, {ours} now")
@@ -88,15 +93,43 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def git() -> dict[str, Any]:
-    """Return the commit and whether the working tree is clean; empty without a repository."""
-    if (tree := _tree()) is None:
-        return {}
-    return {"commit": _git(tree, "rev-parse", "HEAD"), "clean": _git(tree, "status", "--porcelain") == ""}
+    """Return commit and cleanliness of the working directory's repository, which is the user's; empty without one."""
+    commit = _git("rev-parse", "HEAD")
+    return {} if commit is None else {"commit": commit, "clean": _git("status", "--porcelain") == ""}
+
+
+def own_code() -> dict[str, str]:
+    """Return the SHA-256 of each imported file of the user's own, by its path below the folder that Python found it in.
+
+    These are the files of neither this package, the standard library nor an installed distribution.
+    """
+    standard, found = sysconfig.get_path("stdlib"), {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        parts = name.split(".")
+        installed = file.startswith(standard) or "/site-packages/" in file or "/dist-packages/" in file
+        # AutoGraph's modules begin with an underscore too.
+        if file.endswith(".py") and not (
+            installed or name.startswith("__") or parts[0] in ("pipeline", "hydra_plugins")
+        ):
+            path = "/".join([*parts, "__init__"] if Path(file).name == "__init__.py" else parts) + ".py"
+            if digest := _hash_on_path(path):
+                found[path] = digest
+    return dict(sorted(found.items()))
+
+
+def _hash_on_path(file: str) -> str | None:
+    """Return the SHA-256 of the file that Python would import; None without one. A record's name leads nowhere else."""
+    if re.fullmatch(r"\w+(/\w+)*\.py", file):
+        for folder in sys.path:
+            if (path := Path(folder, file)).is_file():
+                return hashlib.sha256(path.read_bytes()).hexdigest()
+    return None
 
 
 def diff() -> str:
     """Return `git diff HEAD` without secrets, cut at `LARGEST_DIFF` characters."""
-    text = mask(_git(_tree() or Path(), "diff", "HEAD") or "")
+    text = mask(_git("diff", "HEAD") or "")
     return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
 
 
@@ -143,23 +176,16 @@ def origin() -> dict[str, str]:
         user = "unknown"
     command = " ".join(["pipeline", *map(mask, sys.argv[1:])])
     tags = {"mlflow.user": user, "mlflow.source.type": "LOCAL", "mlflow.source.name": command}
+    tags["package.version"] = __version__
     if tree := git():
         commit, clean = tree["commit"], str(tree["clean"]).lower()
         tags |= {"git.commit": commit, "git.clean": clean, "mlflow.source.git.commit": commit}
     return tags
 
 
-def _tree() -> Path | None:
-    """Return the working directory if it is in a repository, as it has the user's code; else this checkout, or None."""
-    if _git(Path.cwd(), "rev-parse", "HEAD") is not None:
-        return Path.cwd()
-    package = Path(__file__).resolve()
-    return package.parent if _git(package.parent, "ls-files", "--error-unmatch", package.name) is not None else None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     # Without the option git refreshes the index, and a run that is killed meanwhile would leave the repository locked.
-    return _said("git", "--no-optional-locks", "-C", str(folder), *arguments)
+    return _said("git", "--no-optional-locks", *arguments)
 
 
 def _said(*command: str) -> str | None:

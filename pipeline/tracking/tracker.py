@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask, masked
 from pipeline.common.signals import Terminated
-from pipeline.config.plain import leaves
+from pipeline.config.plain import leaves, short
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Plan
 from pipeline.dataset.checksums import Files
@@ -30,13 +31,21 @@ if TYPE_CHECKING:
     from pipeline.training.evaluator import Best
 
 
+NAME_LENGTH = 200  # characters of a run's name; MLflow takes 250
+# Overrides that say where and how a run is made, and not which.
+_PLACE = (
+    *("tracking", "trust", "hydra", "hardware.parallel_jobs", "training.resume", "training.checkpoint_every"),
+    *("dataset.data_dir", "dataset.download", "dataset.checksum"),
+)
+
+
 class Tracker:
     """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters."""
 
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None):
         self.journal, self.run_dir, self.plan, self._files = journal, run_dir, plan, files or Files()
         self.run_id = self.experiment_id = ""  # empty while the run is kept offline
-        self.begun = False
+        self.begun, self.trains = False, threading.Event()  # set once there is a run, and a row of it
         self._written: Mapping[str, Container[int]] = {}  # steps of rows from before the run was resumed, by kind
         self._late_checksums = False
 
@@ -64,12 +73,13 @@ class Tracker:
         }
         sweep = tracking.sweep
         place = {"mlflow.parentRunId": sweep, "sweep": sweep, "sweep.job": tracking.job or ""} if sweep else {}
+        own = tracking.tags | ({} if tracking.description is None else {"mlflow.note.content": tracking.description})
         config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
         run = {
             "experiment": resolved["tracking"]["experiment"],
-            "name": resolved["tracking"]["run_name"] or f"{data.name} {model.name} {self.plan.batching}",
+            "name": tracking.run_name or _name(spec.overrides, data.name) or f"{data.name} {model.name}",
             "params": params | derived,
-            "tags": {**provenance.origin(), "config.hash": config_hash, **place, **tags},
+            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **tags},
             "system_metrics": tracking.system_metrics,
             "segment": provenance.segment(after, spec),
         }
@@ -95,6 +105,7 @@ class Tracker:
 
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
+        self.trains.set()
         row = {f"train/{name}": value for name, value in results.items()}
         row["train/effective_batch_size"] = self.plan.batch_size(update)
         row["train/micro_steps"] = self.plan.micro_steps(update)
@@ -194,6 +205,18 @@ class Tracker:
         """Write a file in the run directory, and log it."""
         (self.run_dir / name).write_text(mask(text), encoding="utf-8")
         self.journal.write({"artifact": name})
+
+
+def _name(overrides: Sequence[str], dataset: str) -> str:
+    """Return the experiment, or the dataset, and what was overridden, such as `text rate=0.1 seed=2`.
+
+    Without any override, it is empty.
+    """
+    given = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
+    of_run = [(key, value) for key, value in given if not key.startswith(_PLACE)]
+    experiment = dict(of_run).get("experiment", dataset)
+    changed = [short(key, value[:40]) for key, value in of_run if key != "experiment"]
+    return " ".join([experiment, *changed])[:NAME_LENGTH] if of_run else ""
 
 
 def _text(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pipeline.common.errors import say
+from pipeline.common.errors import is_quiet, say
 
 SECONDS = 5.0  # between two plain lines
 
@@ -19,7 +19,7 @@ class Progress:
     """Shows the progress of a run of `updates` updates, of which `done` were completed before this process."""
 
     def __init__(self, updates: int, shown: bool = True):
-        self.updates, self.done, self._silent = updates, 0, not shown
+        self.updates, self.done, self._silent = updates, 0, not shown or is_quiet()
         self._on_terminal = sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
         self._begun = self._shown = self._validated = time.monotonic()

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,21 @@ class Gate:
     # Whether TFDS may fetch and prepare a dataset: its own code runs on what it downloads; some unpickles or evaluates.
     downloads: bool = False
     start: bool = False  # whether the user named the run whose checkpoint to begin with
+    # The user's own texts, by dotted key; null for a config group that they chose: all in it is theirs.
+    given: Mapping[str, str | None] = field(default_factory=dict)
 
-    @property
-    def roots(self) -> list[Path]:  # a text that is a path must lead into one of these
-        return [self.run_dir] if self.data_dir is None else [self.run_dir, self.data_dir]
+    def confine(self, path: str, key: str) -> None:
+        """Refuse a path that leads elsewhere, also through a symlink, and that the user has not given for `key`.
+
+        Data may also lie below the working directory.
+        """
+        if self.given.get(key) == path or any(self.given.get(group, "") is None for group in _parents(key)):
+            return
+        roots = [self.run_dir, *filter(None, [self.data_dir]), *([Path.cwd()] if key.startswith("dataset.") else [])]
+        if path == "" or _leads_away(path) or not is_inside(Path(path), roots):
+            again = shlex.quote(f"{key}={path[:300]}")
+            rule = f"must lie in {' or '.join(map(str, roots))}; if the path is your own, give it again: {again}"
+            raise ConfigError(key, rule, path)
 
 
 _gate: Gate | None = None  # of this process: a context variable would leave the threads of a run unguarded
@@ -99,7 +111,7 @@ def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True)
                 _check_target(value, key, gate)
                 targets.append((_join(key, "_target_"), value["_target_"]))
         elif not (isinstance(value, list) or _is_tfds_name(value, key, parents[-1])):
-            _check_scalar(value, key, gate.roots)
+            _check_scalar(value, key, gate)
     for key in ("hydra", "defaults"):
         if key in config:
             raise ConfigError(key, "must be of your own config, not of one from a tracking store", str(config[key]))
@@ -130,10 +142,9 @@ def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[s
     return config, {}
 
 
-def confine(path: str, roots: Sequence[Path], key: str) -> None:
-    """Refuse a path that leads out of the folders `roots`, also through a symlink, or is no path of this machine."""
-    if path == "" or _leads_away(path) or not is_inside(Path(path), roots):
-        raise ConfigError(key, f"must lie in {' or '.join(map(str, roots))}", path)
+def texts(values: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return every text in a plain config by its dotted key, for `Gate.given`."""
+    return {key: value for key, value, _ in _nodes(dict(values)) if isinstance(value, str)}
 
 
 def _nodes(value: Any, key: str = "", parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -158,7 +169,7 @@ def _is_tfds_name(value: Any, key: str, parent: Any) -> bool:
     return named and value == parent.get("name")
 
 
-def _check_scalar(value: Any, key: str, roots: Sequence[Path]) -> None:
+def _check_scalar(value: Any, key: str, gate: Gate) -> None:
     """Refuse what is no scalar, a run to begin with that is not given by its ID, and text that leads elsewhere."""
     if value is None or type(value) is bool:
         return
@@ -169,10 +180,10 @@ def _check_scalar(value: Any, key: str, roots: Sequence[Path]) -> None:
             rule = "must be the ID of a run where it comes from a store: give start.run again"
             raise ConfigError("start.run", rule, str(value))
     elif type(value) is str:  # as a path as well: code that receives it could read it, or write there
-        _check_text(value, key, roots)
+        _check_text(value, key, gate)
 
 
-def _check_text(text: str, key: str, roots: Sequence[Path]) -> None:
+def _check_text(text: str, key: str, gate: Gate) -> None:
     if "${" in text:
         raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
     # A reader of paths or addresses may skip characters that are not visible.
@@ -181,7 +192,7 @@ def _check_text(text: str, key: str, roots: Sequence[Path]) -> None:
     if key.startswith("tracking."):  # the names of an experiment and of a run may look like a path
         return
     if text.startswith("/") or _leads_away(text) or (re.search(r"[\\/]", text) and os.path.lexists(text)):
-        confine(text, roots, key)
+        gate.confine(text, key)
 
 
 def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
@@ -194,10 +205,10 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
         if name in node and type(node[name]) is not kind:
             raise ConfigError(_join(key, name), f"of {target} must be {rule}", node[name])
     if target in allowlist.READERS or target.startswith(allowlist.APPLICATIONS):
-        _check_reader(node, target, key, gate.roots)
+        _check_reader(node, target, key, gate)
 
 
-def _check_reader(node: dict[Any, Any], target: str, key: str, roots: Sequence[Path]) -> None:
+def _check_reader(node: dict[Any, Any], target: str, key: str, gate: Gate) -> None:
     """Check the arguments of a target that reads files; `_args_` or `_partial_` would hide a path from this check."""
     for name in ("_args_", "_partial_"):
         if node.get(name):
@@ -212,11 +223,15 @@ def _check_reader(node: dict[Any, Any], target: str, key: str, roots: Sequence[P
     if isinstance(path, dict):  # what it builds could be any text
         raise ConfigError(_join(key, name), f"of {target} must be given as it is", path)
     if type(path) is str:  # a vocabulary may be a list; null is the reader's default
-        confine(path, roots, _join(key, name))
+        gate.confine(path, _join(key, name))
 
 
 def _leads_away(path: str) -> bool:
     return bool(_ELSEWHERE.match(path)) or ".." in re.split(r"[\\/]", path)
+
+
+def _parents(key: str) -> list[str]:
+    return [key[: end.start()] for end in re.finditer(r"\.", key)]
 
 
 def _join(key: str, name: object) -> str:

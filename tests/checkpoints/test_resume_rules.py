@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.checkpoints import files, run_dirs, snapshot
+from pipeline.checkpoints import files, resume_rules, run_dirs, snapshot
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common.errors import ConfigError
+from pipeline.config import compose
+from pipeline.config.resolve import resolve
 from pipeline.tracking import journal_file
 from tests.running import Store, one_process, pipeline
 
@@ -206,6 +208,19 @@ def test_a_sweep_goes_on_inside_its_interrupted_jobs(tmp_path, undisturbed):
     loss = Store(undisturbed).history(Store(undisturbed).run(), "train/loss")
     assert store.history(min(first, second, key=lambda run: int(run.data.params["seed"])), "train/loss") == loss
     assert store.client.get_run(parent.info.run_id).info.status == "FINISHED"
+
+
+def test_a_run_that_goes_on_keeps_its_own_store_unless_another_is_named(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://exported:80")
+
+    def resumed(store: str, *overrides: str) -> str:
+        composed = compose.composed(overrides)
+        past = SimpleNamespace(start={"store": store})
+        return resume_rules.with_own_store(resolve(composed, overrides), past).config.tracking.uri
+
+    assert resumed("sqlite:////runs/mlflow.db") == "sqlite:////runs/mlflow.db"
+    assert resumed("sqlite:////runs/mlflow.db", "tracking.uri=http://named:80") == "http://named:80"
+    assert resumed("http://me:***@host") == "http://exported:80"  # then it is refused, as the store of another run
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ def test_help_names_every_verb(installed):
     for verb, (_, does) in VERBS.items():
         assert f"{verb:8}{does}" in said
     assert installed.run("pipeline", "--version") == f"{__version__}\n"
+    assert installed.run("pipeline", "train", "--version") == f"{__version__}\n"  # and not Hydra's
 
 
 def test_help_of_train_lists_the_groups_and_their_options(installed):
@@ -120,6 +121,15 @@ def test_a_users_own_configs_by_config_dir(installed):
         (installed.folder / "conf" / name).parent.mkdir(parents=True)
         (installed.folder / "conf" / name).write_text(text)
     said = installed.run("pipeline", "train", "--config-dir", "conf", "experiment=mine", "--cfg", "job")
+    found = subprocess.run(
+        ["pipeline", "train", "experiment=mine", "--cfg", "job"],
+        cwd=installed.folder,
+        env=installed.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stderr == f"pipeline: with the configs in {installed.folder}/conf\n"
+    assert found.stdout == said
     config = yaml.safe_load(said)
     assert (config["seed"], config["model"]) == (7, {"_target_": "my.models.wide", "units": 4096})
     assert config["optimizer"]["_target_"] == "keras.optimizers.AdamW"

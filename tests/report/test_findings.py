@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 
-from pipeline.report import comparison, plots, statistics
+from pipeline.report import comparison, plots, statistics, writer
 from pipeline.report.findings import Finding
 from pipeline.report.statistics import Spread
 from pipeline.report.writer import summarize
@@ -139,7 +140,14 @@ def test_what_differs_at_the_first_update_is_not_called_rounding(store):
     assert "amplified it" not in finding.text
 
 
-@pytest.mark.parametrize("differs", [{"seed": 1}, {"batch": 32}, {"params": {"optimizer.learning_rate": 0.2}}])
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"seed": 1},
+        {"batch": 32},
+        *({"params": {k: 0.2}} for k in ("optimizer.learning_rate", "accumulation.same_noise")),
+    ],
+)
 def test_only_equal_configs_are_compared(store, differs):
     made = Made(store, ["one", "other"])
     made.job("one", {"train/loss": [2, 1]}, params={"optimizer.learning_rate": 0.1})
@@ -153,8 +161,16 @@ def test_hardware_and_logging_do_not_keep_jobs_apart(store):
     made = Made(store, ["one", "other"])
     made.job("one", {"train/loss": [2, 1]}, params={"hardware.replicas": 1, "tracking.log_every": 1})
     made.job("other", {"train/loss": {2: 1}}, params={"hardware.replicas": 2, "tracking.log_every": 2})
-    figures = found(made)["trajectories"].figures
-    assert (figures["largest"], figures["updates"]) == (0, 1)
+    finding = found(made)["trajectories"]
+    assert (finding.figures["largest"], finding.figures["updates"]) == (0, 1)
+    assert "of equal effective batch, seed and config train the same" in finding.text
+
+
+def test_what_else_differs_between_jobs_of_one_trajectory_is_said(store):
+    made = Made(store, ["one", "other"])
+    for name, compiled in (("one", "false"), ("other", "true")):
+        made.job(name, {"train/loss": [2, 1]}, params={"hardware.xla": compiled})
+    assert "seed and config (but for hardware.xla) train the same" in found(made)["trajectories"].text
 
 
 # --- results, targets, batches ---
@@ -233,7 +249,40 @@ def test_what_a_factor_costs(by_batch):
     assert figures["peak_memory_bytes"] == (301 * 2**20, 316 * 2**20)
 
 
+def test_a_sweep_over_any_key_is_drawn_by_it_and_its_best_value_is_listed(store, tmp_path):
+    names = [f"rate={rate} optimizer={name}" for rate in (0.01, 0.1) for name in ("adam", "lion")]
+    made = Made(store, names, ["optimizer.learning_rate", "optimizer"])
+    made.client.set_tag(made.run_id, "sweep.question", "which rate?")
+    for name, accuracy in zip(names, (0.5, 0.7, 0.9, 0.6), strict=True):
+        made.job(name, {"train/loss": [2, 1], "val/accuracy": {2: accuracy}})
+    drawn = {plot.key: plot for plot in plots.draw(comparison.read(store.uri, made.run_id))}
+    adam, lion = drawn["final_by_rate"].data
+    assert (adam["name"], adam["x"], adam["y"]) == ("optimizer=adam", [0.01, 0.1], [0.5, 0.9])
+    assert drawn["final_by_optimizer"].data[0]["x"] == ["adam", "lion"]
+    assert lion["y"] == [0.7, 0.6]
+    text = writer.write(store.uri, made.run_id, tmp_path).page.read_text()
+    cells = re.findall(r"<tr><th scope=\"row\">(\w+=[\w.]+)</th><td>([\d.]+)</td><td>(.*?)</td>", text)
+    assert cells == [
+        ("rate=0.01", "0.7", "rate=0.01 optimizer=lion"),
+        ("rate=0.1", "0.9", "rate=0.1 optimizer=adam"),
+        ("optimizer=adam", "0.9", "rate=0.1 optimizer=adam"),
+        ("optimizer=lion", "0.7", "rate=0.01 optimizer=lion"),
+    ]
+    assert "<p>which rate?</p>" in text
+
+
+def test_what_is_fast_and_what_ends_best_are_both_said(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    for factor, accuracy in ((1, 0.8), (2, 0.9)):
+        curves = {"train/loss": [2, 1], "val/accuracy": {2: accuracy}}
+        made.job(f"factor={factor}", curves, factor=factor, seconds=0.01 * factor)
+    text = next(f.text for f in writer.summarize(comparison.read(store.uri, made.run_id)) if f.topic == "next")
+    assert text.startswith("On this machine take factor=1: it reached the target first")
+    assert text.endswith("By its final val/accuracy factor=2 is better, though not by more than chance may do.")
+
+
 def test_what_to_try_next(by_batch):
+    assert "10 ± 0 ms → 160 ± 0 ms" in by_batch["cost"].text
     assert by_batch["next"].figures == {"recommended": "factor=1 batch=32", "batch": 256}
 
 

@@ -85,6 +85,8 @@ def test_a_sweep_is_found_by_its_name_and_by_the_start_of_its_run_id(store):
     made = Made(store, [], name="only this one")
     assert comparison.read(store.uri, "sweep only this one").run_id == made.run_id
     assert comparison.read(store.uri, made.run_id[:12]).name == "only this one"
+    newer = Made(store, [], name="only this one")
+    assert comparison.read(store.uri, "only this one").run_id == newer.run_id  # as `pipeline sweep` names it
     with pytest.raises(ConfigError, match="SWEEP must name one sweep of the store"):
         comparison.read(store.uri, "another")
 
@@ -202,9 +204,22 @@ def test_the_page_on_a_phone(which, scheme, store, request, tmp_path, chromium):
         assert colours[0] == first
 
 
+# Boxes that one has to scroll, and texts of a plot that reach beyond it.
+CLIPPED = """
+const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
+const boxes = all(".scroll, .legend, figure").filter(box => box.scrollWidth > box.clientWidth);
+const beyond = figure => all("text", figure).filter(text => {
+  const [inner, outer] = [text.getBoundingClientRect(), figure.getBoundingClientRect()];
+  return inner.width && (inner.left < outer.left || inner.right > outer.right || inner.bottom > outer.bottom);
+});
+return [...boxes.map(box => box.className), ...all("figure").flatMap(beyond).map(text => text.textContent)];
+"""
+
+
 def test_a_group_is_hidden_in_all_plots_and_the_theme_can_change(by_batch, chromium):
-    with window(chromium, 1300, 900) as chrome:
+    with window(chromium, 1200, 900) as chrome:
         opened(chrome, by_batch.page, "light")
+        assert chrome.execute_script(CLIPPED) == []
         traces = "return document.querySelectorAll('#train_loss_by_updates .trace, #val_loss_by_seconds .trace').length"
         before = chrome.execute_script(traces)
         chrome.find_element(By.CSS_SELECTOR, ".legend button").click()

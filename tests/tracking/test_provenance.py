@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -492,16 +493,15 @@ def refused(tmp_path_factory):
         client.set_terminated(run_id)
         return run_id
 
-    commit = {"git": {"commit": "0123abcd" * 5, "clean": True}}
-    shell = {"git": {"commit": "x; touch ran", "clean": True}}
+    commit = {"package": {"version": "7.5.0"}}
     records = {name: run(put(base(), **changes)) for name, (changes, _) in HOSTILE.items()}
     records |= {name: run(**{file: content}) for name, (file, content, _) in UNREADABLE.items()}
     records |= {
         "newer": run({**base(), "schema": 99}, **{"environment.json": json.dumps(commit)}),
         "newer, new builder": run({**base(), "schema": 99, "model": EVIL}, **{"environment.json": json.dumps(commit)}),
-        "newer, hostile": run({**base(), "schema": 99}, **{"environment.json": json.dumps(shell)}),
         "terminal": run(**{"environment.json": json.dumps({"platform": "\x1b]0;owned\x07\nfake"})}),
         "changed since": run(put(base(), seed=5)),
+        "data elsewhere": run(put(base(), **{"dataset.table": "/elsewhere/x.csv"})),
         "cuda": run(**{"environment.json": json.dumps({"cuda": "1.0"})}),
     }
     without = client.create_run(experiment).info.run_id
@@ -514,6 +514,7 @@ def refused(tmp_path_factory):
         "deleted": f"rerun {deleted}",
         "no update": f"rerun {records['changed since']}",
         "no update, dry": f"rerun {records['changed since']} --dry",
+        "data given": f"rerun {records['data elsewhere']} --dry dataset.table=/elsewhere/x.csv",
         "no such run": "rerun 0123456789abcdef0123456789abcdef",
         "no record": f"rerun {without}",
         "no store": f"rerun {without} tracking.uri=sqlite:///elsewhere/mlflow.db",
@@ -580,15 +581,21 @@ def test_a_wrong_request_is_refused_in_one_line(refused, name, said):
 
 
 @pytest.mark.slow
-def test_a_newer_record_is_refused_with_the_command_on_its_own_commit(refused):
+def test_a_newer_record_is_refused_with_the_version_that_made_it(refused):
     _, answers, records, _ = refused
     last = answers["newer"]["err"].splitlines()[-1]
     assert answers["newer"]["status"] == 2
-    assert f"git checkout {'0123abcd' * 5} && pipeline rerun {records['newer']}" in last
-    assert f"git checkout {'0123abcd' * 5} && " in answers["newer, new builder"]["err"].splitlines()[-1]
+    assert f"the version that made it, 7.5.0, runs it: pipeline rerun {records['newer']}" in last
+    assert "7.5.0" in answers["newer, new builder"]["err"].splitlines()[-1]
     assert "differs: RUN_ID must have logged an update" in answers["no update, dry"]["err"]
-    assert "touch ran" not in answers["newer, hostile"]["err"].splitlines()[-1]
-    assert answers["newer, hostile"]["status"] == 2
+
+
+@pytest.mark.slow
+def test_a_path_of_the_record_is_asked_for_by_its_option_which_then_is_taken(refused):
+    _, answers, _, _ = refused
+    assert answers["data elsewhere"]["status"] == 2
+    assert "give it again: dataset.table=/elsewhere/x.csv" in answers["data elsewhere"]["err"]
+    assert "differs: dataset.table must be an argument of pipeline.dataset.digits" in answers["data given"]["err"]
 
 
 @pytest.mark.slow
@@ -648,6 +655,35 @@ def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
         "nvidia-cublas-cu12: absent then, 1 now",  # tqdm changes no number
         "code: the tree was not clean now",
         f"code: other files of the package, version {then['package']['version']} then, 9 now",
+    ]
+
+
+def test_outside_of_a_repository_the_users_own_files_are_recorded_and_this_packages_commit_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    for name in ("__init__", "layers", "data"):
+        (tmp_path / f"theirs/{name}.py").write_text("")
+        importlib.import_module("theirs" if name == "__init__" else f"theirs.{name}")
+    then = provenance.environment(tmp_path)
+    assert then["git"] == {}
+    assert not {"git.commit", "mlflow.source.git.commit"} & set(provenance.origin())
+    assert provenance.origin()["package.version"] == then["package"]["version"]
+    assert {file for file in then["code"] if "theirs" in file} == {
+        "theirs/__init__.py",
+        "theirs/data.py",
+        "theirs/layers.py",
+    }
+    (tmp_path / "theirs/layers.py").write_text("# other")
+    (tmp_path / "theirs/data.py").unlink()
+    then["code"]["../secret.py"] = "x"  # of a record that was tampered with
+    assert [line for line in provenance.differences(then, then) if line.startswith("code: ")] == [
+        "code: theirs/data.py is not found",
+        "code: theirs/layers.py is not the recorded file",
+        "code: ../secret.py is not found",
     ]
 
 

@@ -20,7 +20,7 @@ from pipeline.config import compose
 from pipeline.config.plain import plain
 from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.trust import allowlist, instantiate
-from pipeline.trust.gate import Gate, check_config, check_size, confine, drop_writers, strict
+from pipeline.trust.gate import Gate, check_config, check_size, drop_writers, strict
 from tests.running import ROOT, environment
 
 CALLBACK = "training.callbacks.it"
@@ -472,12 +472,32 @@ def test_confine(tmp_path, monkeypatch):
     (tmp_path / "in/out").symlink_to(tmp_path)
     (tmp_path / "in/loop").symlink_to(tmp_path / "in/loop")
     monkeypatch.chdir(tmp_path / "in")
-    roots = [tmp_path / "in"]
+    gate = Gate(tmp_path / "in")
     for path in ("a/b", str(tmp_path / "in"), str(tmp_path / "in/out/in/x")):
-        confine(path, roots, "data_dir")
+        gate.confine(path, "data_dir")
     for path in ("out/x", "loop/x", "../in/x", "", "a\0b", "C:/x", " file:///x", "\\\\host\\x", "~root"):
         with pytest.raises(ConfigError, match="data_dir must lie in"):
-            confine(path, roots, "data_dir")
+            gate.confine(path, "data_dir")
+
+
+def test_data_below_this_folder_or_given_again_are_the_users_own(gate, tmp_path, monkeypatch):
+    """Also a folder or file that an argument of the user's own dataset names, whatever its name."""
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def at(key: str, path: str) -> dict:
+        return {key.split(".")[0]: {"_target_": "mypkg.models.build", key.split(".")[1]: path}}
+
+    check_config(at("dataset.table", str(tmp_path / "elsewhere/x.csv")), gate)
+    check_config(at("dataset.table", "/etc/x y.csv"), replace(gate, given={"dataset.table": "/etc/x y.csv"}))
+    check_config(at("model.table", "/etc/passwd"), replace(gate, given={"model": None}))
+    for key, path, given in (
+        ("dataset.table", "/etc/x y.csv", {}),
+        ("dataset.table", "/etc/x y.csv", {"dataset.table": "/etc/other", "dataset.other": "/etc/x y.csv"}),
+        ("model.table", str(tmp_path / "elsewhere/x.csv"), {"dataset": None}),
+    ):
+        with pytest.raises(ConfigError, match="if the path is your own, give it again: ") as refused:
+            check_config(at(key, path), replace(gate, given=given))
+        assert f"{key}={path}" in str(refused.value)
 
 
 # What a class of Keras says of itself in its source where it reads, writes, sends or runs something.
