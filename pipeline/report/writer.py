@@ -23,7 +23,7 @@ from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import Finding, Parting, partings
 from pipeline.report.html_page import finite, render
 from pipeline.report.job_results import NO_RUN, JobResult, Measure, comparable_jobs, grouped, pooled
-from pipeline.report.statistics import Scale, count, number, plain, seconds, size, spread
+from pipeline.report.statistics import Scale, Spread, count, number, plain, seconds, size, spread
 from pipeline.tracking.foreign_store import ForeignStore, again_command
 
 _TOPICS = {
@@ -210,6 +210,12 @@ def _best(sweep: Comparison) -> list[list[str]]:
     return rows
 
 
+def _fitted(spread: Spread, scale: Scale) -> str:
+    """Return the text of a cell, which breaks before its deviation alone; sizes have none."""
+    text = spread.text(scale) if spread.deviation else number(spread.mean, scale)
+    return text.replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}±", " ±")
+
+
 def _cell(text: str) -> str:
     """Return text without control characters, quoted if a spreadsheet would evaluate it as a formula."""
     return "'" * (text.lstrip()[:1] in tuple("=+-@＝＋－＠") or text[:1].isspace()) + printable(text)
@@ -220,7 +226,7 @@ def _rows(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
     rows = []
     for group, jobs in sweep.groups.items():
         spreads = [(pooled(comparable_jobs(jobs), value), scale) for _, value, scale in columns]
-        cells = ["–" if spread is None else spread.text(scale) for spread, scale in spreads]
+        cells = ["–" if spread is None else _fitted(spread, scale) for spread, scale in spreads]
         done = sum(job.finished for job in jobs)
         status = jobs[0].status.lower() if len(jobs) == 1 else f"{done} of {len(jobs)} finished"
         rows.append([group, *cells, status])

@@ -156,10 +156,11 @@ def _predicted_elsewhere(path: str, example: Any) -> list[Any]:
     package = str(Path(imports.__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-P", "-B", "-c", _ELSEWHERE],  # -B: no bytecode beside the code that is logged
+            [sys.executable, "-P", "-c", _ELSEWHERE],
             input=pickle.dumps((path, example)),
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "-1"},
+            # No bytecode, which would be logged beside the code.
+            env={**os.environ, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
         )
         if done.returncode:
