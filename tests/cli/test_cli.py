@@ -172,6 +172,23 @@ def test_a_config_with_the_name_of_a_built_in_is_said_to_be_unused(installed, li
         assert "_target_: pipeline.components.model.cnn" in done.stdout
 
 
+def test_the_process_ends_with_its_status_after_all_exit_handlers_and_without_destructors(installed):
+    code = (
+        "import atexit, sys, pipeline.__main__ as m\n"
+        "class Slow:\n    def __del__(self):\n        print('destructor')\n"
+        "m.main, kept = (lambda: atexit.register(print, 'handler') and 3), Slow()\n"
+        "sys.modules['kept'] = kept\nm.command()"
+    )
+    assert installed.run(sys.executable, "-c", code, status=3) == "handler\n"
+
+
+def test_quiet_leaves_errors_alone(installed):
+    command = ["pipeline", "train", "--quiet", "training.epochs=none"]
+    done = subprocess.run(command, cwd=installed.folder, env=installed.environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("pipeline: training.epochs must be ")
+
+
 def test_help_of_ui_is_its_own(installed):
     said = installed.run("pipeline", "ui", "--help")
     assert "--port PORT" in said
