@@ -154,7 +154,7 @@ def test_the_longest_batch_is_as_long_as_each_part_can_be():
     split = tf.data.Dataset.from_generator(each, output_signature=spec)
     split = split.apply(tf.data.experimental.assert_cardinality(len(lengths)))
     node = {"in_memory": True, "pad": {"multiple": 4, "value": 0}}
-    spec = spec_of({"dataset": node, "seed": 0, "training": {"class_weight": None}})
+    spec = spec_of({"dataset": node, "seed": 0, "training": {"class_weight": None, "loss": None}})
     x, *_ = next(iter(longest_batch.of_update(spec, Data(split, None), 3)))
     assert (x["a"].shape, x["b"].shape) == ((3, 8), (3, 8))
     x, *_ = next(iter(longest_batch.of_evaluation(spec, split, 2)))
