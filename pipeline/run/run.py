@@ -214,14 +214,17 @@ def _train(
             # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
             recorder.cut(parts.plan.after(cuts, max([before.update, *before.past.updates])))
         recorder.restart_clock()
+        warming = threading.Thread(target=_warm_up, args=(parts.spec.config.tracking.uri, tracker), daemon=True)
         if parts.spec.config.tracking.log_model:
-            threading.Thread(target=_warm_up, args=(parts.spec.config.tracking.uri, tracker), daemon=True).start()
+            warming.start()
         with workers.as_worker_error(), interruption.between_updates():
             loss = fitting.fit(parts, update, recorder, checkpoints, beginning.start, tracker, interruption.asked)
         recorder.progress.close()
         tracker.check_files()
         beginning.link(tracker)  # again: two runs that begin at one moment may have overwritten each other's link
         if parts.spec.config.tracking.log_model:
+            tracker.trains.set()  # also if there was nothing left to train
+            warming.join()  # what it imports is not looked at meanwhile
             _log_model(parts, tracker)
     if unshipped:
         raise NotShippedError(unshipped[0], loss)
