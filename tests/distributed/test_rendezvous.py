@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import Cluster
-from pipeline.distributed import rendezvous
+from pipeline.distributed import door, rendezvous
 from pipeline.distributed.door import hold
 from pipeline.distributed.json_socket import JsonSocket, sealed
 
@@ -103,40 +103,40 @@ def test_a_stranger_does_no_harm(said, closes):
     with chief() as (server, gathered), connected(server) as stranger:
         if closes:  # with a reset, so that nothing is read to its end
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        challenge = JsonSocket(stranger).read(time.monotonic() + 5)["challenge"]
+        challenge = JsonSocket(stranger).read(time.monotonic() + 60)["challenge"]
         stranger.sendall(said(challenge))
         if closes:
             stranger.close()
-        answer = client(server).join(OWN, 5)
+        answer = client(server).join(OWN, 60)
         assert answer["spec"] == "secret spec"
-        assert tuple(answer["addresses"]) == gathered.result(5).addresses
+        assert tuple(answer["addresses"]) == gathered.result(60).addresses
         if not closes:
             server.close()
-            heard = JsonSocket(stranger).read(time.monotonic() + 5)
+            heard = JsonSocket(stranger).read(time.monotonic() + 60)
             assert heard in (None, {})
 
 
-def test_many_who_are_silent_or_slow_starve_no_worker():
+def test_many_who_are_silent_or_slow_starve_no_worker(monkeypatch):
+    """None of them has to answer before the worker would give up."""
+    monkeypatch.setattr(door, "ANSWERING", 600.0)
     with chief() as (server, gathered):
         strangers = [connected(server) for _ in range(200)]
         for stranger in strangers[100:]:
             stranger.sendall(b"{")
-        began = time.monotonic()
-        assert client(server).join(OWN, 10)["spec"] == "secret spec"
-        assert time.monotonic() - began < 4
-        assert len(gathered.result(5).addresses) == 2
+        assert client(server).join(OWN, 60)["spec"] == "secret spec"
+        assert len(gathered.result(60).addresses) == 2
         for stranger in strangers:
             stranger.close()
 
 
 def test_of_two_with_one_index_the_first_stays():
     with chief(Cluster(("127.0.0.1:0",) * 3, started=True)) as (server, gathered), ThreadPoolExecutor() as pool:
-        first = pool.submit(client(server).join, OWN, 10)
+        first = pool.submit(client(server).join, OWN, 60)
         time.sleep(0.2)
         with pytest.raises(ConfigError, match="another worker 1 is there already"):
-            client(server).join(OWN, 5)
-        assert client(server, 2).join(OWN, 5) == first.result(5)
-        assert len(set(gathered.result(5).addresses)) == 3
+            client(server).join(OWN, 60)
+        assert client(server, 2).join(OWN, 60) == first.result(60)
+        assert len(set(gathered.result(60).addresses)) == 3
 
 
 def test_a_worker_with_another_secret_says_so_and_the_chief_waits_on():
@@ -145,22 +145,22 @@ def test_a_worker_with_another_secret_says_so_and_the_chief_waits_on():
             with pytest.raises(
                 ConfigError, match=r"must all know one secret, in PIPELINE_SECRET or in hardware\.secret"
             ):
-                client(server, secret=secret).join(OWN, 5)
+                client(server, secret=secret).join(OWN, 60)
         assert not gathered.done()
-        client(server).join(OWN, 5)
-        gathered.result(5)
+        client(server).join(OWN, 60)
+        gathered.result(60)
 
 
 def test_a_worker_takes_nothing_from_a_chief_without_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as false, ThreadPoolExecutor() as pool:
         cluster = Cluster(("127.0.0.1:0",) * 2, 1, rendezvous=f"127.0.0.1:{false.getsockname()[1]}")
-        joining = pool.submit(rendezvous.Client(cluster, SECRET).join, OWN, 5)
+        joining = pool.submit(rendezvous.Client(cluster, SECRET).join, OWN, 60)
         connection = JsonSocket(false.accept()[0])
         connection.write({"challenge": "x"})
-        heard = connection.read(time.monotonic() + 5)
+        heard = connection.read(time.monotonic() + 60)
         connection.write({"sealed": '{"answer": {"spec": "of a stranger"}}', "proof": heard["proof"]})
         with pytest.raises(ConfigError, match="must all know one secret"):
-            joining.result(5)
+            joining.result(60)
         connection.socket.close()
 
 
@@ -168,11 +168,11 @@ def test_what_a_worker_says_is_cut():
     with chief() as (server, gathered), ThreadPoolExecutor() as pool:
         joining = pool.submit(client(server).join, {"refused": "no " * 1000}, 5)
         with pytest.raises(ConfigError) as refused:
-            gathered.result(5)
+            gathered.result(60)
         assert str(refused.value).startswith("worker 1 refuses: no no")
         assert len(str(refused.value)) < 400
         with pytest.raises(ConfigError):
-            joining.result(5)
+            joining.result(60)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_which_worker_is_lost(says, expected, monkeypatch):
     monkeypatch.setattr(rendezvous, "INTERVAL", 0.05)
     with chief() as (server, gathered):
         worker = client(server)
-        worker.join(OWN, 5)
-        gathered.result(5)
+        worker.join(OWN, 60)
+        gathered.result(60)
         server.watch(lambda: 1, lambda *_: None)
         if says is None:
             monkeypatch.setattr(rendezvous.os, "_exit", lambda _: None)

@@ -23,7 +23,7 @@ from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, train
 
 HALF = UPDATES // 2
 pytestmark = pytest.mark.usefixtures("forked_shippers")
-BUSY = 20  # seconds that this machine may take for what it does at once, such as ending a shipper
+BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, times, 
 
 HALF = UPDATES // 2
 pytestmark = pytest.mark.usefixtures("impatient_requests", "forked_shippers")
-BUSY = 20  # seconds that this machine may take for what it does at once, such as ending a shipper
+BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.checkpoints.test_kills import RUN, UPDATES
 from tests.running import pipeline, start, wait
 from tests.tracking.shipped import fields
 
-BUSY = 20  # seconds that this machine may take for what it does at once, such as ending a shipper
+BUSY = 60  # seconds that this machine may take for what it does at once, such as ending a shipper
 MINE = """
 import pathlib, time
 import keras
