@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.gpu_workloads import setup, updates, workload
+from benchmarks import gpu_workloads
+from benchmarks.gpu_workloads import setup, workload
 from pipeline.components import devices
 
-UPDATES = 20
 EXAMPLES, MICRO = 16, 6  # the last micro-batch is smaller
 CHECKED = ("resnet18", "transformer")
 SMALL = 16  # examples of a micro-batch; its activations are still larger than 64 times its inputs
 
 
 def trajectory(
-    device: str, precision: str, tiny: bool, deterministic: bool = False, whole: bool = False
+    device: str, precision: str, tiny: bool, updates: int, deterministic: bool = False, whole: bool = False
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield each network of `CHECKED` with its weights after `UPDATES` updates.
+    """Yield each network of `CHECKED` with its weights after so many updates.
 
     With `whole` the effective batch is one micro-batch, except for networks with BatchNormalization.
     """
@@ -36,8 +36,8 @@ def trajectory(
                 for weight in model.get_weights()
             ]
         )
-        step = updates(model, of.examples(EXAMPLES), EXAMPLES if whole and of.tokens else MICRO)
-        for _ in range(UPDATES):
+        step = gpu_workloads.updates(model, of.examples(EXAMPLES), EXAMPLES if whole and of.tokens else MICRO)
+        for _ in range(updates):
             step()
         yield name, model.get_weights()
 
@@ -48,7 +48,7 @@ def peak_memory(name: str, factor: int, tiny: bool) -> Iterator[tuple[int, int]]
     of = workload(name, tiny)
     micro = min(of.micro, SMALL)
     batch = of.examples(micro * factor)
-    step = updates(of.build(), batch, micro)
+    step = gpu_workloads.updates(of.build(), batch, micro)
     for _ in range(2):
         step()["loss"].numpy()
     yield devices.peak_memory(machine), sum(array.nbytes for array in batch)

@@ -44,6 +44,7 @@ from pipeline.sweep import gpus  # noqa: E402
 NETWORKS = {"resnet50": (12, 18), "transformer10m": (10, 10), "transformer350m": (20, 24)}  # seconds without, with XLA
 PARTS = ("peak", "equal", "repeatable", "memory", "update", "logging", "auto", *NETWORKS)
 PRECISIONS = ("bfloat16", "float32", "float16")
+UPDATES, UPDATES_TINY = 20, 4  # of a trajectory
 FACTORS = (2, 64)  # at 1 there is nothing to sum, and a gradient less in memory
 LIMIT = 460.0  # seconds: under 8 minutes with the end of the last process
 LATE, LATE_TINY = 2.5, 10.0  # times its expected seconds a piece may take: a CPU may be slow, and busy
@@ -103,9 +104,10 @@ def main() -> None:
 def pieces(parts: Sequence[str], tiny: bool) -> list[Piece]:
     """Return what is to be done, in order: the checks, then each network in each precision, those with XLA last."""
     trajectory = "benchmarks.checks:trajectory"
-    ours: dict[str, Any] = {"device": "auto", "precision": "float64"}
+    updates = UPDATES_TINY if tiny else UPDATES
+    ours: dict[str, Any] = {"updates": updates, "device": "auto", "precision": "float64"}
     theirs = {**ours, "device": "cpu", "whole": True}
-    again = {"device": "auto", "precision": "float32", "deterministic": True}
+    again = {"updates": updates, "device": "auto", "precision": "float32", "deterministic": True}
     known = [
         Piece("peak", "", "benchmarks.peak:measure", {}, 7),
         Piece("equal", "", trajectory, ours, 12, "in micro-batches"),
@@ -161,7 +163,7 @@ def _equal(_: str, ours: Weights, reference: Weights, tiny: bool) -> list[Figure
         # Of NumPy, whose largest of anything and NaN is NaN.
         return float(np.max([np.max(np.abs(a - b), initial=0.0) for a, b in zip(one, other, strict=True)]))
 
-    what = "largest difference of a weight after 20 updates"
+    what = f"largest difference of a weight after {UPDATES_TINY if tiny else UPDATES} updates"
     pairs = zip(ours, reference, strict=True)
     return [Figure("equal", pair[0][0], what, [largest(pair)], at_most=1e-10) for pair in pairs]
 
@@ -170,7 +172,7 @@ def _repeatable(_: str, first: Weights, second: Weights, tiny: bool) -> list[Fig
     def differing(one: list[np.ndarray], other: list[np.ndarray]) -> int:
         return sum(int(np.sum(a.view(np.uint32) != b.view(np.uint32))) for a, b in zip(one, other, strict=True))
 
-    what = "weights that differ after 20 updates"
+    what = f"weights that differ after {UPDATES_TINY if tiny else UPDATES} updates"
     pairs = zip(first, second, strict=True)
     return [Figure("repeatable", name, what, [differing(a, b)], at_most=0) for (name, a), (_, b) in pairs]
 

@@ -49,7 +49,7 @@ def measure(
         rounds: turns of each size.
     """
     if tiny:
-        effective, filters = 4, [4]
+        effective, filters = 2, [4]
     common = [
         "~dataset",
         f"+dataset={{_target_: benchmarks.micro_batches.examples, count: {2 * effective}, in_memory: true}}",

@@ -5,12 +5,15 @@ All command lines run in one process (see refused.py), each into an experiment o
 
 from __future__ import annotations
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
+from mlflow.tracking import MlflowClient
 
 from tests.running import Store, one_process, python
-from tests.shared import place_store
+from tests.shared import migrated_store, place_store
 
 MODULE = '''
 import keras
@@ -214,6 +217,8 @@ def run_in(folder, legal):
         given = [f"{key}={value}" for key, value in more.items() if f"{key}=" not in line]
         lines[name] = f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment='{name}'"
     place_store(folder)
+    (folder / "home").mkdir()
+    shutil.copyfile(migrated_store(), folder / "home" / "store.db")
     home = "tracking.uri=sqlite:///~/store.db \"hydra.run.dir='~/run'\""  # Hydra wants the second in quotes
     lines["at home"] = f"train --config-dir conf model=unbuilt dataset=classes {SHORT} training.updates=1 {home}"
     return folder, Store(folder), one_process(lines, folder, CUDA_VISIBLE_DEVICES="-1", HOME=str(folder / "home"))
@@ -235,7 +240,9 @@ def test_what_is_of_another_kind_runs_to_its_end(ran_wider, name):
 def test_a_tilde_is_the_home_directory(ran):
     folder, _, answers = ran
     assert answers["at home"]["status"] == 0, answers["at home"]["err"]
-    assert (folder / "home" / "store.db").exists()
+    client = MlflowClient(f"sqlite:///{folder}/home/store.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("pipeline").experiment_id])
+    assert run.info.status == "FINISHED"
     assert (folder / "home" / "run" / "journal.jsonl").exists()
     assert not [path for path in folder.rglob("*") if "~" in path.name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline.common.errors import ConfigError
 from pipeline.trust import artifact_locations
+from tests.shared import migrated_store
 
 SERVER = "http://me:secret@127.0.0.1:5000"
 SQLITE = "sqlite:////srv/mlruns/mlflow.db"
@@ -118,8 +120,13 @@ def test_a_model_may_be_tried_from_a_temporary_folder_of_the_process_alone(tmp_p
     assert not own.exists()
 
 
+def new_store(folder: Path) -> MlflowClient:
+    shutil.copyfile(migrated_store(), folder / "mlflow.db")
+    return MlflowClient(f"sqlite:///{folder}/mlflow.db")
+
+
 def test_every_way_of_mlflow_is_confined_and_free_again(tmp_path):
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = new_store(tmp_path)
     elsewhere = client.create_experiment("evil", (tmp_path / "elsewhere").as_uri())
     run_id = client.create_run(elsewhere).info.run_id
     model = client.create_logged_model(elsewhere)
@@ -142,7 +149,7 @@ def test_every_way_of_mlflow_is_confined_and_free_again(tmp_path):
 @pytest.mark.parametrize("link", ["", "report", "report/report.html", "deep/er/file"])
 def test_a_link_in_the_artifacts_leads_nowhere_else(tmp_path, link):
     """As `report` writes: the run's folder, one in it or a file is a link to somebody else's; a link within is none."""
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = new_store(tmp_path)
     experiment = client.create_experiment("e", (tmp_path / "artifacts").as_uri())
     run_id = client.create_run(experiment).info.run_id
     new, victim, root = tmp_path / "new", tmp_path / "victim", tmp_path / "artifacts" / run_id / "artifacts"
