@@ -11,7 +11,7 @@ import pytest
 from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import BEST
 from pipeline.config import compose
-from tests.checkpoints.test_resume_rules import RUN, UPDATES, folder_of, interrupted, weights
+from tests.checkpoints.test_resume_rules import RUN, UPDATES, check_equal, folder_of, interrupted, weights
 from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline, python
 
@@ -65,6 +65,15 @@ def bits(arrays):
 def last_weights(folder, name, update=UPDATES):
     found = files.at(folder / name / "checkpoints", update)
     return snapshot.read(found.folder, found.meta).arrays
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_same_result(source, tmp_path):
+    undisturbed = folder_of(tmp_path)
+    pipeline("train", *RUN, cwd=undisturbed)
+    check_equal(source, undisturbed)
+    segments = json.loads((source / "run" / "segments.json").read_text())
+    assert [segment["after"] for segment in segments] == [0, AT]
+    assert Store(source).run().data.tags["segments"] == "2"
 
 
 def test_a_fork_that_changes_nothing_is_the_run_itself(folder):

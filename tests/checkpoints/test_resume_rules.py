@@ -86,7 +86,8 @@ def check_equal(folder, undisturbed):
     assert {name: array.tobytes() for name, array in now.items()} == {n: a.tobytes() for n, a in then.items()}
 
 
-@pytest.mark.parametrize("by", [*(pytest.param(by, marks=pytest.mark.slow) for by in (2, 9, 12)), 15])
+@pytest.mark.slow  # `make test` has `resume` after SIGTERM, in test_fork.py
+@pytest.mark.parametrize("by", [2, 9, 12, 15])
 def test_the_same_command_goes_on_to_the_same_result(tmp_path, undisturbed, by):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, by, *AUTO)
