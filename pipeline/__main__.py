@@ -1,7 +1,5 @@
 """`pipeline VERB …`: dispatches to the verb's function."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import os

@@ -9,21 +9,8 @@ from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from pipeline.sweep import launcher, local, search, slurm
 
-
-class LocalLauncher(local.LocalLauncher):
-    """Runs each job in a process on this machine."""
-
-
-class SlurmLauncher(slurm.SlurmLauncher):
-    """Runs each job as a Slurm job."""
-
-
-class BasicLauncher(launcher.BasicLauncher):
-    """Runs all jobs in this process, one after the other, for a debugger."""
-
-
-class SearchSweeper(search.SearchSweeper):
-    """Runs batches of jobs; Optuna chooses each batch from the losses of those before it."""
+_BASES = (local.LocalLauncher, slurm.SlurmLauncher, launcher.BasicLauncher, search.SearchSweeper)
+globals().update({b.__name__: type(b.__name__, (b,), {"__module__": __name__, "__doc__": b.__doc__}) for b in _BASES})
 
 
 class Names(SearchPathPlugin):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import ConfigError, described, first_line, say
-from pipeline.common.recorded import read
+from pipeline.common.recorded import FormError, read
 from pipeline.config.sizes import Plan
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def newest(folder: Path, most: float = math.inf) -> Checkpoint | None:
     for update in reversed([update for update in updates(folder) if update <= most]):
         try:
             return _verified(folder / str(update), update)
-        except _DamagedError as damage:
+        except FormError as damage:
             say(f"the checkpoint {folder / str(update)} is damaged, and not used: {damage}")
     return None
 
@@ -166,12 +166,8 @@ def at(folder: Path, update: int) -> Checkpoint:
         raise ConfigError(f"the checkpoint {place}", "must be there", update, updates(folder))
     try:
         return _verified(place, update)
-    except _DamagedError as damage:
+    except FormError as damage:
         raise ConfigError(f"the checkpoint {place}", f"must not be damaged ({damage})") from damage
-
-
-class _DamagedError(Exception):
-    pass
 
 
 def _verified(folder: Path, update: int) -> Checkpoint:
@@ -179,17 +175,17 @@ def _verified(folder: Path, update: int) -> Checkpoint:
         hashes = read(folder / "manifest.json", {"sha256": {str: str}})["sha256"]
         there = {file.name for file in folder.iterdir()} - {"manifest.json"}
         if there != set(hashes) or "meta.json" not in there:
-            raise _DamagedError(f"manifest.json names other files than {', '.join(sorted(there)) or 'none'}")
+            raise FormError(f"manifest.json names other files than {', '.join(sorted(there)) or 'none'}")
         for name, expected in hashes.items():
             if _hash(folder / name) != expected:
-                raise _DamagedError(f"{name} is not as manifest.json says")
+                raise FormError(f"{name} is not as manifest.json says")
         meta = read(folder / "meta.json", META)
         if meta["format"] != FORMAT:
             raise ConfigError(f"the checkpoint {folder}", f"must be of format {FORMAT}", meta["format"])
         if meta["update"] != update:
-            raise _DamagedError(f"it is of update {meta['update']}")
-    except (OSError, ValueError) as error:
-        raise _DamagedError(first_line(error) if isinstance(error, ValueError) else described(error)) from error
+            raise FormError(f"it is of update {meta['update']}")
+    except OSError as error:
+        raise FormError(described(error)) from error
     return Checkpoint(folder, update, meta)
 
 

@@ -26,16 +26,15 @@ if TYPE_CHECKING:  # importing these takes seconds
 
 # A change of these makes it another run. The effective batch, which follows from several keys, is checked by its size.
 _SAME = (
-    *("dataset", "model", "optimizer", "schedule", "scaling", "seed", "schema", "start", "hardware.precision"),
-    *(f"training.{name}" for name in ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")),
-    "training.added_losses",
+    *("dataset.", "model.", "optimizer.", "schedule.", "scaling.", "seed.", "schema.", "start.", "hardware.precision."),
+    *("training.loss.", "training.loss_weights.", "training.class_weight.", "training.metrics."),
+    *("training.weighted_metrics.", "training.added_losses."),
 )
 _FREE = (
-    *("dataset.data_dir", "dataset.download", "dataset.checksum", "tracking", "trust", "training.resume"),
-    *("training.checkpoint_every", "hardware.parallel_jobs", "hardware.gpus_per_job", "hardware.memory"),
-    *("hardware.open_ports", "hardware.secret_file"),
+    *("dataset.data_dir.", "dataset.download.", "dataset.checksum.", "tracking.", "trust.", "training.resume."),
+    *("training.checkpoint_every.", "hardware.parallel_jobs.", "hardware.gpus_per_job.", "hardware.memory."),
+    *("hardware.open_ports.", "hardware.secret_file."),
 )
-_DATA = {"name": str, "version": str, "examples": {str: int}, "files": {str: str}, "content": {str: str}}
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Continuation:
         file = self.run_dir / DESCRIBED
         if self.past.described and file.exists():
             with refused("RUN", f"must have a {DESCRIBED} that can be read", str(self.run_dir)):
-                recorded = read(file, _DATA)
+                recorded = read(file, provenance.DATASET)
             provenance.check_dataset(recorded, now, self.run_id)
 
     def check(self, update: Update, plan: Plan) -> None:
@@ -164,13 +163,9 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     found = []
     for key in [*then, *(key for key in now if key not in then)]:
         old, new = then.get(key), now.get(key)
-        if old == new or _in(key, _FREE):
+        if old == new or f"{key}.".startswith(_FREE):
             continue
-        if _in(key, _SAME):
+        if f"{key}.".startswith(_SAME):
             raise ConfigError(key, f"must be that of the run, {old!r}", new)
         found.append(f"{key} {new} (was {old})")
     return found
-
-
-def _in(key: str, names: tuple[str, ...]) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in names)

@@ -1,7 +1,5 @@
 """Run directories: which there are, which one is meant, and what its run began with."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

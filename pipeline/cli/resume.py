@@ -1,7 +1,5 @@
 """`pipeline resume`: continue an interrupted run from its last checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

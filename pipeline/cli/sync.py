@@ -1,7 +1,5 @@
 """`pipeline sync`: ship to MLflow what a run could not. Safe to repeat, and to call on several machines at once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pipeline ui`: serve MLflow's UI on the configured store, and print the address of the newest run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

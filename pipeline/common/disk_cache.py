@@ -1,7 +1,5 @@
 """A cache that is kept between runs: one file per entry in the user's cache folder; it may be deleted at any time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Errors that are shown in one line: wrong input, and a run that failed."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import errno

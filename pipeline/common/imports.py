@@ -1,7 +1,5 @@
 """What processes import: this package, wherever it is installed, and TensorFlow without its startup notices."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

@@ -1,7 +1,5 @@
 """How much memory this process may use: limits of the machine, its control group and its address space."""
 
-from __future__ import annotations
-
 import math
 import re
 import resource

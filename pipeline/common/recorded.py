@@ -1,10 +1,8 @@
 """JSON and YAML files that this package has written and reads again, perhaps after somebody or a disk has changed them.
 
 A form says what a file must hold: a type, or several; `[form]` for a list of it; a dict for a mapping with these keys,
-each of a form, where the key `str` stands for all keys.
+each of a form, where the key `str` stands for all keys, and `KEY?` may be missing or null.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -46,10 +44,8 @@ def read(file: Path, form: Any) -> Any:
     except FormError as error:
         line, wrong = _line(text, path), str(error)
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # a byte or a sign that is no text; nested too deeply
-        line, wrong = (
-            1 + data.count(b"\n", 0, vars(error).get("position", getattr(error, "start", 0))),
-            first_line(error),
-        )
+        at = vars(error).get("position", getattr(error, "start", 0))
+        line, wrong = 1 + data.count(b"\n", 0, at), first_line(error)
     raise FormError(f"{file.name}, line {line}: {wrong}")
 
 
@@ -63,7 +59,9 @@ def _check(value: Any, form: Any, path: list[str]) -> None:
     for entry in value if isinstance(form, list) else ():
         _check(entry, form[0], path)
     for key, inner in form.items() if isinstance(form, dict) else ():
-        for name in value if key is str else [key]:
+        for name in value if key is str else [key.rstrip("?")]:
+            if name != key and key is not str and value.get(name) is None:
+                continue
             if name not in value:
                 raise FormError(f"{name} is missing")
             path.append(str(name))

@@ -1,7 +1,5 @@
 """Keeps secrets out of everything that is written. Only this module knows what a secret looks like."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -59,11 +59,10 @@ class Chief(AbstractContextManager["Chief"]):
         if self._server is not None:
             self._server.close()
         for process in self._processes:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
-            except subprocess.TimeoutExpired:  # it hangs
-                process.kill()
-                process.wait()
+            process.kill()  # it hangs
+            process.wait()
         if isinstance(error, ConfigError) and self._made_logs:
             shutil.rmtree(self._logs, ignore_errors=True)  # nothing was created
 
@@ -77,8 +76,8 @@ class Chief(AbstractContextManager["Chief"]):
         self._logs.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", "pipeline.distributed.worker"]
         ours = {**os.environ, "PYTHONPATH": imports.path_of_processes(), cluster.SECRET: self._secret.decode()}
-        given: dict[str, Any] = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text()}
-        given["gate"] = None if (found := gate.in_force()) is None else asdict(found)
+        found = None if (strict := gate.in_force()) is None else asdict(strict)
+        given = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text(), "gate": found}
         for index in range(1, len(addresses)):
             with (self._logs / f"{index}.log").open("ab") as log:
                 # A session of its own: Ctrl-C interrupts this process alone, which ends the workers.
@@ -175,8 +174,7 @@ def tell_workers(hardware: DictConfig, error: ConfigError) -> bool:
 def _as_json(start: Checkpoint | Fork | None) -> dict[str, Any] | None:
     if start is None:
         return None
-    at = start.checkpoint if isinstance(start, Fork) else start
-    place = {"folder": str(at.folder.absolute().parent), "update": at.update}
-    if not isinstance(start, Fork):
-        return place
-    return {**place, "fork": [start.run_id, str(start.run_dir), start.weights_only, start.own_rate]}
+    at, fork = start, None
+    if isinstance(start, Fork):
+        at, fork = start.checkpoint, [start.run_id, str(start.run_dir), start.weights_only, start.own_rate]
+    return {"folder": str(at.folder.absolute().parent), "update": at.update, "fork": fork}

@@ -1,13 +1,11 @@
 """The port where the chief waits: who connects is challenged, and is a worker if the answer proves the run's secret."""
 
-from __future__ import annotations
-
 import errno
 import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from pipeline.common.errors import refused
@@ -74,14 +72,11 @@ def hold(key: str, address: str) -> socket.socket:
     TensorFlow's server takes a number and no socket. This one does not listen: TensorFlow can listen there, and the
     system gives the port to nobody else.
     """
-    kept = socket.socket()
-    try:
-        with refused(key, FREE, address):
-            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            kept.bind(("", int(address.rpartition(":")[2])))
-    except BaseException:
-        kept.close()
-        raise
+    with refused(key, FREE, address), ExitStack() as held:
+        kept = held.enter_context(socket.socket())
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", int(address.rpartition(":")[2])))
+        held.pop_all()
     return kept
 
 

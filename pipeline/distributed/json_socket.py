@@ -4,15 +4,13 @@ A message can be sealed: it then proves that its sender knows a secret, which is
 challenge of this connection, so that nobody can send it again.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
-import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 LONGEST = 2**24  # bytes of a message
@@ -33,11 +31,10 @@ class JsonSocket:
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
-    def read(self, until: float) -> dict[str, Any] | None:
-        """Return the next message; None if the other side is gone, sends something else, or is later than `until`."""
+    def read(self, seconds: float | None = None) -> dict[str, Any] | None:
+        """Return the next message; None if the other side is gone, sends something else, or is silent for `seconds`."""
         while b"\n" not in self._rest:
-            left = until - time.monotonic()
-            if left <= 0 or not self._more(None if left == float("inf") else left):
+            if not self._more(seconds):
                 return None
         text, _, self._rest = self._rest.partition(b"\n")
         return _parsed(text)
@@ -88,10 +85,7 @@ def _parsed(text: str | bytes) -> dict[str, Any] | None:
 
 def readable(sockets: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
     """Return the sockets that have something to read, or are closed, within `seconds`."""
-    with selectors.DefaultSelector() as selector:
-        try:
-            for each in sockets:
-                selector.register(each, selectors.EVENT_READ)
-        except ValueError:  # one was closed, perhaps meanwhile
-            return [each for each in sockets if each.fileno() < 0]
-        return [key.fileobj for key, _ in selector.select(seconds)]  # type: ignore[misc]
+    try:
+        return wait(sockets, seconds)  # type: ignore[return-value, arg-type]
+    except ValueError:  # one was closed, perhaps meanwhile
+        return [each for each in sockets if each.fileno() < 0]

@@ -7,8 +7,6 @@ address, stay open to the end of the run. Over them a worker reports why it fail
 Heartbeats carry the number of all-reduces that a worker was ready for: the lowest one names the straggler.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -74,10 +72,9 @@ class Server:
             self._door.close()  # its port may be TensorFlow's from now on
         self._port = hold("worker 0", self.cluster.addresses[0])
         ports = {0: self._port.getsockname()[1], **{n: each.greeting["port"] for n, each in self._arrived.items()}}
-        hosts = [address.rpartition(":")[0] for address in self.cluster.addresses]
-        addresses = [f"{host}:{ports[index]}" for index, host in enumerate(hosts)]
+        addresses = tuple(f"{at.rpartition(':')[0]}:{ports[n]}" for n, at in enumerate(self.cluster.addresses))
         self._tell({"answer": {**answer, "addresses": addresses}})
-        return replace(self.cluster, addresses=tuple(addresses))
+        return replace(self.cluster, addresses=addresses)
 
     def dismiss(self, error: ConfigError | None = None) -> None:
         """Tell all workers, also those that come soon, that the chief refuses; without an error, that all is done."""
@@ -121,13 +118,11 @@ class Server:
 
     def _wait(self, until: float, check: Callable[[], None], compare: Callable[[Visitor], None]) -> None:
         """Wait for the workers that have not arrived, and `compare` each."""
-        count = len(self.cluster.addresses)
-        while len(self._arrived) + 1 < count:
+        addresses = self.cluster.addresses
+        while len(self._arrived) + 1 < len(addresses):
             check()
             if time.monotonic() >= until:
-                missing = [
-                    f"{n} at {at}" for n, at in enumerate(self.cluster.addresses) if n not in {0, *self._arrived}
-                ]
+                missing = [f"{n} at {at}" for n, at in enumerate(addresses) if n not in {0, *self._arrived}]
                 rule = "must all be started, at about one time, with one secret"
                 raise ConfigError(KEY, rule, f"no {', '.join(missing)}")
             for worker in self._door.arrivals(0.5):
@@ -167,10 +162,10 @@ class Client:
         while time.monotonic() < until:
             with suppress(OSError):  # the chief does not listen yet
                 connection = JsonSocket(socket.create_connection((host.strip("[]"), int(port)), timeout=5.0))
-                if (asked := connection.read(float("inf"))) is not None:  # it may search for a micro-batch size first
+                if (asked := connection.read()) is not None:  # it may search for a micro-batch size first
                     greeting = {**own, "index": self.cluster.index, "challenge": challenge}
                     connection.write(sealed(greeting, self._secret, "worker", str(asked.get("challenge"))))
-                    if (said := connection.read(float("inf"))) is not None:
+                    if (said := connection.read()) is not None:
                         answer = self._answer(unsealed(said, self._secret, "chief", challenge))
                         self._connection = connection
                         return answer
@@ -186,10 +181,8 @@ class Client:
             case {"refused": str(why)}:
                 self.told = True
                 raise ConfigError(KEY, f"must all take part; refused: {why[:LONGEST]}")
-        rule = (
-            "must all know one secret, in PIPELINE_SECRET or in hardware.secret_file; the chief knows another, or none"
-        )
-        raise ConfigError(KEY, rule)
+        where = "in PIPELINE_SECRET or in hardware.secret_file"
+        raise ConfigError(KEY, f"must all know one secret, {where}; the chief knows another, or none")
 
     def refuse(self, error: ConfigError) -> bool:
         """Tell the chief that this worker refuses its config; return whether the chief knows."""
@@ -222,18 +215,14 @@ class Client:
 
 
 def _exchange_heartbeats(
-    connections: dict[int, JsonSocket],
-    own: int,
-    reductions: Count,
-    lost: Lost,
-    waits: Callable[[], bool] = lambda: True,
+    others: dict[int, JsonSocket], own: int, reductions: Count, lost: Lost, waits: Callable[[], bool] = lambda: True
 ) -> None:
     """Tell all how far this process is, of index `own`; call `lost` for one that is gone or, if it `waits`, late."""
-    counts, next_beat = ReductionCounts(max(own, *connections) + 1), 0.0
-    while connections:
-        ready = readable([each.socket for each in connections.values()], max(0.0, next_beat - time.monotonic()))
-        for index in [index for index, each in connections.items() if each.socket in ready]:
-            messages = connections[index].received()
+    counts, next_beat = ReductionCounts(max(own, *others) + 1), 0.0
+    while others:
+        ready = readable([each.socket for each in others.values()], max(0.0, next_beat - time.monotonic()))
+        for index in [index for index, each in others.items() if each.socket in ready]:
+            messages = others[index].received()
             last: dict[str, Any] | None = {} if messages is None else None
             for said in messages or ():
                 match said:
@@ -243,16 +232,16 @@ def _exchange_heartbeats(
                         last = {key: str(said[key])[:LONGEST] for key in ("refused", "failed") if key in said}
                         break
             if last is not None:
-                del connections[index]
+                del others[index]
                 lost(index, last)
         if time.monotonic() >= next_beat:
             counts.note(own, count := reductions())
-            for connection in connections.values():
-                connection.write({"reductions": count})
+            for each in others.values():
+                each.write({"reductions": count})
             next_beat = time.monotonic() + INTERVAL
         late = counts.straggler() if waits() else None
-        if late is not None and late in connections:  # not `own`: then the others end
-            connections.pop(late).socket.close()
+        if late is not None and late in others:  # not `own`: then the others end
+            others.pop(late).socket.close()
             lost(late, {"failed": f"it has let the others wait for {TIMEOUT:.0f} s", "late": True})
 
 

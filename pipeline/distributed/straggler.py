@@ -5,8 +5,6 @@ sleeping thread for each reduction of each update: thousands within seconds. So 
 all-reduces they were ready for; the lowest count names the straggler.
 """
 
-from __future__ import annotations
-
 import time
 
 STARTUP_TIMEOUT = 600.0  # seconds for the first two all-reduces: a store may be slow, and TensorFlow compiles

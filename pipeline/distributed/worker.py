@@ -91,10 +91,10 @@ def _from_json(said: dict[str, Any] | None) -> Checkpoint | Fork | None:
     if said is None:
         return None
     there = files.at(Path(said["folder"]), said["update"])
-    if "fork" not in said:
+    if said["fork"] is None:
         return there
-    run_id, run_dir, weights_only, own_rate = said["fork"]
-    return Fork(run_id, Path(run_dir), there, weights_only, own_rate)
+    run_id, run_dir, *options = said["fork"]
+    return Fork(run_id, Path(run_dir), there, *options)
 
 
 def main() -> None:

@@ -92,6 +92,13 @@ class Comparison:
         targets = [job.params.get(f"training.metrics.{name}._target_", "") for job in self.jobs]
         return any(_COST.search(text) for text in (name, *(target.rsplit(".", 1)[-1] for target in targets)))
 
+    @cached_property
+    def ends(self) -> dict[str, Spread]:
+        """Return the last values of `quality`, by group with a job that finished with one."""
+        measure = partial(self.final, metric=self.quality or "")
+        finals = {group: [measure(job) for job in jobs if job.finished] for group, jobs in self.groups.items()}
+        return {group: found for group, values in finals.items() if (found := statistics.spread(values))}
+
     @property
     def window(self) -> int:
         """Return the number of examples over which training metrics are averaged: the largest batch."""

@@ -156,10 +156,7 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
 
 def final_result(sweep: Comparison) -> Finding:
     """Return which group ends best, and whether chance explains its lead."""
-    metric = sweep.quality
-    finished = {group: [job for job in jobs if job.finished] for group, jobs in sweep.groups.items()}
-    finals = {group: [sweep.final(job, metric) for job in jobs] for group, jobs in finished.items()} if metric else {}
-    spreads = {group: spread for group, values in finals.items() if (spread := statistics.spread(values))}
+    metric, spreads = sweep.quality, sweep.ends
     if metric is None or not spreads:
         return Finding("final", "There is no final metric to compare: no job has finished with one.")
     sign = 1 if sweep.lower_is_better(metric) else -1

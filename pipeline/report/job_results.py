@@ -1,7 +1,5 @@
 """The latest run of each job of a sweep: its settings, its sizes and its curves, as MLflow has them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import Finding, Parting, partings
 from pipeline.report.html_page import finite, render
 from pipeline.report.job_results import NO_RUN, JobResult, Measure, comparable_jobs, grouped, pooled
-from pipeline.report.statistics import Scale, Spread, count, number, plain, seconds, size, spread
+from pipeline.report.statistics import Scale, Spread, count, number, plain, seconds, size
 from pipeline.tracking.foreign_store import ForeignStore, again_command
 
 _TOPICS = {
@@ -195,18 +195,14 @@ def _columns(sweep: Comparison) -> list[Column]:
 
 def _best(sweep: Comparison) -> list[list[str]]:
     """Return a row for each value of each swept key: the best final result with it, and the settings of that."""
-    rows, metric = [], sweep.quality or "train/loss"
-    sign = 1 if sweep.lower_is_better(metric) else -1
-    for key in sweep.axes:
+    rows, sign = [], 1 if sweep.lower_is_better(sweep.quality or "train/loss") else -1
+    for key in sweep.axes if sweep.axes != ["group"] else ():
         for value, jobs in grouped(sweep.jobs, partial(JobResult.setting, key=key)).items():
-            finals = [
-                (sign * found.mean, group, found.text())
-                for group, of in grouped([job for job in jobs if job.finished], "group").items()
-                if (found := spread([sweep.final(job, metric) for job in of]))
-            ]
-            if finals and key != "group":
-                _, best, shown = min(finals)
-                rows.append([f"{key}={value if isinstance(value, str) else number(value)}", shown, best])
+            ends = [(sign * sweep.ends[group].mean, group) for group in grouped(jobs, "group") if group in sweep.ends]
+            if ends:
+                _, best = min(ends)
+                shown = value if isinstance(value, str) else number(value)
+                rows.append([f"{key}={shown}", sweep.ends[best].text(), best])
     return rows
 
 

@@ -1,7 +1,5 @@
 """Compares every `train/*` and `val/*` point of two runs, and decides whether they agree."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

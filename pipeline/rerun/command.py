@@ -1,7 +1,5 @@
 """`pipeline rerun RUN_ID`: repeat a run from its record in MLflow, then compare the two."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,5 @@
 """The record of a run, fetched from a store: untrusted input, of which nothing is used before it is checked."""
 
-from __future__ import annotations
-
-import json
 import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -10,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from pipeline.common import recorded
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.config import former_names
 from pipeline.config.plain import LINK
@@ -20,7 +16,12 @@ from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
 
-_FILES = ("config.yaml", "environment.json", "dataset.json", "links.json")
+_FORMS = {  # of the files of a record
+    "config.yaml": {"dataset?": dict, "optimizer?": dict, "start?": dict, "tracking?": dict},
+    "environment.json": {"git?": dict, "code?": dict, "package?": dict, "packages?": dict},
+    "dataset.json": provenance.DATASET,
+    "links.json": {str: str},
+}
 _PLACE = {"tracking", "trust", "hydra"}  # no link may refer to these: the store's URI may hold a password
 LARGEST = 16 * 2**20  # bytes of one file of a record
 
@@ -89,25 +90,13 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
     if "sweep.name" in run.data.tags:
         raise ConfigError("RUN_ID", "is a sweep: rerun it with --sweep, or one of its runs", run_id)
     try:
-        texts = _texts(store.client(), run_id)
-        if "config.yaml" not in texts:
-            raise ConfigError("RUN_ID", "must be a run that recorded its config (config.yaml)", run_id)
-        config = _mapping(yaml.safe_load(texts["config.yaml"]), "config.yaml")
-        environment, dataset, links = (_mapping(json.loads(texts.get(name, "{}")), name) for name in _FILES[1:])
-        gate.check_size(config)
-        for name in ("dataset", "optimizer", "start", "tracking"):
-            _mapping(config.get(name) or {}, f"{name} of config.yaml")
-        for name in ("git", "code", "package", "packages"):
-            _mapping(environment.get(name) or {}, f"{name} of environment.json")
-        for name in ("examples", "files", "content") if dataset else ():
-            _mapping(dataset.get(name), f"{name} of dataset.json")
-        if dataset and not (dataset.keys() >= {"name", "version"}):
-            raise ValueError("dataset.json lacks name or version")
-        if not all(type(count) is int and abs(count) < 2**63 for count in dataset.get("examples", {}).values()):
-            raise ValueError("examples of dataset.json are no numbers")
-        return RecordedRun(run, config, environment, dataset, {str(key): str(link) for key, link in links.items()})
-    except (MlflowException, OSError, RecursionError, yaml.YAMLError, ValueError) as error:
+        found = _read(store.client(), run_id)
+    except (MlflowException, OSError, ValueError) as error:
         raise ConfigError("RUN_ID", f"must have a record that can be read ({first_line(error)})", run_id) from error
+    if "config.yaml" not in found:
+        raise ConfigError("RUN_ID", "must be a run that recorded its config (config.yaml)", run_id)
+    gate.check_size(found["config.yaml"])
+    return RecordedRun(run, *(found.get(name, {}) for name in _FORMS))
 
 
 def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collection[str]) -> dict[str, Any]:
@@ -142,23 +131,19 @@ def _copy(node: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[
     return node
 
 
-def _texts(client: Any, run_id: str) -> dict[str, str]:
-    texts = {}
+def _read(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         for artifact in client.list_artifacts(run_id):
             # A folder has no size that could be checked before it is downloaded.
-            if artifact.path in _FILES and not artifact.is_dir:
+            if artifact.path in _FORMS and not artifact.is_dir:
                 if (artifact.file_size or 0) > LARGEST:
                     raise ValueError(f"{artifact.path} is of {artifact.file_size} bytes")
-                fetched = client.download_artifacts(run_id, artifact.path, folder)
-                texts[artifact.path] = Path(fetched).read_text(encoding="utf-8")
-    return texts
-
-
-def _mapping(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is no mapping")
-    return value
+                fetched = Path(client.download_artifacts(run_id, artifact.path, folder))
+                found[artifact.path] = recorded.read(fetched, _FORMS[artifact.path])
+    if not all(abs(count) < 2**63 for count in found.get("dataset.json", {}).get("examples", {}).values()):
+        raise ValueError("examples of dataset.json are no numbers")
+    return found
 
 
 def _references(link: str) -> list[str]:

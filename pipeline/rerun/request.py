@@ -1,7 +1,5 @@
 """The command line of `pipeline rerun`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

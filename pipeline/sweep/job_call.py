@@ -64,9 +64,8 @@ def killed(how: str, printed: str) -> Ending:
 
 @contextlib.contextmanager
 def importing_only_this_package(**more: str) -> Iterator[None]:
-    """Environment in which new Python processes import this package and nothing from the working directory.
+    """Environment, with `more` variables, in which new Python processes import nothing from the working directory.
 
-    It has `more` variables.
     Before such a process becomes a job, it must not import a `pipeline.py` or `random.py` of the user's.
     """
     ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": imports.path_of_processes(), **more}

@@ -92,11 +92,10 @@ class ShipperProcess:
         """End the process; kill it if it is stopped or does not end within 2 s."""
         self.close()
         self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def _listen(self) -> None:
         with contextlib.suppress(ValueError), self.process.stdout as answers:  # half a line, if it was killed

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
 AT_ONCE = 1024  # examples per read
 MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock")
+DATASET = {"name": str, "version": str, "examples": {str: int}, "files": {str: str}, "content": {str: str}}  # a form
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 
@@ -109,9 +110,8 @@ def own_code() -> dict[str, str]:
         parts = name.split(".")
         installed = file.startswith(standard) or "/site-packages/" in file or "/dist-packages/" in file
         # AutoGraph's modules begin with an underscore too.
-        if file.endswith(".py") and not (
-            installed or name.startswith("__") or parts[0] in ("pipeline", "hydra_plugins")
-        ):
+        theirs = installed or name.startswith("__") or parts[0] in ("pipeline", "hydra_plugins")
+        if file.endswith(".py") and not theirs:
             path = "/".join([*parts, "__init__"] if Path(file).name == "__init__.py" else parts) + ".py"
             if digest := _hash_on_path(path):
                 found[path] = digest

@@ -167,9 +167,8 @@ class Uploader:
             if (places := artifact_locations.allowed_places()) is not None:
                 artifact_locations.check(self._run.info.artifact_uri, self._store.uri, places)
             known = self._run.data.params
-            params = [
-                Param(key, str(value)[:PARAM_LENGTH]) for key, value in start["params"].items() if key not in known
-            ]
+            new = {key: str(value)[:PARAM_LENGTH] for key, value in start["params"].items() if key not in known}
+            params = [Param(key, value) for key, value in new.items()]
             for first in range(0, len(params), PARAMS_AT_ONCE):
                 self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
             self._system = system_sampler(self._store.uri, self.run_id) if start["system_metrics"] else None

@@ -4,8 +4,6 @@ Compiled from the sources of Keras 3.15. tests/trust/test_gate.py searches the i
 files or run code, and for callbacks, that are missing here.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 

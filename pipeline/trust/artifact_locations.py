@@ -9,8 +9,6 @@ user's credentials for the tracking server to any host that the store names. The
     any folder or URI            in a place that `trust.allow` or `--allow` names
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

@@ -7,8 +7,6 @@ A user's own config and command line are not checked. Of a fetched config everyt
 here nor allowed by the user, and nothing is imported before its name was accepted.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -58,7 +56,9 @@ class Gate:
 
         Data may also lie below the working directory.
         """
-        if self.given.get(key) == path or any(self.given.get(group, "") is None for group in _parents(key)):
+        parts = key.split(".")
+        groups = [".".join(parts[:end]) for end in range(1, len(parts))]
+        if self.given.get(key) == path or any(self.given.get(group, "") is None for group in groups):
             return
         roots = [self.run_dir, *filter(None, [self.data_dir]), *([Path.cwd()] if key.startswith("dataset.") else [])]
         if path == "" or _leads_away(path) or not is_inside(Path(path), roots):
@@ -98,10 +98,7 @@ def check(node: DictConfig, key: str) -> None:
 
 
 def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
-    """Refuse a fetched config in which something is not trusted; without `imports`, judge objects by name alone.
-
-    Nothing is imported before every name was accepted.
-    """
+    """Refuse a fetched config in which something is not trusted; without `imports`, judge objects by name alone."""
     check_size(config)
     targets = []
     for key, value, parents in _nodes({k: value for k, value in config.items() if not (gate.start and k == "start")}):
@@ -228,10 +225,6 @@ def _check_reader(node: dict[Any, Any], target: str, key: str, gate: Gate) -> No
 
 def _leads_away(path: str) -> bool:
     return bool(_ELSEWHERE.match(path)) or ".." in re.split(r"[\\/]", path)
-
-
-def _parents(key: str) -> list[str]:
-    return [key[: end.start()] for end in re.finditer(r"\.", key)]
 
 
 def _join(key: str, name: object) -> str:

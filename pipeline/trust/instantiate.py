@@ -1,7 +1,5 @@
 """`_target_` → object: the one place where a config turns into code that runs."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import logging

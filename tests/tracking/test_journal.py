@@ -302,8 +302,7 @@ def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(tmp_path, 
     os.kill(journal.shipper.pid, signal.SIGKILL)
     journal._writer.close()
     monkeypatch.setattr(MlflowClient, "set_terminated", lambda *_: None)  # it takes all, and keeps nothing
-    own = OwnStore(f"sqlite:///{tmp_path}/mlruns/mlflow.db", (), False)
-    assert sync_run(str(tmp_path), own, 0.1, named=True) == 4
+    assert sync_run(str(tmp_path), OwnStore(journal.uri), 0.1, named=True) == 4
     assert "the store has the run as RUNNING when it is read again, and not as KILLED" in capsys.readouterr().err
 
 
