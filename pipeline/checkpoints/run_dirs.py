@@ -1,6 +1,7 @@
 """Run directories: which there are, which one is meant, and what its run began with."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ def run_dirs(folders: Sequence[str]) -> list[str]:
             raise ConfigError("RUN_DIR", f"must be a folder with a {NAME} in it", folder)
         found |= dict.fromkeys(sorted(map(os.path.normpath, inside)))
     return list(found)
+
+
+def quoted(text: object) -> str:
+    """Return `text` as a quoted value in Hydra's grammar, where a backslash escapes only before a quote."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), str(text)) + "'"
 
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:

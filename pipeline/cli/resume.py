@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from pipeline.checkpoints.run_dirs import find, recorded_config
+from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.common.secrets import HIDDEN
 from pipeline.config import compose
@@ -39,7 +39,7 @@ def resume(arguments: Sequence[str]) -> int:
         _, loss = run.run(composed, given, run_dir, resume=True)
         return loss
 
-    compose.run_recorded(config, [*overrides, f"hydra.run.dir={_quoted(run_dir)}"], task)
+    compose.run_recorded(config, [*overrides, f"hydra.run.dir={quoted(run_dir)}"], task)
     return 0
 
 
@@ -50,7 +50,3 @@ def _complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
     for key, value in leaves(config).items():
         if HIDDEN in str(value) and key not in named:
             raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -90,10 +90,7 @@ class Chief(AbstractContextManager["Chief"]):
                 pipe.write(json.dumps({**given, "index": index, "task": task}, default=os.fspath) + "\n")
 
     def gather(self, spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None) -> RunSpec:
-        """Wait for all workers, and send them the spec and the checkpoint that the run starts from.
-
-        Return the spec with the addresses where TensorFlow joins them.
-        """
+        """Send all workers, once they are there, the spec and the start; return it with TensorFlow's addresses."""
         if self._server is None:
             return spec
         if not self._secret:

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.checkpoints import fork
+from pipeline.checkpoints.run_dirs import quoted
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line, printable, say
 from pipeline.common.secrets import HIDDEN, mask
@@ -23,7 +24,7 @@ from pipeline.config.resolve import resolve
 from pipeline.config.schema import SCHEMA
 from pipeline.rerun import agreement
 from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
-from pipeline.rerun.request import Request, in_folder, parsed
+from pipeline.rerun.request import Request, parsed
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore, SweepRecord
 from pipeline.trust.artifact_locations import is_inside
@@ -252,7 +253,7 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     verb, environment = ["-P", "-m", "pipeline", "rerun"], {**os.environ, "PYTHONPATH": imports.path_of_processes()}
     for number, (name, run) in enumerate(children.items()):
         say(f"{name}:")
-        command = [*verb, run.info.run_id, *options, *given, in_folder(folder / str(number))]
+        command = [*verb, run.info.run_id, *options, *given, f"hydra.run.dir={quoted(folder / str(number))}"]
         statuses.append(subprocess.call([sys.executable, *command], env=environment))
     verdict = "can be run again" if request.dry else "agree"
     say(f"rerun of sweep {parent.run_id}: {statuses.count(0)} of {len(statuses)} runs {verdict}")

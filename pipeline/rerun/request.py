@@ -9,6 +9,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
+from pipeline.checkpoints.run_dirs import quoted
 from pipeline.common.errors import Parser
 from pipeline.config import compose, hydra_errors
 from pipeline.config.compose import directory
@@ -67,12 +68,7 @@ class Request:
             elif text.startswith(f"{key}=") and not (key.startswith("hydra") or isinstance(self.values[key], dict)):
                 text = f"++{text}"
             found.append(text)
-        return [*found, in_folder(run_dir)]
-
-
-def in_folder(run_dir: Path) -> str:
-    quoted = str(run_dir).replace("'", "\\'")
-    return f"hydra.run.dir='{quoted}'"
+        return [*found, f"hydra.run.dir={quoted(run_dir)}"]
 
 
 def parsed(arguments: Sequence[str], description: str | None) -> Request:

@@ -17,7 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.checkpoints.run_dirs import by_id
+from pipeline.checkpoints.run_dirs import by_id, quoted
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.common.secrets import mask
 from pipeline.config.plain import leaves
@@ -77,10 +77,7 @@ class SweepLauncher(Launcher):
     def plan(
         self, job_overrides: Sequence[Sequence[str]], first: int
     ) -> tuple[dict[str, Sequence[str]], list[str], list[HardwareConfig]]:
-        """Compose and check every job before any job starts; jobs are numbered from `first` on.
-
-        Returns the overrides of each job by its name, the config keys in which they differ, and the `hardware` of each.
-        """
+        """Compose and check all jobs before any starts; return their overrides by name, what varies, and `hardware`."""
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
         values = [
@@ -121,12 +118,14 @@ class SweepLauncher(Launcher):
         return [[]]
 
     def _call(self, name: str, given: Sequence[str], number: int) -> JobCall:
-        quoted = "'" + name.replace("'", "\\'") + "'"
-        place = [f"tracking.sweep={self.sweep.run_id}", f"tracking.job={quoted}", f"tracking.run_name={quoted}"]
-        overrides = [*given, *place]
+        own = quoted(name)
+        overrides = [*given, f"tracking.sweep={self.sweep.run_id}", f"tracking.job={own}", f"tracking.run_name={own}"]
         if (folder := self._begun.get(name)) is not None:  # resume from its checkpoint
-            path = str(folder.absolute()).replace("'", "\\'")
-            overrides += ["training.resume=auto", f"hydra.sweep.dir='{path}'", "hydra.sweep.subdir=."]
+            overrides += [
+                "training.resume=auto",
+                f"hydra.sweep.dir={quoted(folder.absolute())}",
+                "hydra.sweep.subdir=.",
+            ]
         return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
 
     def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:

@@ -55,10 +55,7 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
 def description(
     name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence[object]] = ()
 ) -> str:
-    """Return the parent's description in Markdown, for the tag `mlflow.note.content`.
-
-    `fragment` is what `saved_view` returned; rows of `results` that do not fit the tag are counted instead.
-    """
+    """Return the parent's description in Markdown; rows of `results` that do not fit its tag are counted instead."""
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
     # The link comes first, since the UI folds all but three lines.
     lines = [f"[Compare the runs of this sweep]({fragment}). They differ in {differ}.", ""]
@@ -91,9 +88,9 @@ def _row(cells: Iterable[object]) -> str:
 def saved_view(
     client: Any, experiment_id: str, sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str], name: str
 ) -> str:
-    """Save the view of a sweep, whose runs need not exist yet; they measure `metrics` beside the loss.
+    """Save the view of a sweep, whose runs measure `metrics` beside the loss; return its URL fragment, from `#/` on.
 
-    Returns the URL fragment, from `#/` on: of the view, or of the plain page if that is too long or MLflow not `TRIED`.
+    It is that of the plain page if the view is too long or MLflow not `TRIED`.
     """
     import mlflow
 

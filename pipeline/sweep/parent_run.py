@@ -67,10 +67,7 @@ class ParentRun(SweepRecord):
             self.client().set_tag(self.run_id, f"{key}.{part}" if part else key, text[first : first + LONGEST_TAG])
 
     def close(self, status: str | None = None) -> int:
-        """End the parent run and print how each job ended; return 0 if all of them finished, else 1.
-
-        `status` is `KILLED` if the sweep was interrupted, `FAILED` if something other than a job failed.
-        """
+        """End the parent run, as `KILLED` or `FAILED` if the sweep was; return 0 if all jobs finished, else 1."""
         client = self.client()
         self.closed.set()
         try:
@@ -114,10 +111,7 @@ class ParentRun(SweepRecord):
 
 
 def begin(config: DictConfig, names: Collection[str], varied: Sequence[str]) -> ParentRun:
-    """Create the parent run of a multirun, or reopen it with `--again`, and start its heartbeats.
-
-    The `names` are those of the first batch of jobs, which differ in the config keys `varied`.
-    """
+    """Create the parent run of a multirun whose first jobs have these `names`, or reopen it; start its heartbeats."""
     file = config.hydra.job.config_name
     name = MULTIRUN if file == "config" else file
     sweep = _reopen(config, name) if config.tracking.sweep else _create(config, name, len(names), varied)
@@ -154,10 +148,7 @@ def left_open(folder: Path, own: OwnStore) -> ParentRun | None:
 
 
 def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first: int = 0) -> list[str]:
-    """Return a unique name for each job, such as `factor=8 batch=256`; jobs are numbered from `first` on.
-
-    `values` are those of the varied config keys, `batches` the effective batch sizes.
-    """
+    """Return a unique name for each job, such as `factor=8 batch=256`, from its varied `values` and effective batch."""
     names = []
     for job, batch in zip(values, batches, strict=True):
         parts = [short(key, value) for key, value in job.items()]

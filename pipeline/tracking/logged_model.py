@@ -35,7 +35,7 @@ TOLERANCE = 1e-3  # relative to the largest output; half precision varies with t
 
 
 def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any, code: Sequence[str]) -> None:
-    """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same.
+    """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same; else it is a ValueError.
 
     Args:
         model: trained; not compiled any more afterwards.
@@ -43,9 +43,6 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
         code: files and folders that are stored with the model and imported when it is loaded.
 
     A model without a config, as a subclass without `get_config`, is logged as a SavedModel, which only predicts.
-
-    Raises:
-        ValueError: the logged model cannot be loaded, or predicts something else; it is deleted.
     """
     logging.getLogger("mlflow.models.model").setLevel(logging.ERROR)  # it warns about what is checked below
     keras.config.disable_interactive_logging()  # MLflow calls the model, which would draw progress bars

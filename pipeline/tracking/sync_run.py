@@ -9,12 +9,9 @@ from pipeline.tracking.journal_file import Past
 
 
 def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int:
-    """Ship the journal in the run directory `folder`; return the exit status.
+    """Ship the journal in the run directory `folder` to the user's `own` store; return the exit status.
 
-    Args:
-        own: the user's store, which the journal's has to be.
-        patience: seconds to wait for the store.
-        named: by the user; otherwise a run is skipped if it is running or complete, and a `ConfigError` is printed.
+    A run that the user has not `named` is skipped if it is running or complete, and its `ConfigError` is printed.
     """
     try:
         past = Past.of(Path(folder), "RUN_DIR", seconds=1.0)  # another sync may be reading it too

@@ -208,10 +208,7 @@ class Tracker:
 
 
 def _name(overrides: Sequence[str], dataset: str) -> str:
-    """Return the experiment, or the dataset, and what was overridden, such as `text rate=0.1 seed=2`.
-
-    Without any override, it is empty.
-    """
+    """Return the experiment, or dataset, and what was overridden, as `text rate=0.1 seed=2`; empty if nothing was."""
     given = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
     of_run = [(key, value) for key, value in given if not key.startswith(_PLACE)]
     experiment = dict(of_run).get("experiment", dataset)

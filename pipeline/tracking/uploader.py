@@ -44,9 +44,7 @@ class Uploader:
     """Ships the lines of one journal, in order, to its run with the IDs `run_id` and `experiment_id`.
 
     Another process may have created the run if it `may_exist`; it gets some `seconds` to end. Each answer calls `tell`.
-
-    Raises:
-        ConfigError: the run is deleted, another process ships this journal, or its artifacts lie where they must not.
+    A `ConfigError` says that the run is deleted, is being shipped, or has artifacts that lie where they must not.
     """
 
     def __init__(self, store: Store, path: Path, *, may_exist: bool, seconds: float = 0.0, tell: Tell = lambda _: None):
@@ -117,14 +115,13 @@ class Uploader:
             self.sent += len(batch)
             self._tell(self.left())
         while self._lines:
-            line = self._lines[0]
             try:
-                self._ship_line(line)
+                self._ship_line(self._lines[0])
             except MlflowException as error:
                 self._tries += 1
                 if error.error_code not in REFUSALS or self._tries < TRIES:
                     raise
-                self._note(f"{next(iter(line))}: {first_line(error)}")
+                self._note(f"{next(iter(self._lines[0]))}: {first_line(error)}")
             self._tries = 0
             del self._lines[0]
             self._tell(self.left())

@@ -467,7 +467,7 @@ def test_a_checkpoint_of_another_model_is_refused(case, arguments, message, stra
 # From here on the folders alone: what is written, and what becomes of it.
 
 
-LOOP_VALUES: dict[str, Any] = {  # what every checkpoint has
+LEAST: dict[str, Any] = {  # what every checkpoint has
     "loop": {"open": False, "validation": {}, "stopped_by": None, "best": None},
     "stop_training": False,
     **{"recorder": {}, "random": [], "numpy": [], "callbacks": {}, "kinds": {}},
@@ -480,7 +480,7 @@ def small(update: int) -> State:
         "b": np.array(update),
         "c": tf.cast([1.5], tf.bfloat16).numpy(),
     }
-    return State(arrays, {**LOOP_VALUES, "of": update, "nothing": None, "third": 1 / 3})
+    return State(arrays, {**LEAST, "of": update, "nothing": None, "third": 1 / 3})
 
 
 def saved(folder: Path, *updates: int, keep=2) -> Checkpoints:
@@ -638,14 +638,14 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
     may_write, variable, write = threading.Event(), tf.Variable([1.0]), State.write
     monkeypatch.setattr(State, "write", lambda self, folder: may_write.wait(60) and write(self, folder))
     with Checkpoints(tmp_path, "auto", PLAN) as checkpoints:
-        checkpoints.save(1, lambda: State({"v": variable.numpy()}, LOOP_VALUES))
+        checkpoints.save(1, lambda: State({"v": variable.numpy()}, LEAST))
         variable.assign([2.0])
         assert "1" not in names(tmp_path)
         monkeypatch.setattr(checkpoint, "AUTO_SECONDS", 0)
         checkpoints._next = 0
         assert not checkpoints.due(2)  # while one is written
         threading.Timer(0.1, may_write.set).start()
-        checkpoints.save(2, lambda: State({"v": variable.numpy()}, LOOP_VALUES))
+        checkpoints.save(2, lambda: State({"v": variable.numpy()}, LEAST))
         assert names(tmp_path)[-1] == "1"
     for update in (1, 2):
         found = checkpoint.at(tmp_path, update)
