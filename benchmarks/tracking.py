@@ -51,11 +51,11 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
         try:
             alternate(contenders, 1)
             _wait(store, run_id, recorder.logged)
-            first, cpu = recorder.logged, recorder.cpu + _cpu(journal.shipper.pid)
-            turns = contenders | {"bare": _stopped(journal.shipper.pid, contenders["bare"])}
+            first, cpu = recorder.logged, recorder.cpu + _cpu(journal.shipper.process.pid)
+            turns = contenders | {"bare": _stopped(journal.shipper.process.pid, contenders["bare"])}
             times = alternate(turns, rounds)
             _wait(store, run_id, recorder.logged)
-            each = (recorder.cpu + _cpu(journal.shipper.pid) - cpu) / (recorder.logged - first)
+            each = (recorder.cpu + _cpu(journal.shipper.process.pid) - cpu) / (recorder.logged - first)
         finally:
             for contender in contenders.values():
                 contender.close()

@@ -14,18 +14,15 @@ from pipeline.common.errors import NOT_SHIPPED, QUIET, ConfigError, NotShippedEr
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 
-VERBS = {  # name → function, and help text
-    "train": ("pipeline.cli.train:train", "train one run, or with -m a Hydra multirun; print where the run is stored"),
-    "sweep": (
-        "pipeline.cli.train:sweep",
-        "run the multirun in sweeps/NAME.yaml; with --again SWEEP only its unfinished jobs",
-    ),
-    "resume": ("pipeline.cli.resume:resume", "resume an interrupted run from its last checkpoint"),
-    "sync": ("pipeline.cli.sync:sync", "upload to MLflow what a run could not"),
-    "rerun": ("pipeline.rerun.command:rerun", "repeat a run from its record in MLflow, then compare the two"),
-    "verify": ("pipeline.verify.command:verify", "check, for this config, that accumulation equals the large batch"),
-    "report": ("pipeline.report.writer:report", "write the report of a sweep: findings, a table and plots"),
-    "ui": ("pipeline.cli.ui:ui", "serve MLflow's UI for the configured store on 127.0.0.1"),
+VERBS = {  # name → function in this package, and help text
+    "train": ("cli.train:train", "train one run, or with -m a Hydra multirun; print where the run is stored"),
+    "sweep": ("cli.train:sweep", "run the multirun in sweeps/NAME.yaml; with --again SWEEP only its unfinished jobs"),
+    "resume": ("cli.resume:resume", "resume an interrupted run from its last checkpoint"),
+    "sync": ("cli.sync:sync", "upload to MLflow what a run could not"),
+    "rerun": ("rerun.command:rerun", "repeat a run from its record in MLflow, then compare the two"),
+    "verify": ("verify.command:verify", "check, for this config, that accumulation equals the large batch"),
+    "report": ("report.writer:report", "write the report of a sweep: findings, a table and plots"),
+    "ui": ("cli.ui:ui", "serve MLflow's UI for the configured store on 127.0.0.1"),
 }
 
 
@@ -75,7 +72,7 @@ def _run(arguments: list[str]) -> int:
     if verb not in VERBS:
         raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
     module, function = VERBS[verb][0].split(":")
-    status: int = getattr(import_module(module), function)(rest)
+    status: int = getattr(import_module(f"pipeline.{module}"), function)(rest)
     return status
 
 

@@ -19,12 +19,8 @@ _PATIENCE = 10.0  # seconds for the server's processes to end
 
 def ui(arguments: Sequence[str]) -> int:
     """Serve MLflow's UI on the store of the composed config, until Ctrl-C or SIGTERM."""
-    parser = Parser(
-        prog="pipeline ui",
-        description=ui.__doc__,
-        epilog="All other arguments are overrides, such as tracking.uri=sqlite:///elsewhere/mlflow.db",
-        allow_abbrev=False,
-    )
+    others = "All other arguments are overrides, such as tracking.uri=sqlite:///elsewhere/mlflow.db"
+    parser = Parser(prog="pipeline ui", description=ui.__doc__, epilog=others, allow_abbrev=False)
     parser.add_argument("--port", metavar="PORT", default="5000", help="where to listen on 127.0.0.1; default 5000")
     options, rest = parser.parse_known_args(list(arguments))
     opened: list[DictConfig] = []

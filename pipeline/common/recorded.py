@@ -51,7 +51,7 @@ def read(file: Path, form: Any) -> Any:
 
 def _check(value: Any, form: Any, path: list[str]) -> None:
     """Raise a `FormError` if `value` is not of the `form`; the `path` then leads to what is wrong."""
-    kind = type(form) if isinstance(form, dict | list) else form
+    kind: Any = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind):
         words = " or ".join(_WORDS[each] for each in (kind if isinstance(kind, tuple) else (kind,)))
         found = _WORDS.get(type(value), type(value).__name__)

@@ -171,7 +171,6 @@ def tell_workers(hardware: DictConfig, error: ConfigError) -> bool:
 def _as_json(start: Checkpoint | Fork | None) -> dict[str, Any] | None:
     if start is None:
         return None
-    at, fork = start, None
-    if isinstance(start, Fork):
-        at, fork = start.checkpoint, [start.run_id, str(start.run_dir), start.weights_only, start.own_rate]
-    return {"folder": str(at.folder.absolute().parent), "update": at.update, "fork": fork}
+    own = [start.run_id, str(start.run_dir), start.weights_only, start.own_rate] if isinstance(start, Fork) else None
+    at = start.checkpoint if isinstance(start, Fork) else start
+    return {"folder": str(at.folder.absolute().parent), "update": at.update, "fork": own}

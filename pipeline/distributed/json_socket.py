@@ -86,6 +86,6 @@ def _parsed(text: str | bytes) -> dict[str, Any] | None:
 def readable(sockets: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
     """Return the sockets that have something to read, or are closed, within `seconds`."""
     try:
-        return wait(sockets, seconds)  # type: ignore[return-value, arg-type]
+        return wait(sockets, seconds)  # type: ignore[return-value]
     except ValueError:  # one was closed, perhaps meanwhile
         return [each for each in sockets if each.fileno() < 0]

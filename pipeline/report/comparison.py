@@ -62,10 +62,6 @@ class Comparison:
     def groups(self) -> dict[str, list[JobResult]]:
         return grouped(self.jobs, "group")
 
-    @property
-    def families(self) -> dict[str, list[JobResult]]:
-        return grouped(self.jobs, "family")
-
     @cached_property
     def axes(self) -> list[str]:
         """Return the swept keys: `factor` and `batch` if they vary, then all others but the seed; else `group`."""

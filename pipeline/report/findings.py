@@ -232,7 +232,7 @@ def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
         ("examples_per_second", "examples per second", statistics.plain, JobResult.typical),
         ("peak_memory_bytes", "peak memory", statistics.size, JobResult.last),
     )
-    for family, jobs in sweep.families.items():
+    for family, jobs in grouped(sweep.jobs, "family").items():
         factors = sorted({job.factor for job in jobs if job.factor and "perf/update_seconds" in job.curves})
         if len(factors) < 2:
             continue

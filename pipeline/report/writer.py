@@ -125,7 +125,7 @@ def summarize(sweep: Comparison) -> list[Finding]:
         findings.time_to_target(sweep),
         *findings.cost_of_the_factor(sweep),
     ]
-    for family, jobs in sweep.families.items():
+    for family, jobs in grouped(sweep.jobs, "family").items():
         found += [f for f in critical_batch.findings(family, jobs, sweep.target) if f not in found]
     return [*found, *_next(sweep, found, pairs)]
 

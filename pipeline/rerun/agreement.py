@@ -62,25 +62,19 @@ class Agreement:
 
 
 def compare(
-    old: History,
-    new: History,
-    precision: str,
-    *,
-    validation: int | None = None,
-    same_cut: bool = True,
-    until: int | None = None,
+    old: History, new: History, precision: str, *, validation: int = 0, same_cut: bool = True, until: float = math.inf
 ) -> Agreement:
     """Compare all points of the recorded run and its rerun, except for metrics that only the new one has.
 
-    `validation` counts the examples of that split; with `same_cut` both runs cut a batch into as many micro-batches on
-    as many replicas; `until` is the last update of the old run, if it was interrupted.
+    `validation` counts the examples of that split, where it is known; with `same_cut` both runs cut a batch into as
+    many micro-batches on as many replicas; `until` is the last update of the old run, if it was interrupted.
     """
     kept = [metric for metric in old if same_cut or not metric_names.of(metric).of_the_cut]
     points = [
         Point(metric, step, old[metric].get(step), new.get(metric, {}).get(step))
         for metric in kept
         for step in {*old[metric], *new.get(metric, {})}
-        if until is None or step <= until
+        if step <= until
     ]
     # Within one update the training loss comes first.
     points.sort(key=lambda point: (point.step, point.metric != "train/loss", point.metric))
@@ -91,7 +85,7 @@ def compare(
     what = f"{len(points)} points of {len(kept)} metrics"
     if left_out := sorted({*old, *new} - {*kept}):
         what += f" (without {', '.join(left_out)})"
-    if until is not None:
+    if until < math.inf:
         what += f" up to update {until}, where the recorded run ended"
     if not differing:
         verdict = "bit-equal" if points else "nothing to compare"
@@ -116,13 +110,14 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Ag
     then, now = old.data.params, new.data.params
     halved = [run.data.tags.get(HALVED) for run in (old, new)]
     precisions = {params.get("hardware.precision") for params in (then, now)}
+    last = max((step for points in before.values() for step in points), default=0)
     found = compare(
         before,
         after,
         max(precisions & {*ROUNDING}, key=[*ROUNDING].index, default="float32"),
-        validation=validation,
+        validation=validation or 0,
         same_cut=halved[0] == halved[1] and all(then.get(key) == now.get(key) for key in CUT),
-        until=None if old.info.status == "FINISHED" else max((max(h, default=0) for h in before.values()), default=0),
+        until=math.inf if old.info.status == "FINISHED" else last,
     )
     return found, page(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))
 

@@ -111,12 +111,8 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collecti
         if LINK.fullmatch(link) and not _touches(key, changed)
         if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
     }
-    followed = set(changed)
-    while more := {
-        key
-        for key in eligible.keys() - followed
-        if any(_touches(reference, followed) for reference in _references(eligible[key]))
-    }:
+    followed, names = set(changed), {key: _references(link) for key, link in eligible.items()}
+    while more := {key for key in names.keys() - followed if any(_touches(name, followed) for name in names[key])}:
         followed |= more
     return dict(_copy(config, {tuple(key.split(".")): eligible[key] for key in eligible.keys() & followed}.get))
 

@@ -80,10 +80,8 @@ class SweepLauncher(Launcher):
         """Compose and check all jobs before any starts; return their overrides by name, what varies, and `hardware`."""
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
-        values = [
-            {o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in map(parse, overrides)}
-            for overrides in job_overrides
-        ]
+        parsed = [list(map(parse, overrides)) for overrides in job_overrides]
+        values = [{o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in job} for job in parsed]
         asked: Any = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)
         asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
         # A swept key is in the name even if this batch has one value of it.

@@ -154,12 +154,12 @@ class LocalJob:
 
 
 def _main(
-    parent: connection.Connection, log: str, environment: dict[str, str], gpus: list[str], method: str | None
+    parent: connection.Connection, log: str, variables: dict[str, str], gpus: list[str], method: str | None
 ) -> None:
     """Receive a job from `parent`, run it, and send back how it ended."""
     os.setsid()
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(variables)
     with open(log, "ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)

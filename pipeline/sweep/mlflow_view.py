@@ -53,7 +53,7 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
 
 
 def description(
-    name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence[object]] = ()
+    name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence] = ()
 ) -> str:
     """Return the parent's description in Markdown; rows of `results` that do not fit its tag are counted instead."""
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"

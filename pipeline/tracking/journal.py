@@ -65,10 +65,6 @@ class ShipperProcess:
         threading.Thread(target=self._listen, daemon=True).start()
         self.send(opening)
 
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid)
-
     def send(self, command: dict[str, Any]) -> None:
         with contextlib.suppress(OSError, ValueError):  # then the answer is an error
             self.process.stdin.write(json.dumps(command) + "\n")

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
 AT_ONCE = 1024  # examples per read
 MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock")
-DATASET = {"name": str, "version": str, "examples": {str: int}, "files": {str: str}, "content": {str: str}}  # a form
+# The form of dataset.json.
+DATASET = {"name": object, "version": object, "examples": {str: int}, "files": {str: str}, "content": {str: str}}
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
 
 

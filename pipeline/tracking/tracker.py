@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
     from pipeline.training.evaluator import Best
 
-
 NAME_LENGTH = 200  # characters of a run's name; MLflow takes 250
 # Overrides that say where and how a run is made, and not which.
 _PLACE = (
@@ -50,13 +49,7 @@ class Tracker:
         self._late_checksums = False
 
     def start(
-        self,
-        after: int,
-        spec: RunSpec,
-        data: Data,
-        dataset: dict[str, Any],
-        model: keras.Model,
-        tags: Mapping[str, str],
+        self, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any], model: keras.Model, tags: dict[str, str]
     ) -> None:
         """Create the run with its params, tags, inputs and the artifacts that exist before it trains.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pipeline.checkpoints import files, resume_rules, run_dirs, snapshot
 from pipeline.checkpoints.resume_rules import Continuation
@@ -314,3 +315,8 @@ def test_a_damaged_record_of_the_data_is_refused_by_its_line(tmp_path, text, sai
         ConfigError, match=re.escape(f"must have a dataset.json that can be read (dataset.json, {said}")
     ):
         Continuation(tmp_path, None, past, None).check_dataset({})
+
+
+@pytest.mark.parametrize("text", ["a b", "it's", "a\\b", "a\\", "a\\'b"])
+def test_a_quoted_value_is_read_as_it_was(text):
+    assert OverridesParser.create().parse_override(f"key={run_dirs.quoted(text)}").value() == text

@@ -92,13 +92,13 @@ def test_a_journal_is_of_one_run(tmp_path):
 def test_a_shipper_that_is_killed_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
     journal = begun(tmp_path)
-    first = journal.shipper.pid
+    first = journal.shipper.process.pid
     write(journal, *range(1, 1500))
     wait(lambda: len(points(tmp_path)[1]) > 400, 30)  # in the middle of the rows
     os.kill(first, signal.SIGKILL)
     wait(lambda: not journal.shipper.alive(), 10)
     write(journal, *range(1500, 3000))
-    assert journal.shipper.pid != first
+    assert journal.shipper.process.pid != first
     assert journal.close("FINISHED") is None
     assert points(tmp_path) == ("FINISHED", list(range(1, 3000)))
 
@@ -106,9 +106,9 @@ def test_a_shipper_that_is_killed_is_replaced(tmp_path, monkeypatch):
 def test_a_shipper_that_is_killed_before_it_answers_is_replaced(tmp_path):
     place_store(tmp_path)
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
-    os.kill(journal.shipper.pid, signal.SIGKILL)
+    os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal.ready()
-    os.kill(journal.shipper.pid, signal.SIGKILL)
+    os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal.start(tmp_path / NAME, RUN)
     write(journal, *range(1, 50))
     assert journal.close("FINISHED") is None
@@ -120,7 +120,7 @@ def test_a_shipper_that_hangs_costs_no_more_than_the_patience(tmp_path):
     journal = begun(tmp_path)
     journal.patience = 3
     write(journal, *range(1, 50))
-    os.kill(journal.shipper.pid, signal.SIGSTOP)
+    os.kill(journal.shipper.process.pid, signal.SIGSTOP)
     assert journal.close("FINISHED") == "no answer within 3 s"
     assert not journal.shipper.alive()
     assert points(tmp_path)[0] == "RUNNING"
@@ -188,7 +188,7 @@ from tests.tracking.test_journal import begun, write
 from pathlib import Path
 journal = begun(Path({str(tmp_path)!r}))
 write(journal, *range(1, 20))
-for pid in (journal.shipper.pid, os.getpid()):
+for pid in (journal.shipper.process.pid, os.getpid()):
     os.kill(pid, signal.SIGKILL)
 """
     python("-c", code, cwd=tmp_path).communicate(timeout=120)
@@ -203,7 +203,7 @@ for pid in (journal.shipper.pid, os.getpid()):
 
 def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path):
     journal = begun(tmp_path)
-    os.kill(journal.shipper.pid, signal.SIGKILL)
+    os.kill(journal.shipper.process.pid, signal.SIGKILL)
     write(journal, *range(1, 20))
     journal._writer.close()
     text = (tmp_path / NAME).read_text()
@@ -299,7 +299,7 @@ def test_a_user_without_a_name_is_recorded():
 def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(tmp_path, monkeypatch, capsys):
     journal = begun(tmp_path)
     write(journal, 1)
-    os.kill(journal.shipper.pid, signal.SIGKILL)
+    os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal._writer.close()
     monkeypatch.setattr(MlflowClient, "set_terminated", lambda *_: None)  # it takes all, and keeps nothing
     assert sync_run(str(tmp_path), OwnStore(journal.uri), 0.1, named=True) == 4
