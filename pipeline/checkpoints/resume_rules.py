@@ -108,6 +108,7 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
     found: list[str] = []
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
+        recorded["training"].setdefault("added_losses", "mean")  # as it was before there was a choice
         spec = _with_order(spec, recorded["dataset"])
         if spec.searches:
             then = past.start["segment"]["cut"]["micro_batch_size"]

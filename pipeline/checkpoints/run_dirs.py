@@ -20,7 +20,7 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
 
     The one in `but` is passed over, and its journal is not opened: closing it would free its lock.
     """
-    if (Path(start) / NAME).exists() and not _same(Path(start), but):
+    if (Path(start) / NAME).exists() and Path(start).resolve() != (but and but.resolve()):
         return Path(start)
     matching = [folder for run_id, folder in by_id(key, but).items() if len(start) >= 4 and run_id.startswith(start)]
     if len(matching) != 1:
@@ -32,7 +32,7 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
 def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
     """Return the run directories below the working directory by the ID of their run, which their journals say."""
     found = {}
-    for folder in (folder for folder in run_dirs([]) if not _same(Path(folder), but)):
+    for folder in (folder for folder in run_dirs([]) if Path(folder).resolve() != (but and but.resolve())):
         try:
             past = Past.of(Path(folder), key, running=True)
         except ConfigError:  # of another version
@@ -63,7 +63,3 @@ def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     """Return the resolved config that the run in `run_dir` began with; a `ConfigError` says that it cannot be read."""
     with refused(key, "must have a config.yaml that can be read", str(run_dir)):
         return dict(former_names.renamed(recorded.read(run_dir / "config.yaml", CONFIG)))
-
-
-def _same(folder: Path, other: Path | None) -> bool:
-    return other is not None and folder.resolve() == other.resolve()

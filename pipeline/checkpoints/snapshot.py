@@ -199,7 +199,7 @@ def _copied(variables: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
         arrays[name] = first = copies[0].numpy()
         for replica, copy in enumerate(copies[1:], start=1):  # a seed moves with the micro-batches of its replica
             if (value := copy.numpy()).tobytes() != first.tobytes():
-                arrays[_on(replica, name)] = value
+                arrays[f"{name}{_REPLICA}{replica}"] = value
     return arrays
 
 
@@ -207,11 +207,7 @@ def _assign(variables: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndar
     """Assign to `variables` what `_copied` returned; a variable without an array keeps its value."""
     for name, copies in variables.items():
         for replica, copy in enumerate(copies if name in arrays else ()):
-            copy.assign(arrays.get(_on(replica, name), arrays[name]))
-
-
-def _on(replica: int, name: str) -> str:
-    return f"{name}{_REPLICA}{replica}" if replica else name
+            copy.assign(arrays.get(f"{name}{_REPLICA}{replica}", arrays[name]))
 
 
 def _kind(callback: keras.callbacks.Callback) -> str:

@@ -22,16 +22,11 @@ BUILDERS = {
 }
 
 # Public namespace of Keras → what its classes must derive from.
-BASES = {
-    "keras.layers": "keras.layers.Layer",
-    "keras.optimizers": "keras.optimizers.Optimizer",
-    "keras.optimizers.schedules": "keras.optimizers.schedules.LearningRateSchedule",
-    "keras.losses": "keras.losses.Loss",
-    "keras.metrics": "keras.metrics.Metric",
-    "keras.regularizers": "keras.regularizers.Regularizer",
-    "keras.initializers": "keras.initializers.Initializer",
-    "keras.constraints": "keras.constraints.Constraint",
-}
+_CLASSES = (
+    *("layers.Layer", "optimizers.Optimizer", "optimizers.schedules.LearningRateSchedule", "losses.Loss"),
+    *("metrics.Metric", "regularizers.Regularizer", "initializers.Initializer", "constraints.Constraint"),
+)
+BASES = {f"keras.{name.rpartition('.')[0]}": f"keras.{name}" for name in _CLASSES}
 APPLICATIONS = "keras.applications."
 # Functions are accepted from the modules under these; `get` and the like are defined in the namespaces themselves.
 _FUNCTIONS = ("keras.src.applications.", "keras.src.losses.", "keras.src.metrics.")
