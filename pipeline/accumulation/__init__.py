@@ -5,7 +5,7 @@ once by the weight of the whole update, and what is logged of it: loss, learning
 `pipeline` is imported here, so this folder can be copied into any project.
 """
 
-from .accumulating_model import NOT_CALLED, AccumulatingModel
+from .accumulating_model import AccumulatingModel
 from .adam import fused_adam
 from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
 from .dense import transposed_gradients, wide_layers
@@ -16,13 +16,12 @@ from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layer
 from .loss_sums import added_losses, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
-from .objective import Losses, Metrics, Objective, Term, by_name, labels_by_name, measured, terms, update_metrics
+from .objective import Losses, Metrics, Objective, Term, by_name, labels_by_name
 from .same_noise import drawn, keys_of, noisy_layers
 from .update import Update, accumulate_gradients
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
-    "NOT_CALLED",
     "AccumulatingModel",
     "BatchTotals",
     "Evaluation",
@@ -51,19 +50,16 @@ __all__ = [
     "layers_of",
     "logits_of",
     "mask_of",
-    "measured",
     "noisy_layers",
     "normalising_layers",
     "parts_of",
     "slice_of",
     "slice_specs",
     "spread",
-    "terms",
     "trace_forward",
     "transposed_gradients",
     "unknown_to_keras",
     "unsupported",
-    "update_metrics",
     "weighted_sum",
     "wide_layers",
 ]

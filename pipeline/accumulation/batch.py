@@ -55,14 +55,12 @@ def parts_of(batch: Nest | Share) -> tuple[Nest, Nest, Nest]:
 
     def tensor(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
-            raise ValueError(
-                "a batch must be of dense or ragged tensors: see tf.sparse.to_dense. Received: SparseTensor"
-            )
+            rule = "a batch must be of dense or ragged tensors: see tf.sparse.to_dense"
+            raise ValueError(f"{rule}. Received: SparseTensor")
         return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
-    return tf.nest.map_structure(
-        tensor, keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share) else batch)
-    )
+    parts = keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share) else batch)
+    return tf.nest.map_structure(tensor, parts)
 
 
 def examples_in(nest: Nest) -> tf.Tensor:

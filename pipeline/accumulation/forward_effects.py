@@ -15,9 +15,14 @@ from .keras_internals import global_seed, layers_of
 from .same_noise import drawn, noisy_layers
 
 # TensorFlow operations that draw from a state of their own, as `tf.random.normal` and `tf.random.Generator` do.
-_DRAWING = re.compile(
-    "(?!Stateless).*Random.*|Rng.*|Stateful(Standard|Uniform|Truncated).*|.*TruncatedNormal|Multinomial"
+_KINDS = (
+    "(?!Stateless).*Random.*",
+    "Rng.*",
+    "Stateful(Standard|Uniform|Truncated).*",
+    ".*TruncatedNormal",
+    "Multinomial",
 )
+_DRAWING = re.compile("|".join(_KINDS))
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,15 @@ def batch_dependent_layers(model: keras.Model, forward: Forward, but: Sequence[k
     return sorted(layer.name for layer in layers if any(id(weight) in ids for weight in layer.weights))
 
 
-def unsupported(model: keras.Model) -> Iterator[tuple[str, str]]:
-    """Yield what a model must not have to be trained in micro-batches, and the layer or the variable that it has."""
+def unsupported(model: keras.Model, *, compiled: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield what a model must not have to be trained in micro-batches, and the layer or the variable that it has.
+
+    One that is `compiled` must not have methods of its own which `fit` and `evaluate` of a plain model call.
+    """
+    for name in ("train_step", "test_step", "compute_loss", "compute_metrics") if compiled else ():
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            rule = f"must not define {name}, which is not called here: use add_loss or a keras.losses.Loss, or an own "
+            yield f"{rule}loop over accumulate_gradients", type(model).__name__
     for layer in layers_of(model):
         if getattr(layer, "synchronized", False):
             rule = "must have no BatchNormalization(synchronized=True): TensorFlow cannot sum over replicas in a loop"
@@ -92,14 +104,10 @@ def _attributes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
 def _drawing(model: keras.Model, assigned: list[keras.Variable]) -> Iterator[str]:
     """Yield the names of the layers whose seeds, or those of a layer inside of them, are among the variables."""
     ids = {id(variable) for variable in assigned}
-
-    def draws(layer: keras.Layer) -> bool:
-        generators = (value for _, value in _attributes(layer) if isinstance(value, keras.random.SeedGenerator))
-        return any(id(generator.state) in ids for generator in generators)
-
     for layer in _outermost(model):
         inside = [] if isinstance(layer, keras.Model) else layers_of(layer)
-        if any(map(draws, (layer, *inside))):
+        values = (value for each in (layer, *inside) for _, value in _attributes(each))
+        if any(isinstance(value, keras.random.SeedGenerator) and id(value.state) in ids for value in values):
             yield layer.name
 
 

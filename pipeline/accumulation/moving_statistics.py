@@ -26,9 +26,7 @@ from .keras_internals import calling, graph, keeps_call_of, layers_of
 class Moved(NamedTuple):
     """The steps that calls of a layer would have moved its statistics by, each alone; float64 of shape (channels,)."""
 
-    weight: (
-        tf.Tensor
-    )  # Σ wₖ, the number of values that each mean is taken of; a scalar where it is that of all channels
+    weight: tf.Tensor  # Σ wₖ, the number of values that each mean is taken of; a scalar where all have as many
     mean: tf.Tensor  # Σ wₖdₖ
     square: tf.Tensor  # Σ wₖdₖ²
     variance: tf.Tensor  # Σ wₖ(1 − m)(σₖ² − old)
@@ -81,14 +79,13 @@ def _call(layer: keras.layers.BatchNormalization, seen: list[Moved]) -> Callable
         if not training or not layer.trainable or graph() is not here:
             return plain(layer, inputs, training=training, mask=mask)
         state: Sequence[keras.Variable] = (layer.moving_mean, layer.moving_variance)
-        before = [tf.convert_to_tensor(variable.value) for variable in state]
+        before = list(map(tf.convert_to_tensor, state))
         outputs = plain(layer, inputs, training=training, mask=mask)
-        after = [tf.convert_to_tensor(variable.value) for variable in state]
+        after = list(map(tf.convert_to_tensor, state))
         for variable, value in zip(state, before, strict=True):
             variable.assign(value)
-        mean, variance = (
-            tf.cast(new, tf.float64) - tf.cast(old, tf.float64) for new, old in zip(after, before, strict=True)
-        )
+        pairs = zip(after, before, strict=True)
+        mean, variance = (tf.cast(new, tf.float64) - tf.cast(old, tf.float64) for new, old in pairs)
         weight = tf.cast(_values(layer, inputs, mask), tf.float64)
         seen.append(Moved(weight, weight * mean, weight * tf.square(mean), weight * variance))
         return outputs
@@ -101,7 +98,5 @@ def _values(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.
     channels = layer.axis % inputs.shape.rank
     if mask is None:
         return tf.size(inputs) // inputs.shape[channels]
-    if channels == inputs.shape.rank - 1:
-        return tf.math.count_nonzero(mask)
     spread = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))  # as Keras does
     return tf.math.count_nonzero(spread, [axis for axis in range(inputs.shape.rank) if axis != channels])

@@ -53,47 +53,57 @@ class Objective:
         """Return `loss` as an objective without metrics, or as it is if it is an objective."""
         return loss if isinstance(loss, Objective) else cls(loss)
 
-    def terms(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest) -> list[Term]:
-        """Return the parts of the loss; see the function `terms`."""
-        return [] if self.loss is None else terms(self.loss, self.loss_weights, y, outputs, sample_weight)
+    def terms(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None) -> list[Term]:
+        """Return the parts of the loss as `compile` has them, in the order of the outputs, which `by_name` returns.
+
+        Labels of outputs without a loss are ignored.
+
+        Raises:
+            ValueError: they do not fit the outputs, or each other.
+        """
+        if self.loss is None:
+            return []
+        names = list(outputs)
+        losses = spread(self.loss, names, to_all=True)
+        if missing := [name for name in names if name not in losses]:
+            raise ValueError(f"must name every output, with null for one without a loss. Missing: {', '.join(missing)}")
+        learned = [name for name in names if losses[name] is not None]
+        labels = labels_by_name(self.loss, y, names)
+        scales, weights = spread(self.loss_weights, names), spread(sample_weight, names, to_all=True)
+        if isinstance(sample_weight, dict) and (unweighted := [name for name in learned if name not in weights]):
+            raise ValueError(f"there must be sample weights for each output. Missing: {', '.join(unweighted)}")
+        if unlabelled := [name for name in learned if labels.get(name) is None]:
+            of = f"for the output {unlabelled[0]}" if unlabelled[0] else "for the loss"
+            raise ValueError(f"there must be labels {of}")
+        made = {name: get_loss(losses[name], labels[name], outputs[name]) for name in learned}
+        return [Term(n, made[n], scales.get(n), labels[n], outputs[n], weights.get(n)) for n in learned]
 
     def update_metrics(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest) -> None:
-        """Update the metrics with one micro-batch."""
-        labels = labels_by_name(self.loss, y, outputs)
-        update_metrics(self.metrics, labels, outputs)
-        update_metrics(self.weighted_metrics, labels, outputs, sample_weight)
+        """Update the metrics with one micro-batch, weighted by the mask of their output where there is one.
+
+        Raises:
+            ValueError: a metric is of no output, or of one that has no labels.
+        """
+        names = list(outputs)
+        labels, weights = labels_by_name(self.loss, y, names), spread(sample_weight, names, to_all=True)
+        for metrics, given in ((self.metrics, {}), (self.weighted_metrics, weights)):
+            if metrics and len(names) > 1 and not isinstance(metrics, Mapping):
+                raise ValueError(f"must be given by the name of an output, one of {', '.join(names)}")
+            for output, metric in _flat(metrics):
+                name = names[0] if output is None else output
+                if name not in outputs:
+                    raise ValueError(f"must be of an output, one of {', '.join(names)}. Received: {name}")
+                if labels.get(name) is None:
+                    raise ValueError("there must be labels for it")
+                mask, weight = mask_of(outputs[name]), given.get(name)
+                weight = mask if weight is None else weight  # Keras' own look for a mask themselves
+                by = {} if weight is None else {"sample_weight": weight}
+                metric.update_state(labels[name], outputs[name], **by)
 
     def measured(self) -> dict[str, keras.metrics.Metric]:
-        """Return all metrics by the names that `fit` gives them."""
-        return measured(self.metrics, self.weighted_metrics, self.layer_metrics)
-
-
-def terms(
-    loss: Losses, loss_weights: Any, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None
-) -> list[Term]:
-    """Return the parts of the loss as `compile(loss=…, loss_weights=…)` has them, in the order of the outputs.
-
-    Labels of outputs without a loss are ignored. `outputs` are as `by_name` returns them.
-
-    Raises:
-        ValueError: they do not fit the outputs, or each other.
-    """
-    names = list(outputs)
-    losses = spread(loss, names, to_all=True)
-    if missing := [name for name in names if name not in losses]:
-        raise ValueError(f"must name every output, with null for one without a loss. Missing: {', '.join(missing)}")
-    learned = [name for name in names if losses[name] is not None]
-    labels = labels_by_name(loss, y, names)
-    scales, weights = spread(loss_weights, names), spread(sample_weight, names, to_all=True)
-    if isinstance(sample_weight, dict) and (unweighted := [name for name in learned if name not in weights]):
-        raise ValueError(f"there must be sample weights for each output. Missing: {', '.join(unweighted)}")
-    if unlabelled := [name for name in learned if labels.get(name) is None]:
-        of = f"for the output {unlabelled[0]}" if unlabelled[0] else "for the loss"
-        raise ValueError(f"there must be labels {of}")
-    return [
-        Term(name, get_loss(losses[name], y, outputs[name]), scales.get(name), y, outputs[name], weights.get(name))
-        for name, y in ((name, labels[name]) for name in learned)
-    ]
+        """Return all metrics as `fit` names them: `<output>_<metric>` where one is of one of several outputs."""
+        flat = [*_flat(self.metrics), *_flat(self.weighted_metrics), *_flat(self.layer_metrics)]
+        return {f"{output}_{metric.name}" if output else metric.name: metric for output, metric in flat}
 
 
 def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:
@@ -103,38 +113,6 @@ def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, N
         losses = spread(loss, names, to_all=True)
         names = [name for name in names if losses.get(name) is not None]
     return spread(y, names)
-
-
-def measured(*given: Metrics) -> dict[str, keras.metrics.Metric]:
-    """Return each metric under the name that `fit` gives it: `<output>_<metric>` where it is of one of several."""
-    flat = [pair for metrics in given for pair in _flat(metrics)]
-    return {f"{output}_{metric.name}" if output else metric.name: metric for output, metric in flat}
-
-
-def update_metrics(metrics: Metrics, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None) -> None:
-    """Update the metrics with one micro-batch, weighted by the mask of their output where there is one.
-
-    `y` is as `labels_by_name` returns it; `sample_weight` is for `weighted_metrics` alone.
-
-    Raises:
-        ValueError: a metric is of no output, or of one that has no labels.
-    """
-    if not metrics:
-        return
-    names = list(outputs)
-    if len(names) > 1 and not isinstance(metrics, Mapping):
-        raise ValueError(f"must be given by the name of an output, one of {', '.join(names)}")
-    labels, weights = spread(y, names), spread(sample_weight, names, to_all=True)
-    for output, metric in _flat(metrics):
-        name = names[0] if output is None else output
-        if name not in outputs:
-            raise ValueError(f"must be of an output, one of {', '.join(names)}. Received: {name}")
-        if labels.get(name) is None:
-            raise ValueError("there must be labels for it")
-        mask, weight = mask_of(outputs[name]), weights.get(name)
-        if weight is None:
-            weight = mask  # Keras' own look for it themselves
-        metric.update_state(labels[name], outputs[name], **({} if weight is None else {"sample_weight": weight}))
 
 
 def _flat(metrics: Metrics) -> list[tuple[str | None, keras.metrics.Metric]]:

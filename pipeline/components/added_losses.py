@@ -40,9 +40,8 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
         if rules and rule not in rules:
             others = [other for other, theirs in fitting.items() if theirs == [rule]]
             but = f", while {others[0]} adds a {rule}: one of them has to change" if others else ""
-            raise ConfigError(
-                "training.added_losses", f"must be {rules[0]}, which {path} adds over its batch{but}", rule
-            )
+            right = f"must be {rules[0]}, which {path} adds over its batch{but}"
+            raise ConfigError("training.added_losses", right, rule)
     neither = [path for path, rules in fitting.items() if not rules]
     return [f"added to the loss by each micro-batch, neither a mean nor a sum: {', '.join(neither)}"] * bool(neither)
 

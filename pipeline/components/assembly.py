@@ -25,9 +25,8 @@ from pipeline.config.schema import KeepBestConfig
 from pipeline.config.sizes import Plan
 from pipeline.dataset import cache, load
 from pipeline.dataset.bad_example import located
-from pipeline.dataset.batches import Reader, effective_batches, in_order, one_class
+from pipeline.dataset.batches import Reader, effective_batches, in_order, one_class, weigher
 from pipeline.dataset.checksums import Files
-from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best, Evaluator
@@ -91,10 +90,7 @@ class Parts:
         return next(iter(in_order(split, count, self.spec.dataset.get("pad"))))[0]
 
     def evaluate(
-        self,
-        name: str,
-        tell: Callable[[str, int], None] = lambda name, size: None,
-        changed: Sequence[tf.Variable] = (),
+        self, name: str, tell: Callable[[str, int], None] = lambda *_: None, changed: Sequence[tf.Variable] = ()
     ) -> Callable[..., dict[str, float]] | None:
         """Return the evaluator of a split, see `pipeline.training.evaluator`; None without such a split."""
         if (batches := self.evaluation_batches(name, self.reader)) is None:
@@ -196,18 +192,13 @@ def assemble(
 def _first_batch(spec: RunSpec, data: Data, files: Files, used: Devices) -> tuple:
     """Return a few examples with the weights of their classes; refuse those that differ between workers."""
     with _reading(spec.dataset, data, files):
-        first = next(
-            iter(in_order(data.train, min(max(2, spec.batching.micro_batch_size), 32), spec.dataset.get("pad")))
-        )
+        count = min(max(2, spec.batching.micro_batch_size), 32)
+        first = next(iter(in_order(data.train, count, spec.dataset.get("pad"))))
         if spec.workers is not None and not used.same(_digest(first, data)):
             rule = "must be the same for all workers, whose first examples are not"
             raise ConfigError("dataset", rule, data.name)
-    weigh = _weigher(spec, data)
+    weigh = weigher(spec.config.training, data)
     return first if weigh is None else weigh(*first)
-
-
-def _weigher(spec: RunSpec, data: Data) -> Callable[..., tuple] | None:
-    return weigher(spec.config.training.class_weight, spec.config.training.loss, data)
 
 
 @contextmanager
@@ -227,7 +218,7 @@ def _batches(
         effective_batch_size=plan.batching.effective_batch_size,
         epochs=plan.epochs,
         first_update=first_update,
-        weigh=_weigher(spec, data),
+        weigh=weigher(spec.config.training, data),
         reader=reader,
     )
 

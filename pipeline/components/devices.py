@@ -43,23 +43,18 @@ class Devices:
         # N·Σv² = (Σv)² holds only if all v are equal.
         return self.strategy.num_replicas_in_sync * self._sum(number**2) == self._sum(number) ** 2
 
-    def _sum(self, number: int) -> int:
-        return int(self._total(tf.constant(number, tf.int64)))
-
     @cached_property
-    def _total(self) -> Callable[[tf.Tensor], tf.Tensor]:
-        return tf.function(
-            lambda number: self.strategy.reduce("SUM", self.strategy.run(lambda: number), axis=None), autograph=False
-        )
+    def _sum(self) -> Callable[[int], int]:
+        strategy = self.strategy
+        total = tf.function(lambda number: strategy.reduce("SUM", strategy.run(lambda: number), axis=None))
+        return lambda number: int(total(tf.constant(number, tf.int64)))
 
 
 def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> Devices:
     """Choose the devices and set this process' global state, such as the seeds of Python, NumPy and TensorFlow.
 
-    Call it once, before any other TensorFlow call; with several `workers` it waits until all have joined.
-
-    Raises:
-        ConfigError: the machine lacks the devices that the config asks for.
+    Call it once, before any other TensorFlow call; with several `workers` it waits until all have joined. It raises a
+    ConfigError if the machine lacks the devices that the config asks for.
     """
     with imports.without_chatter():  # on a machine without a driver, the libraries say that they cannot start CUDA
         replicas, gpus = config.replicas, tf.config.list_physical_devices("GPU")

@@ -64,10 +64,8 @@ def fit(
         told: tuple[Any, ...] = ()
         retry = None
         if tracker is None:
-            writes = [
-                name for name, each in callbacks.items() if WRITING & {kind.__name__ for kind in type(each).__mro__}
-            ]
-            callbacks = {name: each for name, each in callbacks.items() if name not in writes}
+            kinds = {name: {kind.__name__ for kind in type(each).__mro__} for name, each in callbacks.items()}
+            callbacks = {name: each for name, each in callbacks.items() if WRITING.isdisjoint(kinds[name])}
         else:
             told = tracker.evaluation_halved, changed
             retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import DictConfig
 
-from pipeline.accumulation import NOT_CALLED, unsupported
+from pipeline.accumulation import unsupported
 from pipeline.common.errors import ConfigError
 from pipeline.dataset.splits import Data
 from pipeline.trust import instantiate
@@ -21,22 +21,14 @@ from pipeline.trust import instantiate
 def build(node: DictConfig, data: Data) -> keras.Model:
     """Return the model of `node`. A builder gets `input_shape` (of one example, without the batch), `classes` and
     `training_examples` (the training split, example by example) where it has parameters of those names and the config
-    gives them no value.
-
-    Raises:
-        ConfigError: the target or one of its arguments is wrong, or it has no weights to train.
+    gives them no value. Raise a `ConfigError` for a wrong target or argument, or a model that cannot be trained here.
     """
     known = {"input_shape": data.input_shape, "classes": data.classes, "training_examples": data.train}
     offers = instantiate.accepted(instantiate.locate(node, "model"), node, **known)
     model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):
         raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
-    for name in NOT_CALLED:
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            rule = f"must not define {name}, which is not called here: use add_loss, a keras.losses.Loss as "
-            rule += "training.loss, or an own loop with pipeline.accumulation"
-            raise ConfigError("model", rule, type(model).__name__)
-    for rule, received in unsupported(model):
+    for rule, received in unsupported(model, compiled=True):
         raise ConfigError("model", rule, received)
     return model
 

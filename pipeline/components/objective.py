@@ -14,23 +14,17 @@ from pipeline import accumulation
 from pipeline.accumulation import Losses, Metrics, by_name
 from pipeline.checkpoints import snapshot
 from pipeline.common.errors import ConfigError, refused
-from pipeline.config.objective_nodes import metrics_of
+from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
 from pipeline.trust import instantiate
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised and what is measured; what is of several outputs stands under the name of the output.
-
-    Attributes:
-        training: in every update.
-        evaluation: of a split; the same, with metrics that have a state of their own.
-        callbacks: Keras callbacks under their names in the config; one batch of theirs is one update.
-    """
+    """What is minimised and what is measured; what is of several outputs stands under the name of the output."""
 
     training: accumulation.Objective
-    evaluation: accumulation.Objective
-    callbacks: dict[str, keras.callbacks.Callback]
+    evaluation: accumulation.Objective  # the same, with metrics that have a state of their own
+    callbacks: dict[str, keras.callbacks.Callback]  # by their names in the config; one batch of theirs is one update
 
     def with_layer_metrics(self, metrics: Sequence[keras.metrics.Metric]) -> Objective:
         """Return the objective with the metrics that the model's layers update."""
@@ -61,15 +55,10 @@ def build(training: DictConfig) -> Objective:
     if OmegaConf.is_config(weights):
         weights = OmegaConf.to_container(weights)
     weights = tf.nest.map_structure(lambda weight: None if weight is None else float(weight), weights)
-    loss = _losses(training.loss, "training.loss")
+    losses: dict[str, Any] = {"loss": _losses(training.loss, "training.loss"), "loss_weights": weights}
+    losses["added_losses"] = training.added_losses
     goal, evaluated = (
-        accumulation.Objective(
-            loss,
-            weights,
-            _metrics(training, "metrics"),
-            _metrics(training, "weighted_metrics"),
-            added_losses=training.added_losses,
-        )
+        accumulation.Objective(**(losses | {group: _metrics(training, group) for group in METRIC_GROUPS}))
         for _ in range(2)
     )
     callbacks = {str(name): _callback(node, name) for name, node in training.callbacks.items()}

@@ -33,13 +33,8 @@ def check(
 ) -> tuple[Any, Any, Objective]:
     """Compute the loss and the metrics of `batch`, so that labels and outputs that do not fit are refused at once.
 
-    This builds the model if it is not built yet.
-
-    Returns:
-        The labels, the outputs, and the objective with the metrics that the model's layers update.
-
-    Raises:
-        ConfigError: the loss does not fit the labels or the model's outputs, or the model trains nothing.
+    This builds the model if it is not built yet. Return the labels, the outputs, and the objective with the metrics
+    that the model's layers update.
     """
     goal, padded = objective.training, spec.dataset.get("pad") is not None
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -56,7 +51,7 @@ def check(
             raise ConfigError("training.class_weight", f"must name classes from 0 to {classes - 1}", label)
     labels = {} if y is None else accumulation.labels_by_name(goal.loss, y, example.outputs)
     for group in METRIC_GROUPS:
-        _check_metrics(getattr(goal, group), f"training.{group}", labels, example)
+        _check_metrics(goal, group, labels, example)
     layers = model.layers if model.compiled else [model]
     layer_metrics = [metric for layer in layers for metric in layer.metrics]
     _check_names(goal, list(example.outputs), layer_metrics)
@@ -87,7 +82,7 @@ def _sum_of_losses(objective: accumulation.Objective, data: Data, example: _Exam
         raise ConfigError("training.loss", "must be null: the dataset has no labels")
     names = ", ".join(each.name for each in tf.nest.flatten(loss) if each is not None)
     with refused("training.loss", example.shapes, names):
-        found = accumulation.terms(loss, None, example.y, outputs, example.sample_weight)
+        found = accumulation.Objective(loss).terms(example.y, outputs, example.sample_weight)
     with refused("training.loss_weights", "must fit the outputs", objective.loss_weights):
         accumulation.spread(objective.loss_weights, list(outputs))
     total = tf.zeros((), tf.float64)
@@ -120,19 +115,19 @@ def _counts_padding(term: accumulation.Term) -> bool:
     return several and averages and accumulation.mask_of(term.output) is None
 
 
-def _check_metrics(metrics: accumulation.Metrics, key: str, labels: dict[str, Any], example: _Example) -> None:
+def _check_metrics(goal: accumulation.Objective, group: str, labels: dict[str, Any], example: _Example) -> None:
+    metrics: accumulation.Metrics = getattr(goal, group)
     by_output = isinstance(metrics, Mapping)
     given: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {"": metrics}
     for output, metric in ((output, metric) for output, listed in given.items() for metric in listed):
-        alone: accumulation.Metrics = {output: [metric]} if by_output else [metric]
-        where = f"{key}.{output}.{metric.name}" if by_output else f"{key}.{metric.name}"
+        single: dict[str, Any] = {group: {output: [metric]} if by_output else [metric]}
+        alone = accumulation.Objective(goal.loss, **single)
+        where = f"training.{group}.{output}.{metric.name}" if by_output else f"training.{group}.{metric.name}"
         with refused(where, example.shapes, type(metric).__name__):
             if not by_output and len(example.outputs) == 1 and labels:
                 _check_shapes(metric, *labels.values(), *example.outputs.values())
-            weighted = key.endswith("weighted_metrics")
-            arguments = alone, labels, example.outputs, example.sample_weight if weighted else None
-            accumulation.update_metrics(*arguments)
-            _trace(accumulation.update_metrics, *arguments)
+            alone.update_metrics(example.y, example.outputs, example.sample_weight)
+            _trace(alone.update_metrics, example.y, example.outputs, example.sample_weight)
             if tf.nest.is_nested(result := metric.result()) or tf.convert_to_tensor(result).shape.rank != 0:
                 raise ValueError("its result is not one number")
         metric.reset_state()
@@ -142,9 +137,9 @@ def _check_names(
     objective: accumulation.Objective, outputs: list[str], layer_metrics: list[keras.metrics.Metric]
 ) -> None:
     """Refuse names of outputs and of layers' metrics under which nothing can be logged."""
-    own = list(accumulation.measured(layer_metrics))
+    own = list(dict.fromkeys(metric.name for metric in layer_metrics))
     own += [f"{name}_loss" for name in outputs] if len(outputs) > 1 else []
-    configured = accumulation.measured(objective.metrics, objective.weighted_metrics)
+    configured = objective.measured()
     for name in own:
         if name in UPDATE_METRICS or name in configured or own.count(name) > 1 or not is_name(f"train/{name}"):
             rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"

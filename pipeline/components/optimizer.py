@@ -21,15 +21,9 @@ _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps":
 
 
 def build(spec: RunSpec, updates: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a run of so many `updates`, with its learning-rate schedule.
-
-    Raises:
-        ConfigError: a target or one of its arguments is wrong.
-    """
-    node = spec.node("optimizer")
-    schedule = scaled(
-        build_schedule(spec.node("schedule"), updates), spec.config.scaling, spec.batching.effective_batch_size, updates
-    )
+    """Return the optimizer of a run of so many `updates`; raise a `ConfigError` for a wrong target or argument."""
+    node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), updates)
+    schedule = scaled(schedule, spec.config.scaling, spec.batching.effective_batch_size, updates)
     optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError("optimizer._target_", "must name a keras.optimizers.Optimizer", node.get("_target_"))
@@ -43,11 +37,7 @@ def build(spec: RunSpec, updates: int) -> keras.optimizers.Optimizer:
 
 
 def build_schedule(node: DictConfig, updates: int) -> Any:
-    """Return the schedule of the `schedule` group, or a constant; `5%` stands for that share of the `updates`.
-
-    Raises:
-        ConfigError: a target or one of its arguments is wrong.
-    """
+    """Return the schedule of the `schedule` group, or a constant; `5%` stands for that share of the `updates`."""
     lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule"))
     assert isinstance(lengths, DictConfig)
     if isinstance(node.get("boundaries"), ListConfig) and list(lengths.boundaries) != sorted(lengths.boundaries):
@@ -62,12 +52,10 @@ def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Varia
     """Trace the apply of one gradient, which changes nothing: only then Keras checks most arguments."""
     named, variable = getattr(optimizer, "inner_optimizer", optimizer), variables[0]
     with refused("optimizer", "must be able to apply a gradient", type(named).__name__):
-        traced = tf.function(
-            lambda: ops.convert_to_tensor(named.learning_rate), autograph=False
-        ).get_concrete_function()
+        computed = tf.function(lambda: ops.convert_to_tensor(named.learning_rate), autograph=False)
+        operations = computed.get_concrete_function().graph.get_operations()
         # A rate with state, which computing it would move, is not looked at.
-        moves = any("Assign" in operation.type for operation in traced.graph.get_operations())
-        rate = 0.0 if moves else float(traced())
+        rate = 0.0 if any("Assign" in each.type for each in operations) else float(computed())
         apply = tf.function(lambda gradient: optimizer.apply([gradient], [variable]), autograph=False)
         apply.get_concrete_function(tf.TensorSpec(variable.shape, variable.dtype))
     if not 0 <= rate < float("inf"):

@@ -23,6 +23,7 @@ import psutil
 from pipeline.common.errors import ConfigError
 
 KEY = "hardware.workers"
+SECRET_FILE = "hardware.secret_file"
 SECRET = "PIPELINE_SECRET"  # environment variable: what all workers of a run have to know
 SHORTEST_SECRET = 16  # bytes
 _TF_CONFIG = 'JSON such as {"cluster": {"worker": ["host:port", "host:port"]}, "task": {"type": "worker", "index": 0}}'
@@ -117,12 +118,10 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
         mode = os.stat(file).st_mode
         found = Path(file).read_bytes().strip() if stat.S_ISREG(mode) else b""
     except OSError as error:
-        raise ConfigError(
-            "hardware.secret_file", f"must be a file that can be read ({error.strerror})", file
-        ) from error
+        raise ConfigError(SECRET_FILE, f"must be a file that can be read ({error.strerror})", file) from error
     if mode & 0o077 or len(found) < SHORTEST_SECRET:
         rule = f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters"
-        raise ConfigError("hardware.secret_file", rule, file)
+        raise ConfigError(SECRET_FILE, rule, file)
     return found
 
 

@@ -59,10 +59,8 @@ class RunSpec:
     @property
     def recorded(self) -> dict[str, Any]:
         """Return the resolved config without its secrets, and without the place of one."""
-        found: dict[str, Any] = masked(
-            {**self.resolved, "hardware": {**self.resolved["hardware"], "secret_file": None}}
-        )
-        return found
+        hardware = {**self.resolved["hardware"], "secret_file": None}
+        return dict(masked({**self.resolved, "hardware": hardware}))
 
     @property
     def links(self) -> dict[str, str]:
@@ -104,11 +102,11 @@ class RunSpec:
 
     def to_text(self) -> str:
         """Return the whole spec as text for a process that this one starts: YAML, as JSON has no integers for keys."""
-        return _yaml({"asked": self.asked, "resolved": self.resolved})
+        return str(yaml.safe_dump({"asked": self.asked, "resolved": self.resolved}, sort_keys=False))
 
     def shared_text(self) -> str:
         """Return the spec as text for the other workers, without secrets and without what is a machine's own."""
-        return _yaml(_without_own(self.recorded))
+        return str(yaml.safe_dump(_without_own(self.recorded), sort_keys=False))
 
     def adopting(self, text: str) -> RunSpec:
         """Return the spec of another worker's `shared_text`, completed by what is this machine's own or secret here."""
@@ -199,10 +197,6 @@ def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
     with open_dict(composed):
         for key, value in values.items():
             OmegaConf.update(composed, key, plain.escaped(value), merge=False)
-
-
-def _yaml(node: Mapping[str, Any]) -> str:
-    return str(yaml.safe_dump(node, sort_keys=False))
 
 
 def _is_own(key: str) -> bool:

@@ -46,12 +46,9 @@ class ScalingConfig(_SetOnce):
 class AccumulationConfig(_SetOnce):
     effective_batch_size: int | None = None  # examples per optimizer update, over all replicas
     factor: int | None = None  # micro-batches per update on each replica
-    # (int | auto | auto_fastest | null) examples per forward and backward pass on one replica, or how it is found
-    micro_batch_size: Any = None
-    # (true | false | auto) dropout and noise that do not depend on the cut; auto: for the layers that support it
-    same_noise: Any = False
-    # whether BatchNormalization's moving statistics move once per update or with every micro-batch
-    moving_statistics: Statistics = Statistics.micro
+    micro_batch_size: Any = None  # (int | auto | auto_fastest | null) examples per forward and backward on one replica
+    same_noise: Any = False  # (true | false | auto) noise that does not depend on the cut; auto: of layers that can
+    moving_statistics: Statistics = Statistics.micro  # BatchNormalization's move once per update or per micro-batch
 
 
 @dataclass
@@ -67,16 +64,13 @@ class TrainingConfig(_SetOnce):
     examples: int | None = None  # the horizon in examples
     evaluate_every: Any = "epoch"  # (int | epoch) updates from one evaluation to the next
     checkpoint_every: Any = None  # (int | epoch | auto | null) updates from one checkpoint to the next; auto: by time
-    # (node | mapping | list | null) minimized; a mapping or list has one per output; set by `objective`
-    loss: Any = MISSING
+    loss: Any = MISSING  # (node | mapping | list | null) minimized; one, or one per output; set by `objective`
     loss_weights: Any = None  # (mapping | list | null) a number for each output
-    # what a scalar that a layer adds to the loss is over its batch: the mean of what its examples add, or their sum
-    added_losses: Added = Added.mean
+    added_losses: Added = Added.mean  # what a scalar that a layer adds to the loss is of what its examples add
     class_weight: Any = None  # (mapping | null) class: weight of its examples; 1 for a class that is not listed
     metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}; set by `objective`
     weighted_metrics: dict[str, Any] = field(default_factory=dict)  # the same, with the sample weights applied
-    # name: node of a Keras callback; one of its batches is one update
-    callbacks: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)  # name: node of a Keras callback; a batch is an update
     resume: Resume | None = None  # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
 
@@ -92,10 +86,8 @@ class HardwareConfig(_SetOnce):
     device: Device = Device.auto  # `auto` uses a GPU if there is one
     replicas: int = 1  # GPUs to use, or logical CPU devices if there is no GPU
     workers: int | None = 1  # processes that train this run; null reads `TF_CONFIG` or the Slurm step
-    # several workers may open TensorFlow's ports, which have no password, to whoever reaches this machine
-    open_ports: bool = False
-    # a file of mode 0600 that every worker has; on Slurm the variable `PIPELINE_SECRET` outranks it; never recorded
-    secret_file: str | None = None
+    open_ports: bool = False  # several workers may open TensorFlow's ports, without password, to other machines
+    secret_file: str | None = None  # every worker has it, of mode 0600; `PIPELINE_SECRET` outranks it; never recorded
     precision: Precision = Precision.float32  # mixed precision keeps the variables in float32
     parallel_jobs: int | None = None  # jobs of a sweep at once on this machine; null: one per GPU, or one
     gpus_per_job: int = 1  # GPUs for each job of a sweep
@@ -114,8 +106,7 @@ class TrackingConfig(_SetOnce):
     log_every: int = 1  # log every Nth update
     noise_every: int = 10  # updates between two measurements of the gradient noise scale
     log_model: Any = True  # (true | false) log the trained model with its signature
-    # files and folders logged with the model; null: the local modules that it uses
-    code: list[str] | None = field(default_factory=list)
+    code: list[str] | None = field(default_factory=list)  # paths logged with the model; null: its local modules
     system_metrics: Any = True  # (true | false) log MLflow's system metrics
     sweep: str | None = None  # set by a sweep for its jobs: the run ID of the parent run
     job: str | None = None  # set by a sweep for its jobs: the job's name
@@ -126,8 +117,7 @@ class TrackingConfig(_SetOnce):
 
 @dataclass
 class TrustConfig(_SetOnce):
-    # dotted prefixes of code and places of artifacts that a store's records may name
-    allow: list[str] = field(default_factory=list)
+    allow: list[str] = field(default_factory=list)  # dotted code and places of artifacts that records may name
 
 
 @dataclass

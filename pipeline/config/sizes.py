@@ -54,11 +54,7 @@ class Batching:
 
 
 def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
-    """Derive the third size from any two; all three are accepted when they agree.
-
-    Raises:
-        ConfigError: fewer than two are given, one is not positive, or they contradict each other.
-    """
+    """Derive the third size from any two; all three are accepted when they agree, else a ConfigError is raised."""
     given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**given, REPLICAS: replicas}.items():
         if value is not None and value < 1:
@@ -170,11 +166,7 @@ def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
 
 
 def plan(batching: Batching, examples: int, horizon: Horizon) -> Plan:
-    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates.
-
-    Raises:
-        ConfigError: the effective batch is larger than the training split.
-    """
+    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates."""
     size = batching.effective_batch_size
     if size > examples:
         raise ConfigError(EFFECTIVE, f"must be at most the {examples} examples of the training split", size)
@@ -192,11 +184,7 @@ class Horizon(NamedTuple):
 
 
 def horizon_of(given: Mapping[str, int | None], named: Container[str] = ()) -> Horizon:
-    """Return the one horizon that is set; those that `named` keys set outrank the others.
-
-    Raises:
-        ConfigError: not exactly one is left, or it is not positive.
-    """
+    """Return the one horizon that is set, a positive one; those that `named` keys set outrank the others."""
     explicit = {unit for unit in HORIZONS if f"training.{unit}" in named}
     if any(given[unit] is not None for unit in explicit):
         given = {unit: given[unit] if unit in explicit else None for unit in HORIZONS}

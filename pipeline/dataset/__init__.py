@@ -6,18 +6,7 @@ its files.
 
 from typing import Any
 
-__all__ = [
-    "Data",
-    "Stored",
-    "bad_example",
-    "batches",
-    "cache",
-    "checksums",
-    "class_weights",
-    "load",
-    "longest_batch",
-    "splits",
-]
+__all__ = ["Data", "Stored", "bad_example", "batches", "cache", "checksums", "load", "longest_batch", "splits"]
 
 _AT_THE_DOOR = {
     **dict.fromkeys(("Data", "Stored"), "splits"),

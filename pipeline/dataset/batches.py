@@ -19,12 +19,15 @@ from omegaconf import DictConfig
 
 from pipeline.accumulation import Share
 from pipeline.common.errors import ConfigError
+from pipeline.config.objective_nodes import by_output
+from pipeline.config.schema import TrainingConfig
 from pipeline.dataset.padding import padder
 from pipeline.dataset.source import AHEAD, Source, batched, fixed, map_batches, one_by_one
 from pipeline.dataset.source import Reader as Reader
 from pipeline.dataset.splits import Data, Stored
 from pipeline.trust import instantiate
 
+CLASS_WEIGHT = "training.class_weight"
 SMALL = 2**16  # bytes of an example: below, a step of tf.data takes as long as to decode it
 
 
@@ -205,3 +208,42 @@ def _compatible(given: Any, made: Any) -> bool:
         return all(tf.nest.flatten(tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), given, made)))
     except (TypeError, ValueError):  # nests of other forms
         return False
+
+
+def weigher(training: TrainingConfig, data: Data) -> Callable[..., tuple] | None:
+    """Return a function that adds the sample weights of its classes, 1 by default, to a batch `(x, y)`.
+
+    One-hot labels get a weight per vector, others one per element, as a label map has a class per pixel.
+    """
+    if training.class_weight is None:
+        return None
+    spec = data.train.element_spec
+    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
+        rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
+        raise ConfigError(CLASS_WEIGHT, rule, [type(part).__name__ for part in spec])
+    one_hot, last = _one_hot(spec[1].shape, training.loss, data.classes), spec[1].shape[-1:]
+    labels, weights = list(training.class_weight), list(map(float, training.class_weight.values()))
+    of_class = tf.constant(labels, tf.int64), tf.constant(weights, keras.config.floatx())
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(*of_class), 1.0)
+
+    @tf.autograph.experimental.do_not_convert
+    def weigh(x: Any, y: tf.Tensor) -> tuple:
+        if one_hot:
+            return x, y, table.lookup(tf.argmax(y, axis=-1))
+        found = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int64)
+        return x, y, table.lookup(tf.squeeze(found, -1) if last == [1] else found)
+
+    return weigh
+
+
+def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
+    """Return whether the last axis of labels holds classes; refuse where that cannot be decided."""
+    names = [str(node["_target_"]).rpartition(".")[2].lower() for _, node in by_output(loss) if node is not None]
+    if shape[-1:] in ([], [1]) or any("sparse" in name for name in names):
+        return False
+    if classes is None and not any("categorical" in name for name in names):
+        rule = f"must be null where labels {tuple(shape)} may be one-hot or a class per element: let the dataset give "
+        raise ConfigError(
+            CLASS_WEIGHT, f"{rule}its `classes`, or take a loss whose name begins with Sparse or Categorical"
+        )
+    return classes in (None, shape[-1])

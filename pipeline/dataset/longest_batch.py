@@ -11,8 +11,7 @@ import tensorflow as tf
 from pipeline.common.errors import ConfigError
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import MICRO
-from pipeline.dataset.batches import effective_batches, in_order
-from pipeline.dataset.class_weights import weigher
+from pipeline.dataset.batches import effective_batches, in_order, weigher
 from pipeline.dataset.splits import Data
 
 
@@ -21,8 +20,7 @@ def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.D
     node, examples = spec.dataset, _longest(spec, data.train, effective_batch_size)
     if examples is not None:
         data = replace(data, train=examples, shuffled=None)
-    weigh = weigher(spec.config.training.class_weight, spec.config.training.loss, data)
-    of_run: dict[str, Any] = {"seed": spec.config.seed, "epochs": 1, "weigh": weigh}
+    of_run: dict[str, Any] = {"seed": spec.config.seed, "epochs": 1, "weigh": weigher(spec.config.training, data)}
     return effective_batches(node, data, effective_batch_size=effective_batch_size, **of_run).repeat()
 
 

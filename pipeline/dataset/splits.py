@@ -20,19 +20,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored records that a split is made from, each one tensor.
+    """The stored records that a split is made from, each one tensor."""
 
-    Attributes:
-        split: the examples that they make; a split that replaces it in a `Data` is not made from them.
-        records: in the order of the split.
-        make: one record → its example, a tuple as in the split.
-        shuffled: a seed, scalar of int64 → the records with their files in an order that follows from it; None where
-            they are not in files.
-    """
-
-    split: tf.data.Dataset
-    records: tf.data.Dataset
-    make: Callable[[tf.Tensor], tuple]
+    split: tf.data.Dataset  # the examples that they make; a split that replaces it in a `Data` is not made from them
+    records: tf.data.Dataset  # in the order of the split
+    make: Callable[[tf.Tensor], tuple]  # one record → its example, a tuple as in the split
+    # A seed, scalar of int64 → the records with their files in an order that follows from it; None if not in files.
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
 
 

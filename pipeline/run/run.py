@@ -51,7 +51,7 @@ def run(
     check_dataset: CheckDataset | None = None,
     resume: bool = False,
 ) -> tuple[str, float]:
-    """Train by a config and record it.
+    """Train by a config and record it; return the run's ID in MLflow and its last (validation) loss.
 
     Args:
         composed: the config, as Hydra composed it from `overrides`.
@@ -59,9 +59,6 @@ def run(
         tags: of the run, in addition to its own.
         check_dataset: takes the record of the data, as `provenance.dataset` returns it, and may refuse it.
         resume: continue the run in `run_dir`. With `training.resume=auto` that is done if there is one.
-
-    Returns:
-        The run's ID in MLflow, and its last loss: of the validation split if there is one.
 
     Raises:
         ConfigError: the config is wrong; nothing was created.

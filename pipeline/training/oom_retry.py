@@ -25,9 +25,8 @@ class OomRetry:
         self._copies = [_copy(variable) for variable in changed]
         # A function of its own, and only if there is something to copy: a control edge from the copies to the reading
         # of the batch would make the host wait for a GPU at every update.
-        self._copy_changed = (
-            tf.function(lambda: assign_all(self._copies, changed), autograph=False) if changed else None
-        )
+        copy = tf.function(lambda: assign_all(self._copies, changed), autograph=False)
+        self._copy_changed = copy if changed else None
         self._applied, self._runs, self._failed = int(update.applying), 0, False
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, Parser, described, refused, say
 from pipeline.common.secrets import mask
-from pipeline.config import sizes
+from pipeline.config import compose, sizes
 from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
@@ -35,8 +35,6 @@ COARSE = 1e-2  # relative: a comparison with a larger bound shows little
 
 def verify(arguments: Sequence[str]) -> int:
     """Check, for a config, that accumulation equals the large batch; the arguments are those of `pipeline train`."""
-    from pipeline.config import compose
-
     parser = Parser(prog="pipeline verify", description=verify.__doc__, allow_abbrev=False)
     parser.add_argument("--all", action="store_true", help="print each comparison, of each variable")
     parser.add_argument("--log", action="store_true", help="log the result to MLflow")
@@ -49,7 +47,8 @@ def verify(arguments: Sequence[str]) -> int:
         worker.run(spec, COMPARE)
         return 0
     with imports.without_chatter():
-        from pipeline.verify import engine, layers  # noqa: F401  # without what TensorFlow says
+        from pipeline.components import assembly
+        from pipeline.verify import engine, layers  # noqa: F401
 
     left_out: list[str] = []
     with tempfile.TemporaryDirectory() as folder, chief.Chief(spec) as workers:
@@ -60,14 +59,13 @@ def verify(arguments: Sequence[str]) -> int:
             workers.reductions_ready = parts.devices.reductions_ready
             update, (show, validation) = parts.update(), _shown(parts)
             found, quiet = _compared(parts, update, show, validation)
-    differing = [each for findings in found.values() for each in findings if not each.holds]
-    why = _fault(parts, update, show[0], differing) if differing else ""
+    why = _fault(parts, update, show[0], differing) if (differing := _differing(found)) else ""
     if not differing and spec.workers is None:
-        single = _in_float32(given)
-        differing = [each for findings in single.values() for each in findings if not each.holds]
-        found |= single
-        why = "the update in float32 alone"
-    verdict = f"different; at fault is {why}" if differing else "equal within rounding"
+        # Some kernels are used in float32 alone.
+        single = assembly.assemble(resolve(compose.composed([*given, "hardware.precision=float32"]), given))
+        found |= _compared(single, single.update(), _shown(single)[0][:1], [])[0]
+        why = "the update in float32 alone" if (differing := _differing(found)) else ""
+    verdict = f"different; at fault is {why}" if why else "equal within rounding"
     _print(parts, found, verdict, options.all)
     say(*(f"not compared: the noise of {name}, which every micro-batch draws anew" for name in quiet), to=sys.stdout)
     say(*(f"not compared: {key}, which does not run in float64" for key in left_out), to=sys.stdout)
@@ -76,6 +74,10 @@ def verify(arguments: Sequence[str]) -> int:
         double = (each.error for title in found if title.startswith("float64") for each in found[title])
         _log(parts.spec, certificate, max(double), not differing, verdict)
     return DIFFERENT if differing else 0
+
+
+def _differing(found: Found) -> list[Finding]:
+    return [each for findings in found.values() for each in findings if not each.holds]
 
 
 def compare(parts: Parts, *_: Any) -> None:
@@ -121,22 +123,12 @@ def _fault(parts: Parts, update: Update, batch: Any, differing: Sequence[Finding
         return layers.culprit(parts.model, *looked_at) or state or "no layer and no loss, but the update itself"
 
 
-def _in_float32(given: Sequence[str]) -> Found:
-    """Return the findings in float32, in which some kernels alone are used."""
-    from pipeline.components import assembly
-    from pipeline.config import compose
-
-    parts = assembly.assemble(resolve(compose.composed([*given, "hardware.precision=float32"]), given))
-    return _compared(parts, parts.update(), _shown(parts)[0][:1], [])[0]
-
-
 def _assembled(spec: RunSpec, given: Sequence[str], left_out: list[str]) -> Parts:
     """Return the parts without the metrics that do not run in float64, whose keys are added to those `left_out`.
 
     `spec` is in float64, the command line `given` in the user's precision. ConfigError names what else does not run.
     """
     from pipeline.components import assembly
-    from pipeline.config import compose
 
     while True:
         try:
@@ -144,10 +136,8 @@ def _assembled(spec: RunSpec, given: Sequence[str], left_out: list[str]) -> Part
         except ConfigError as error:
             if spec.workers is not None:
                 raise  # they would have to try again together
-            own = resolve(compose.composed(given), given)
-            for key in left_out:
-                own = _without_metric(own, key) or own
-            assembly.assemble(own, lambda _: None)  # raises errors that do not depend on the precision
+            # Raises errors that do not depend on the precision.
+            assembly.assemble(resolve(compose.composed(given), given), lambda _: None)
             if (without := _without_metric(spec, error.key)) is not None:
                 spec = without
                 left_out.append(error.key)
@@ -159,15 +149,11 @@ def _assembled(spec: RunSpec, given: Sequence[str], left_out: list[str]) -> Part
 def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
     """Return the spec without the metric at `key`; None if there is no metric."""
     every = ((group, metric) for group in METRIC_GROUPS for metric in metrics_of(spec.config.training, group))
-    group, metric = next((found for found in every if found[1].key == key), ("", None))
-    if metric is None:
-        return None
-    nodes = deepcopy(spec.resolved["training"][group])
-    of_output = nodes if metric.output is None else nodes[metric.output]
-    del of_output[metric.name]
-    if not of_output and metric.output is not None:
-        del nodes[metric.output]
-    return spec.changed({f"training.{group}": nodes})
+    for group, metric in (found for found in every if found[1].key == key):
+        nodes = deepcopy(spec.resolved["training"][group])
+        del (nodes if metric.output is None else nodes[metric.output])[metric.name]
+        return spec.changed({f"training.{group}": {name: node for name, node in nodes.items() if node}})
+    return None
 
 
 def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
@@ -178,24 +164,18 @@ def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
     rows: dict[tuple[str, str], Finding] = {}
     for title, findings in found.items():
         for each in sorted(findings, key=lambda finding: finding.bound == math.inf):  # which proves nothing
-            what = each.what if each.kind == "loss" else f"{each.kind} {each.what}"
-            key = (title, what) if every else (title.partition(",")[0], what.partition(" ")[0])
+            key = (title, each.label) if every else (title.partition(",")[0], each.label.partition(" ")[0])
             if key not in rows or each.error * rows[key].bound > rows[key].error * each.bound:
                 rows[key] = each
-    table = [("", "apart", "rounding", "")]
+    width = max(len(f"{each.label} ({where})") for (where, _), each in rows.items())
+    lines = [f"  {'':{width}}  {'apart':>8}  {'rounding':>8}"]
     for (where, _), each in rows.items():
-        what = each.what if each.kind == "loss" else f"{each.kind} {each.what}"
-        proof = "proves nothing for these weights" if each.bound == math.inf else ""
-        table.append(
-            (f"{what} ({where})", f"{each.error:.1e}", f"{each.bound:.1e}", proof if each.holds else "DIFFERENT")
-        )
-    width = max(len(row[0]) for row in table)
-    lines = (f"  {what:{width}}  {apart:>8}  {bound:>8}  {proof}".rstrip() for what, apart, bound, proof in table)
-    say(f"{parts.devices.description}; {cut}", verdict, *lines, to=sys.stdout)
+        proof = "" if each.bound < math.inf else "proves nothing for these weights"
+        what, proof = f"{each.label} ({where})", proof if each.holds else "DIFFERENT"
+        lines.append(f"  {what:{width}}  {each.error:8.1e}  {each.bound:8.1e}  {proof}".rstrip())
     if (coarsest := max(each.bound for each in rows.values() if each.bound < math.inf)) > COARSE:
-        say(
-            f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision", to=sys.stdout
-        )
+        lines.append(f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision")
+    say(f"{parts.devices.description}; {cut}", verdict, *lines, to=sys.stdout)
 
 
 def _log(spec: RunSpec, certificate: list[Any], apart: float, holds: bool, verdict: str) -> None:

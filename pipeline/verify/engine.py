@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -45,21 +45,23 @@ class Finding:
     def holds(self) -> bool:
         return bool(self.error <= self.bound)
 
+    @property
+    def label(self) -> str:
+        return self.what if self.kind == "loss" else f"{self.kind} {self.what}"
+
     def as_json(self) -> dict[str, Any]:
         apart, rounding = min(self.error, 1e300), min(self.bound, 1e300)
         return {"what": f"{self.kind} {self.what}", "apart": apart, "rounding": rounding, "holds": self.holds}
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """The results of one update."""
 
-    loss: float
+    results: dict[str, float]  # loss, metrics, learning rate and gradient norm
     gradients: list[Any]  # None if the loss does not depend on the variable
     weights: list[Any]
     state: list[Any]  # of all that is not trained
     iterations: int
-    results: dict[str, float]  # metrics, and the learning rate
 
 
 def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
@@ -76,30 +78,22 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
     state += [variable for _, variable in unknown_to_keras(update.model)]
-    before = [_array(variable) for variable in state]
-    variables = update.model.trainable_variables
-    old = [_array(variable) for variable in variables]
+    old = [_array(variable) for variable in update.model.trainable_variables]
 
-    def run(outcome: Any, batch: Any) -> _Outcome:
-        found: _Outcome = outcome(update, batch)
-        for variable, value in zip(state, before, strict=True):
-            variable.assign(value)
-        return found
+    def run(function: Callable[[Update, Any], Any], batch: Any) -> Any:
+        with restored(state):
+            return function(update, batch)
 
     wholes = [run(_whole, batch) for batch in batches]  # all of them first, since metrics accumulate over updates
     cuts = [run(_cut, batch) for batch in batches]
-    limits = [(_largest_term(update, batch), _longest_sum(update, batch)) for batch in batches]
-    for variable, value in zip(state, before, strict=True):
-        variable.assign(value)
+    limits = [(run(_largest_term, batch), _gamma(update, batch)) for batch in batches]
     return [_findings(update, old, *each) for each in zip(wholes, cuts, limits, strict=True)]
 
 
 @contextmanager
-def perturbed(model: keras.Model) -> Iterator[None]:
-    """Give the model other weights near its own meanwhile: initial ones may hide a difference, as zeros do."""
-    random, before = np.random.default_rng(0), [(variable, _array(variable)) for variable in model.trainable_variables]
-    for variable, value in before:
-        variable.assign(value * random.normal(1, 0.1, value.shape) + random.normal(0, 0.01, value.shape))
+def restored(variables: Iterable[Any]) -> Iterator[None]:
+    """Give the variables the values back that they had."""
+    before = [(variable, _array(variable)) for variable in variables]
     try:
         yield
     finally:
@@ -107,31 +101,25 @@ def perturbed(model: keras.Model) -> Iterator[None]:
             variable.assign(value)
 
 
+@contextmanager
+def perturbed(model: keras.Model) -> Iterator[None]:
+    """Give the model other weights near its own meanwhile: initial ones may hide a difference, as zeros do."""
+    random = np.random.default_rng(0)
+    with restored(model.trainable_variables):
+        for variable in model.trainable_variables:
+            value = _array(variable)
+            variable.assign(value * random.normal(1, 0.1, value.shape) + random.normal(0, 0.01, value.shape))
+        yield
+
+
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     """Evaluate `batch` once as a whole by Keras and once in micro-batches; compare loss and metrics."""
-    x, y, sample_weight = parts_of(batch)
-    model = evaluation.model
-    model.reset_metrics()
-
-    @tf.function(autograph=False)
-    def whole() -> tuple[Any, dict[str, Any]]:
-        outputs = model(x, training=False)
-        labels, weights = _as_outputs(evaluation, outputs, y, sample_weight)
-        loss = model.compute_loss(x, labels, outputs, weights, training=False)
-        return loss, _metrics(evaluation, x, labels, outputs, weights)
-
-    loss, results = whole()
-    for metric in evaluation.measured.values():
-        metric.reset_state()
-    sums = tf.function(evaluation, autograph=False)(batch)
-    found = sums.results(evaluation.measured)
-    terms = min(_longest_sum(evaluation, batch) * unit(evaluation), 0.5)
-    findings = []
-    for name, value in {**{name: float(each) for name, each in results.items()}, "loss": float(loss)}.items():
-        apart = abs(float(found.get(name, math.inf)) - value) / max(abs(value), 1)
-        kind = "loss" if name == "loss" else "metric"
-        findings.append(Finding(f"val/{name}", kind, apart, terms / (1 - terms)))
-    return findings
+    parts = parts_of(batch)
+    _reset_metrics(evaluation)
+    whole = tf.function(lambda: _by_keras(evaluation, *parts, training=False), autograph=False)()
+    _reset_metrics(evaluation)
+    reached = tf.function(evaluation, autograph=False)(batch).results(evaluation.measured)
+    return _of_results(whole, reached, 1, _gamma(evaluation, batch), "val/")
 
 
 def unit(update: Update | Evaluation) -> float:
@@ -153,55 +141,51 @@ def shortened(batch: Any, size: int) -> Any:
 
 
 def _whole(update: Update, batch: Any) -> _Outcome:
-    x, y, sample_weight = parts_of(batch)
+    x, *others = parts_of(batch)
     model, variables = update.model, update.model.trainable_variables
-    model.reset_metrics()
-    for metric in update.measured.values():
-        metric.reset_state()
+    _reset_metrics(update)
     noisy = noisy_layers(model, x) if update.same_noise else []
 
-    def dense(gradients: Sequence[Any]) -> list[Any]:
-        return [() if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-
-    @tf.function(autograph=False, input_signature=[slice_specs(x)])
-    def step(x: Any) -> tuple[Any, ...]:
+    def step(x: Any) -> tuple[dict[str, Any], list[Any]]:
         with tf.GradientTape() as tape:
             with drawn(noisy, keys_of(noisy), 0, examples_in(x)):
-                outputs = model(x, training=True)
-            labels, weights = _as_outputs(update, outputs, y, sample_weight)
-            loss = model.compute_loss(x, labels, outputs, weights)
-            scaled = update.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, [variable.value for variable in variables])
-        return loss, dense(gradients), _metrics(update, x, labels, outputs, weights)
+                results = _by_keras(update, x, *others, training=True)
+            scaled = update.optimizer.scale_loss(results["loss"])
+        return results, tape.gradient(scaled, [variable.value for variable in variables])
 
-    @tf.function(autograph=False)
-    def step_by_example() -> tuple[Any, ...]:
+    def step_by_example(_: Any) -> tuple[dict[str, Any], list[Any]]:
         of_update = {"scale_loss": update.optimizer.scale_loss, "noise_keys": keys_of(noisy)}
         sums = accumulate_gradients(model, update.objective, batch, 1, **of_update)
-        return sums.mean_loss(), dense(sums.gradients()), {}
+        return {"loss": sums.mean_loss()}, sums.gradients()
 
     try:
-        loss, gradients, results = step(x)
+        results, gradients = tf.function(step, autograph=False, input_signature=[slice_specs(x)])(x)
     except (tf.errors.ResourceExhaustedError, MemoryError):
-        loss, gradients, results = step_by_example()
-    found = {name: float(result) for name, result in results.items()}
-    arrays = [None if isinstance(gradient, tuple) else np.asarray(gradient) for gradient in gradients]
+        results, gradients = tf.function(step_by_example, autograph=False)(x)
+    arrays = _arrays(gradients)
     square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
-    found["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
-    found["learning_rate"] = float(_array(update.optimizer.learning_rate))
+    results["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
+    results["learning_rate"] = _array(update.optimizer.learning_rate)
     tf.function(lambda: update.optimizer.apply([None if a is None else tf.constant(a) for a in arrays], variables))()
-    return _outcome(update, float(loss), arrays, found)
+    return _outcome(update, results, arrays)
 
 
-def _metrics(update: Update | Evaluation, x: Any, y: Any, outputs: Any, sample_weight: Any) -> dict[str, Any]:
-    """Return Keras' metrics of a batch, without the loss and those for which masks are handled differently here."""
-    if y is None:
-        return {}
-    results = update.model.compute_metrics(x, y, outputs, sample_weight)
-    masked = any(mask_of(output) is not None for output in by_name(update.model, outputs).values())
+def _reset_metrics(of: Update | Evaluation) -> None:
+    of.model.reset_metrics()
+    for metric in of.measured.values():
+        metric.reset_state()
+
+
+def _by_keras(of: Update | Evaluation, x: Any, y: Any, sample_weight: Any, *, training: bool) -> dict[str, Any]:
+    """Return Keras' metrics of a batch, without those for which masks are handled differently here, and the loss."""
+    outputs = of.model(x, training=training)
+    y, sample_weight = _as_outputs(of, outputs, y, sample_weight)
+    loss = of.model.compute_loss(x, y, outputs, sample_weight, training=training)
+    results = {} if y is None else of.model.compute_metrics(x, y, outputs, sample_weight)
+    masked = any(mask_of(output) is not None for output in by_name(of.model, outputs).values())
     means = keras.metrics.MeanMetricWrapper  # `fit` weights no other metric by a mask: see docs/exact.md
-    left_out = {name for name, metric in update.measured.items() if masked and not isinstance(metric, means)}
-    return {name: result for name, result in results.items() if name not in {"loss", *left_out}}
+    left_out = {name for name, metric in of.measured.items() if masked and not isinstance(metric, means)}
+    return {name: each for name, each in results.items() if name not in {"loss", *left_out}} | {"loss": loss}
 
 
 def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
@@ -216,20 +200,15 @@ def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight
 
 
 def _cut(update: Update, batch: Any) -> _Outcome:
-    moved = _untrained(update.model)
-    before = [_array(variable) for variable in moved]
-    sums = tf.function(lambda: update.sums(batch), autograph=False)()
-    for variable, value in zip(moved, before, strict=True):
-        variable.assign(value)
-    arrays = [None if gradient is None else _array(tf.convert_to_tensor(gradient)) for gradient in sums.gradients()]
-    results = {name: float(value) for name, value in tf.function(update, autograph=False)(batch).items()}
-    return _outcome(update, results.pop("loss"), arrays, results)
+    with restored(_untrained(update.model)):
+        sums = tf.function(lambda: update.sums(batch), autograph=False)()
+    return _outcome(update, tf.function(update, autograph=False)(batch), _arrays(sums.gradients()))
 
 
-def _outcome(update: Update, loss: float, gradients: list[Any], results: dict[str, float]) -> _Outcome:
-    model = update.model
-    weights, state = ([_array(v) for v in variables] for variables in (model.trainable_variables, _untrained(model)))
-    return _Outcome(loss, gradients, weights, state, int(_array(update.optimizer.iterations)), results)
+def _outcome(update: Update, results: Mapping[str, Any], gradients: list[Any]) -> _Outcome:
+    numbers = {name: float(value) for name, value in results.items()}
+    weights, state = _arrays(update.model.trainable_variables), _arrays(_untrained(update.model))
+    return _Outcome(numbers, gradients, weights, state, int(_array(update.optimizer.iterations)))
 
 
 def _untrained(model: keras.Model) -> list[Any]:
@@ -241,7 +220,7 @@ def _untrained(model: keras.Model) -> list[Any]:
 def _largest_term(update: Update, batch: Any) -> float:
     """Return the largest element of the gradient of one example: in the sum over a batch they may cancel."""
     sums = tf.function(lambda: update.sums(slice_of(parts_of(batch), 0, 1)), autograph=False)()
-    return max(_most(_array(tf.convert_to_tensor(g))) for g in sums.gradients() if g is not None)
+    return max(_most(array) for array in _arrays(sums.gradients()) if array is not None)
 
 
 def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
@@ -253,17 +232,31 @@ def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
     return 2 * layers * widest + sum(int(tf.size(leaf)) for leaf in dense)
 
 
-def _findings(
-    update: Update, old: Sequence[Any], whole: _Outcome, cut: _Outcome, limits: tuple[float, int]
-) -> list[Finding]:
-    (largest, terms), rounding = limits, unit(update)
+def _gamma(update: Update | Evaluation, batch: Any) -> float:
+    terms, rounding = _longest_sum(update, batch), unit(update)
     gamma = min((terms if rounding < 2.0**-50 else 8 * math.sqrt(terms)) * rounding, 0.5)
-    gamma /= 1 - gamma
+    return gamma / (1 - gamma)
+
+
+def _of_results(
+    expected: Mapping[str, Any], reached: Mapping[str, Any], scale: float, gamma: float, prefix: str = ""
+) -> list[Finding]:
+    """Compare the loss, relative to `scale` where it is smaller, and the metrics."""
+    found = []
+    for name, value in ((name, float(value)) for name, value in expected.items()):
+        kind, least = ("loss", scale) if name == "loss" else ("metric", 1)
+        apart = abs(float(reached.get(name, math.inf)) - value) / max(abs(value), least)
+        found.append(Finding(f"{prefix}{name}", kind, apart, gamma))
+    return found
+
+
+def _findings(
+    update: Update, old: Sequence[Any], whole: _Outcome, cut: _Outcome, limits: tuple[float, float]
+) -> list[Finding]:
+    (largest, gamma), rounding = limits, unit(update)
     scale = max([1e-300, largest, *(_most(gradient) for gradient in whole.gradients if gradient is not None)])
-    found = [Finding("loss", "loss", abs(cut.loss - whole.loss) / max(abs(whole.loss), scale), gamma)]
+    found = _of_results(whole.results, cut.results, scale, gamma)
     found.append(Finding("updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0))
-    for name, value in whole.results.items():
-        found.append(Finding(name, "metric", abs(cut.results.get(name, math.inf) - value) / max(abs(value), 1), gamma))
     for variable, expected, reached in zip(_untrained(update.model), whole.state, cut.state, strict=True):
         apart = _most(reached.astype("float64") - expected) / max(_most(expected), 1)
         found.append(Finding(getattr(variable, "path", variable.name), "state", apart, gamma))
@@ -289,6 +282,10 @@ def _findings(
 
 def _array(value: Any) -> Any:
     return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _arrays(values: Iterable[Any]) -> list[Any]:
+    return [None if value is None else _array(tf.convert_to_tensor(value)) for value in values]
 
 
 def _most(values: Any) -> float:

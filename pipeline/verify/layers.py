@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import Objective, by_name, calling, examples_in, layers_of, parts_of, slice_of, weighted_sum
 from pipeline.components import added_losses
-from pipeline.verify.engine import perturbed
+from pipeline.verify.engine import perturbed, restored
 
 _AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # arguments of Keras' layers with an amount of noise
 
@@ -54,14 +54,11 @@ def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int, ro
     """
     count, apart = int(examples_in(batch)), 1e7 * rounding  # of the lowest precision: 1e-9 in float64
     cuts = [(start, min(start + micro_batch_size, count)) for start in range(0, count, micro_batch_size)]
-    state = [(variable, tf.identity(variable.value)) for variable in model.variables]
     for weights in (nullcontext(), perturbed(model)):
         divisors: list[Any] = []  # of the losses: the weights of the whole batch
-        with weights:
+        with weights, restored(model.variables):
             of_batch = model, Objective.of(loss), parts_of(batch), divisors
             found = [_observed(*of_batch, *cut, count) for cut in [(0, count), *cuts]]
-        for variable, value in state:
-            variable.assign(value)
         for (why, of_examples, whole), *parts in zip(*found, strict=True):
             if (_differs if of_examples else _is_other_sum)(whole, [part for *_, part in parts], apart):
                 return why
@@ -111,10 +108,8 @@ def _observed(
         takers = (layer for layer, inputs, _ in made[place + 1 :] if any(each is output for each in inputs))
         if tf.is_tensor(output) and output.dtype.is_floating and (taker := next(takers, None)) is not None:
             passed.insert(0, (f"{_named(taker)}: {why}", True, output))
-    owned = [
-        (f"{_named(layer)}: {why}", v.value) for layer in layers_of(model)[::-1] for v in layer.trainable_variables
-    ]
-    passed += [(fault, False, value) for fault, value in owned]
+    for layer in reversed(layers_of(model)):
+        passed += [(f"{_named(layer)}: {why}", False, variable.value) for variable in layer.trainable_variables]
     gradients = tape.gradient(target, [each for *_, each in passed], unconnected_gradients="zero")
     return [*found, *((*fault, tf.convert_to_tensor(g)) for (*fault, _), g in zip(passed, gradients, strict=True))]
 

@@ -10,9 +10,10 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
-from pipeline.dataset import Data, class_weights, load
+from pipeline.config.schema import TrainingConfig
+from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
-from pipeline.dataset.batches import Reader
+from pipeline.dataset.batches import Reader, weigher
 from tests.running import ROOT, python
 
 EXAMPLES = 23
@@ -162,7 +163,7 @@ def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
 
     def batches_of(reader):
         settings = {"seed": 0, "effective_batch_size": 8, "epochs": 2, "first_update": 1}
-        settings["weigh"] = class_weights.weigher({3: 5.0}, None, numbered())
+        settings["weigh"] = weigher(TrainingConfig(class_weight={3: 5.0}, loss=None), numbered())
         node_of = OmegaConf.create({**node, **augment})
         return batching.effective_batches(node_of, numbered(), **settings, reader=reader).as_numpy_iterator()
 
@@ -427,14 +428,16 @@ OF_CLASS = np.array([1.0, 2.0, 3.0])
 )
 def test_a_class_weighs_its_elements(labels, classes, loss, expected):
     data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(4), labels)), None, classes=classes)
-    *_, weights = class_weights.weigher(WEIGHTS, {"_target_": loss}, data)(None, tf.constant(labels))
+    *_, weights = weigher(TrainingConfig(class_weight=WEIGHTS, loss={"_target_": loss}), data)(
+        None, tf.constant(labels)
+    )
     np.testing.assert_array_equal(weights, expected)
 
 
 def test_labels_that_may_be_one_hot_or_not_are_not_weighed():
     data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(4), MAPS)), None)
     with pytest.raises(ConfigError, match=r"class_weight must be null where labels \(5, 3\) may be one-hot or a class"):
-        class_weights.weigher(WEIGHTS, {"_target_": "mine.focal"}, data)
+        weigher(TrainingConfig(class_weight=WEIGHTS, loss={"_target_": "mine.focal"}), data)
 
 
 @pytest.mark.parametrize("weights", [[0, 0, 0], [1, -2, 0], [1, np.nan, 1], [1, np.inf, 1]])
