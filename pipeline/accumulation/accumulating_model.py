@@ -48,7 +48,10 @@ class AccumulatingModel(keras.Model):
     built: bool
 
     def __init__(self, inner: keras.Model, micro_batch_size: int, same_noise: bool | str = False, **arguments: Any):
-        _check_inner(inner)
+        if not isinstance(inner, keras.Model):
+            raise ValueError(f"inner must be a keras.Model. Received: {type(inner).__name__}")
+        for rule, received in unsupported(inner, compiled=True):
+            raise ValueError(f"inner {rule}. Received: {received}")
         if not isinstance(micro_batch_size, Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}")
         with inner.distribute_strategy.scope():  # that of `inner`, wherever this is called
@@ -227,13 +230,6 @@ def _objective(model: AccumulatingModel, outputs: Nest) -> tuple[Objective, dict
     metrics, weighted_metrics = compiled_metrics(model, names)
     every = {name: losses.get(name) for name in names} if losses else None
     return Objective(every, scales, metrics, weighted_metrics), means
-
-
-def _check_inner(inner: Any) -> None:
-    if not isinstance(inner, keras.Model):
-        raise ValueError(f"inner must be a keras.Model. Received: {type(inner).__name__}")
-    for rule, received in unsupported(inner, compiled=True):
-        raise ValueError(f"inner {rule}. Received: {received}")
 
 
 def _check_whole(data: Nest) -> None:

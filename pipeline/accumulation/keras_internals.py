@@ -37,6 +37,7 @@ from tensorflow.python.eager.record import stop_recording as stop_recording
 
 MODEL_CHECKPOINT_KEEPS = ("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch")
 
+Listed = dict[str, list[keras.metrics.Metric]]  # metrics by output
 _REPLACING = threading.RLock()  # held while a layer's `call` is replaced: another thread may trace the same model
 
 
@@ -62,9 +63,7 @@ def global_seed(*, make: bool = False) -> keras.Variable | None:
     return None if generator is None else generator.state
 
 
-def compiled_losses(
-    model: keras.Model,
-) -> list[tuple[tuple[Any, ...], keras.losses.Loss, float | None, keras.metrics.Mean | None]]:
+def compiled_losses(model: keras.Model) -> list[tuple[Any, keras.losses.Loss, float | None, Any]]:
     """Return each loss of a model after a `compute_loss`: its path in the outputs, it, its weight, its epoch's mean."""
     made = model._compile_loss
     if made is None:
@@ -73,12 +72,10 @@ def compiled_losses(
     return [(*flat[:3], mean) for flat, mean in zip(made._flat_losses, means, strict=True)]
 
 
-def compiled_metrics(
-    model: keras.Model, names: Sequence[str]
-) -> tuple[dict[str, list[keras.metrics.Metric]], dict[str, list[keras.metrics.Metric]]]:
+def compiled_metrics(model: keras.Model, names: Sequence[str]) -> tuple[Listed, Listed]:
     """Return `metrics` and `weighted_metrics` of a model after a `compute_metrics` by output, else by its `names`."""
 
-    def by_output(found: Sequence[Any]) -> dict[str, list[keras.metrics.Metric]]:
+    def by_output(found: Sequence[Any]) -> Listed:
         of_outputs = zip(names, found, strict=True)
         return {listed.output_name or name: listed.metrics for name, listed in of_outputs if listed is not None}
 

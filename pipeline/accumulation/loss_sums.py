@@ -86,9 +86,8 @@ def function_losses(
     mean = tf.cast(mean, tf.float32) if mean.dtype in (tf.float16, tf.bfloat16) else mean
     count, examples = (tf.cast(number, mean.dtype) for number in (examples_in(micro_batch), totals.examples))
     divisor = count if weight is None else tf.cast(weight, mean.dtype)
-    total = mean * divisor
-    mean_of_batch = Part(total / examples, count / examples, count, True)
-    part = mean_of_batch if weight is None else Part(total, divisor, count, False)
+    total, known = mean * divisor, weight is None
+    part = Part(total / examples, count / examples, count, True) if known else Part(total, divisor, count, False)
     return {"": LossSum(total, total, divisor)}, tf.zeros_like(mean), [part]
 
 

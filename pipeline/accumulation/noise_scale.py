@@ -67,10 +67,7 @@ def of_micro_batch(
 def estimates(sums: GradientSums, of_mean: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
     """Estimate tr(Σ), per example, and |G|² from one update; NaN with fewer than two micro-batches.
 
-    Args:
-        sums: with the gradients' squares times the square of the loss scale.
-        of_mean: |g|².
-        scale: the square of the loss scale.
+    `of_mean` is |g|². The squares of the gradients in `sums` are multiplied by `scale`, the square of the loss scale.
     """
     squares, each, of_whole, weight = sums.noise
     squares, of_whole = squares / (weight * tf.cast(scale, squares.dtype)), of_whole / tf.square(weight)

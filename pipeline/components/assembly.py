@@ -139,13 +139,10 @@ class Parts:
 def assemble(
     spec: RunSpec, check_dataset: Callable[[dict[str, Any]], None] | None = None, first_update: int = 0
 ) -> Parts:
-    """Build everything that can still refuse the config.
+    """Build everything that can still refuse the config; the batches of updates before `first_update` are left out.
 
-    Args:
-        spec: of the run.
-        check_dataset: takes the record of the data, checksums included, and may refuse it; without it the checksums
-            of files are computed later.
-        first_update: completed updates, whose batches are left out.
+    `check_dataset` takes the record of the data, checksums included, and may refuse it; without it the checksums of
+    files are computed later.
     """
     workers, seed = spec.workers, spec.config.seed
     used = devices.setup(spec.config.hardware, seed, workers)

@@ -46,7 +46,9 @@ class Devices:
     @cached_property
     def _sum(self) -> Callable[[int], int]:
         strategy = self.strategy
-        total = tf.function(lambda number: strategy.reduce("SUM", strategy.run(lambda: number), axis=None))
+        total = tf.function(
+            lambda number: strategy.reduce("SUM", strategy.run(lambda: number), axis=None), autograph=False
+        )
         return lambda number: int(total(tf.constant(number, tf.int64)))
 
 

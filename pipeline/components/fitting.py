@@ -26,15 +26,10 @@ WRITING = {"ModelCheckpoint", "OrbaxCheckpoint", "BackupAndRestore", "CSVLogger"
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, logs = parts.spec.config, tracker is not None
-    return Recorder(
-        tracker,
-        parts.plan,
-        config.tracking.log_every,
-        (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0),
-        Progress(parts.plan.updates, shown=logs),
-        skips=config.hardware.precision.name == "mixed_float16",
-        raises=logs,
-    )
+    progress, skips = Progress(parts.plan.updates, shown=logs), config.hardware.precision.name == "mixed_float16"
+    peak_memory = (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0)
+    of_run = tracker, parts.plan, config.tracking.log_every, peak_memory, progress
+    return Recorder(*of_run, skips=skips, raises=logs)
 
 
 def checkpoints(parts: Parts, run_dir: Path, *, writes: bool = True) -> Checkpoints:
@@ -52,12 +47,10 @@ def fit(
     tracker: Tracker | None = None,
     stop: Callable[[], BaseException | None] = lambda: None,
 ) -> float:
-    """Train to the end of the plan; return the last loss, of the validation split if there is one.
+    """Train from `start` to the end of the plan; return the last loss, of the validation split if there is one.
 
-    Args:
-        start: the checkpoint to start from; None for the first update.
-        tracker: None on a worker other than the chief, which writes nothing.
-        stop: returns an exception if the run is asked to end.
+    A worker other than the chief has no `tracker`, and writes nothing. `stop` returns an exception if the run is asked
+    to end.
     """
     with bad_example.located(parts.data, parts.files):
         changed, callbacks = parts.assigned_by_forward(), parts.objective.callbacks

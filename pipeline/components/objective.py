@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -25,11 +25,6 @@ class Objective:
     training: accumulation.Objective
     evaluation: accumulation.Objective  # the same, with metrics that have a state of their own
     callbacks: dict[str, keras.callbacks.Callback]  # by their names in the config; one batch of theirs is one update
-
-    def with_layer_metrics(self, metrics: Sequence[keras.metrics.Metric]) -> Objective:
-        """Return the objective with the metrics that the model's layers update."""
-        training, evaluation = (replace(goal, layer_metrics=metrics) for goal in (self.training, self.evaluation))
-        return replace(self, training=training, evaluation=evaluation)
 
 
 class FunctionLoss(keras.losses.Loss):

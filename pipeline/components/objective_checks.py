@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -55,7 +55,8 @@ def check(
     layers = model.layers if model.compiled else [model]
     layer_metrics = [metric for layer in layers for metric in layer.metrics]
     _check_names(goal, list(example.outputs), layer_metrics)
-    return y, outputs, objective.with_layer_metrics(layer_metrics)
+    training, evaluation = (replace(each, layer_metrics=layer_metrics) for each in (goal, objective.evaluation))
+    return y, outputs, replace(objective, training=training, evaluation=evaluation)
 
 
 def _check_loss(

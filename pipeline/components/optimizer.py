@@ -90,12 +90,7 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
     """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)): Goyal et al. 2017, section 2.2, gradual warm-up.
 
     It starts at the rate of the reference batch and rises to the scaled one. A factor below 1 has nothing to rise to:
-    it applies from the first update on.
-
-    Args:
-        schedule: a schedule, or a number.
-        factor: multiplies every rate once the warm-up is over.
-        warmup: updates; 0 scales from the first one.
+    it applies from the first update on. `schedule` may be a number; a `warmup` of 0 updates scales from the first one.
     """
 
     def __init__(self, schedule: Any, factor: float, warmup: int):

@@ -143,9 +143,7 @@ def _expand_home(config: DictConfig) -> None:
 def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Session | None = None) -> None:
     """Run `task` on the config that Hydra composes from `arguments`; its plugins write into the session `here`.
 
-    Raises:
-        ConfigError: the arguments or the config that they ask for are wrong.
-        RunError: one run failed after it was created; its traceback is in its run directory.
+    Raise a RunError if one run failed after it was created; its traceback is in its run directory.
     """
     register()
     raised: list[Exception] = []

@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline.config.plain import mapped
+
 MODULES = {  # of `pipeline`; `pipeline.dataset` is a room, whose door has what it had
     "augmentation": "dataset.augmentation",
     "compose": "config.compose",
@@ -27,15 +29,7 @@ def current(name: str) -> str:
 
 def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config in which each value that is a former name is the current one."""
-    return {key: value if key in _FREE_TEXT else _renamed(value) for key, value in config.items()}
-
-
-def _renamed(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _renamed(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_renamed(value) for value in node]
-    return current(node) if isinstance(node, str) else node
+    return {key: value if key in _FREE_TEXT else mapped(value, current) for key, value in config.items()}
 
 
 def rename(config: DictConfig) -> None:

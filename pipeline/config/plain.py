@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 # What a recorded link may be: `${another.key}`, or the product of two links, or of a link and a number.
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
-
 
 SHORT = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}  # keys in names
 
@@ -47,10 +46,15 @@ def links(config: DictConfig) -> dict[str, str]:
     return {key: entry for key, entry in written.items() if isinstance(entry, str) and LINK.fullmatch(entry)}
 
 
+def mapped(value: Any, function: Callable[[str], str]) -> Any:
+    """Return a plain value with `function` applied to each text, keys excepted."""
+    if isinstance(value, Mapping):
+        return {key: mapped(entry, function) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(entry, function) for entry in value]
+    return function(value) if isinstance(value, str) else value
+
+
 def escaped(value: Any) -> Any:
     """Return a plain value in which no text is an interpolation to OmegaConf, though it may look like one."""
-    if isinstance(value, Mapping):
-        return {key: escaped(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [escaped(entry) for entry in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    return mapped(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))

@@ -14,7 +14,6 @@ import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import yaml
@@ -48,9 +47,8 @@ class RunSpec:
     _composed: DictConfig
 
     def node(self, key: str) -> DictConfig:
-        """Return the node at `key`, as `instantiate.build` takes it."""
-        node: DictConfig = OmegaConf.select(self._tree, key)
-        return node
+        """Return the node of a group, as `instantiate.build` takes it, below a root, so that errors name it in full."""
+        return OmegaConf.create({key: plain.escaped(self.resolved[key])})[key]
 
     @property
     def dataset(self) -> DictConfig:
@@ -114,10 +112,6 @@ class RunSpec:
         _update(composed, {key: value for key, value in plain.leaves(self.resolved).items() if _is_own(key)})
         return _spec(OmegaConf.merge(OmegaConf.structured(Config), composed), self.workers, self.overrides, self.asked)
 
-    @cached_property
-    def _tree(self) -> DictConfig:
-        return OmegaConf.create(plain.escaped(self.resolved))
-
 
 @as_config_error()
 def resolve(
@@ -125,13 +119,8 @@ def resolve(
 ) -> RunSpec:
     """Check a composed config, decide what the command line and the environment decide, and return the spec.
 
-    Args:
-        composed: by Hydra; it is not changed.
-        overrides: the command line's. A horizon or a size that they name outranks the default ones, which become null.
-        environment: of this process, which may name the workers.
-
-    Raises:
-        ConfigError: with the key, the rule, the value received and, where they can be counted, the choices.
+    A horizon or a size that the command line's `overrides` name outranks the default ones, which become null. The
+    environment of this process may name the workers. `composed` is not changed.
     """
     composed = deepcopy(composed)
     validate.check_form(composed)
@@ -141,10 +130,10 @@ def resolve(
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     workers = cluster.resolve(composed.hardware.workers, environment)
     composed.hardware.workers = 1 if workers is None else len(workers.addresses)
-    horizon = sizes.horizon_of(_horizons(composed), named)
+    horizon = sizes.horizon_of(composed.training, named)
     composed.training.update({unit: None for unit in sizes.HORIZONS if unit != horizon.unit})
     validate.check_settings(composed)
-    composed.accumulation.update(sizes.sizes_in_force(_sizes(composed), named))
+    composed.accumulation.update(sizes.sizes_in_force(composed.accumulation, named))
     spec = _spec(composed, workers, overrides, named=named)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
@@ -172,10 +161,10 @@ def _spec(
     named: Container[str] = (),
 ) -> RunSpec:
     """Return the spec of a config whose horizon and sizes are those in force; it is what was asked without `asked`."""
-    horizon, replicas = sizes.horizon_of(_horizons(composed)), composed.hardware.replicas
+    horizon, replicas = sizes.horizon_of(composed.training), composed.hardware.replicas
     if replicas > 0:  # else it is refused as it was given
         replicas *= composed.hardware.workers
-    batching, read = sizes.batching(_sizes(composed), replicas, named), _read(composed)
+    batching, read = sizes.batching(composed.accumulation, replicas, named), _read(composed)
     asked = read["resolved"] if asked is None else asked
     return RunSpec(**read, asked=asked, overrides=tuple(overrides), batching=batching, horizon=horizon, workers=workers)
 
@@ -183,14 +172,6 @@ def _spec(
 def _read(composed: DictConfig) -> dict[str, Any]:
     """Return the fields of a spec that repeat its composed config."""
     return {"_composed": composed, "config": OmegaConf.to_object(composed), "resolved": plain.plain(composed)}
-
-
-def _sizes(composed: DictConfig) -> dict[str, Any]:
-    return {name: composed.accumulation[name] for name in sizes.SIZES}
-
-
-def _horizons(composed: DictConfig) -> dict[str, int | None]:
-    return {unit: composed.training[unit] for unit in sizes.HORIZONS}
 
 
 def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:

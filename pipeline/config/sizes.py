@@ -183,26 +183,28 @@ class Horizon(NamedTuple):
     length: int
 
 
-def horizon_of(given: Mapping[str, int | None], named: Container[str] = ()) -> Horizon:
+def horizon_of(training: Mapping[str, Any], named: Container[str] = ()) -> Horizon:
     """Return the one horizon that is set, a positive one; those that `named` keys set outrank the others."""
+    given: dict[str, int | None] = {unit: training[unit] for unit in HORIZONS}
     explicit = {unit for unit in HORIZONS if f"training.{unit}" in named}
     if any(given[unit] is not None for unit in explicit):
         given = {unit: given[unit] if unit in explicit else None for unit in HORIZONS}
     counting = [Horizon(unit, length) for unit, length in given.items() if length is not None]
     if len(counting) != 1:
-        raise ConfigError("training", "must set exactly one of epochs, updates, examples", dict(given))
+        raise ConfigError("training", "must set exactly one of epochs, updates, examples", given)
     (horizon,) = counting
     if horizon.length < 1:
         raise ConfigError(f"training.{horizon.unit}", "must be at least 1", horizon.length)
     return horizon
 
 
-def sizes_in_force(given: Mapping[str, Any], named: Container[str] = ()) -> dict[str, Any]:
+def sizes_in_force(accumulation: Mapping[str, Any], named: Container[str] = ()) -> dict[str, Any]:
     """Return the sizes of `accumulation` with null for the defaults that the `named` ones outrank."""
+    given = {name: accumulation[name] for name in SIZES}
     present = [name for name in SIZES if given[name] is not None]
     explicit = [name for name in present if f"accumulation.{name}" in named]
     if not explicit:
-        return dict(given)
+        return given
     defaults = [name for name in present if name not in explicit]
     # Defaults fill up to two, the effective batch before the factor.
     return {**given, **dict.fromkeys(defaults[max(0, 2 - len(explicit)) :])}

@@ -222,7 +222,7 @@ def weigher(training: TrainingConfig, data: Data) -> Callable[..., tuple] | None
         rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
         raise ConfigError(CLASS_WEIGHT, rule, [type(part).__name__ for part in spec])
     one_hot, last = _one_hot(spec[1].shape, training.loss, data.classes), spec[1].shape[-1:]
-    labels, weights = list(training.class_weight), list(map(float, training.class_weight.values()))
+    labels, weights = list(training.class_weight), list(training.class_weight.values())
     of_class = tf.constant(labels, tf.int64), tf.constant(weights, keras.config.floatx())
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(*of_class), 1.0)
 

@@ -53,11 +53,7 @@ class Found:
 
 
 def search(spec: RunSpec) -> Found:
-    """Search for the micro-batch size of a run, or recall it; processes that search for the same wait for each other.
-
-    Raises:
-        ConfigError: not even one example fits, or the longest example cannot be known, or the config is wrong.
-    """
+    """Search for the micro-batch size of a run, or recall it; of processes that search for the same, one does."""
     memory = spec.config.hardware.memory
     resident = memory_budget.limit() // spec.workers_on_machine if memory is None else memory_budget.parsed(memory)
     budget = {"resident": resident, "address_space": memory_budget.address_space()}

@@ -96,12 +96,7 @@ class Evaluator:
         self._evaluate_batch: Any = None
 
     def __call__(self, check: Check = lambda: None) -> dict[str, float]:
-        """Return the loss and the metrics.
-
-        Raises:
-            ResourceExhaustedError: a batch does not fit into memory as it is read.
-            OutOfMemoryError: not even one example fits.
-        """
+        """Return the loss and the metrics; raise a ResourceExhaustedError if a batch cannot be read into memory."""
         evaluation, spec = self._evaluation, self._batches.element_spec
         before = [tf.identity(variable) for variable in self._changed]
         while True:

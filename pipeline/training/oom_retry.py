@@ -62,9 +62,8 @@ class OomRetry:
     def retry_halved(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
         """Return what `step` gives for the batch of update `number`, which failed, in micro-batches that fit.
 
-        Raises:
-            ResourceExhaustedError: the given one, if the batch could not be read.
-            OutOfMemoryError: not even one example fits, or some of the update may be applied.
+        Raise `error` if the batch could not be read; an OutOfMemoryError if not even one example fits, or some of the
+        update may be applied.
         """
         self._check_not_applied(error, number)
         if not self._retry:

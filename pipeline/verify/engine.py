@@ -12,24 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import (
-    Evaluation,
-    Update,
-    accumulate_gradients,
-    by_name,
-    drawn,
-    examples_in,
-    keys_of,
-    labels_by_name,
-    layers_of,
-    mask_of,
-    noisy_layers,
-    parts_of,
-    slice_of,
-    slice_specs,
-    spread,
-    unknown_to_keras,
-)
+from pipeline import accumulation
+from pipeline.accumulation import Evaluation, Update
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,7 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     """
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
-    state += [variable for _, variable in unknown_to_keras(update.model)]
+    state += [variable for _, variable in accumulation.unknown_to_keras(update.model)]
     old = [_array(variable) for variable in update.model.trainable_variables]
 
     def run(function: Callable[[Update, Any], Any], batch: Any) -> Any:
@@ -114,7 +98,7 @@ def perturbed(model: keras.Model) -> Iterator[None]:
 
 def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     """Evaluate `batch` once as a whole by Keras and once in micro-batches; compare loss and metrics."""
-    parts = parts_of(batch)
+    parts = accumulation.parts_of(batch)
     _reset_metrics(evaluation)
     whole = tf.function(lambda: _by_keras(evaluation, *parts, training=False), autograph=False)()
     _reset_metrics(evaluation)
@@ -125,41 +109,42 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
 def unit(update: Update | Evaluation) -> float:
     """Return the unit roundoff of the lowest precision of any layer or loss."""
     losses = [loss for loss in tf.nest.flatten(update.objective.loss) if loss is not None]
-    names = {"float64", *(layer.compute_dtype for layer in layers_of(update.model)), *(loss.dtype for loss in losses)}
+    computing = {layer.compute_dtype for layer in accumulation.layers_of(update.model)}
+    names = {"float64", *computing, *(loss.dtype for loss in losses)}
     dtypes = [dtype for dtype in map(tf.as_dtype, names) if dtype.is_floating]
     return max(2.0 ** -{"float64": 53, "float32": 24, "float16": 11}.get(dtype.name, 8) for dtype in dtypes)
 
 
 def examples(batch: Any) -> int:
     """Return the number of examples in a batch."""
-    return int(examples_in(batch))
+    return int(accumulation.examples_in(batch))
 
 
 def shortened(batch: Any, size: int) -> Any:
     """Return `size` examples of a batch, or all but one if there are no more, to test a short last micro-batch."""
-    return slice_of(batch, 0, size if size < examples(batch) else max(size - 1, 1))
+    return accumulation.slice_of(batch, 0, size if size < examples(batch) else max(size - 1, 1))
 
 
 def _whole(update: Update, batch: Any) -> _Outcome:
-    x, *others = parts_of(batch)
+    x, *others = accumulation.parts_of(batch)
     model, variables = update.model, update.model.trainable_variables
     _reset_metrics(update)
-    noisy = noisy_layers(model, x) if update.same_noise else []
+    noisy = accumulation.noisy_layers(model, x) if update.same_noise else []
 
     def step(x: Any) -> tuple[dict[str, Any], list[Any]]:
         with tf.GradientTape() as tape:
-            with drawn(noisy, keys_of(noisy), 0, examples_in(x)):
+            with accumulation.drawn(noisy, accumulation.keys_of(noisy), 0, accumulation.examples_in(x)):
                 results = _by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
         return results, tape.gradient(scaled, [variable.value for variable in variables])
 
     def step_by_example(_: Any) -> tuple[dict[str, Any], list[Any]]:
-        of_update = {"scale_loss": update.optimizer.scale_loss, "noise_keys": keys_of(noisy)}
-        sums = accumulate_gradients(model, update.objective, batch, 1, **of_update)
+        of_update = {"scale_loss": update.optimizer.scale_loss, "noise_keys": accumulation.keys_of(noisy)}
+        sums = accumulation.accumulate_gradients(model, update.objective, batch, 1, **of_update)
         return {"loss": sums.mean_loss()}, sums.gradients()
 
     try:
-        results, gradients = tf.function(step, autograph=False, input_signature=[slice_specs(x)])(x)
+        results, gradients = tf.function(step, autograph=False, input_signature=[accumulation.slice_specs(x)])(x)
     except (tf.errors.ResourceExhaustedError, MemoryError):
         results, gradients = tf.function(step_by_example, autograph=False)(x)
     arrays = _arrays(gradients)
@@ -182,7 +167,7 @@ def _by_keras(of: Update | Evaluation, x: Any, y: Any, sample_weight: Any, *, tr
     y, sample_weight = _as_outputs(of, outputs, y, sample_weight)
     loss = of.model.compute_loss(x, y, outputs, sample_weight, training=training)
     results = {} if y is None else of.model.compute_metrics(x, y, outputs, sample_weight)
-    masked = any(mask_of(output) is not None for output in by_name(of.model, outputs).values())
+    masked = any(accumulation.mask_of(output) is not None for output in tf.nest.flatten(outputs))
     means = keras.metrics.MeanMetricWrapper  # `fit` weights no other metric by a mask: see docs/exact.md
     left_out = {name for name, metric in of.measured.items() if masked and not isinstance(metric, means)}
     return {name: each for name, each in results.items() if name not in {"loss", *left_out}} | {"loss": loss}
@@ -190,10 +175,11 @@ def _by_keras(of: Update | Evaluation, x: Any, y: Any, sample_weight: Any, *, tr
 
 def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
     """Return labels and sample weights in the structure of the outputs; None for an output without, as in Keras."""
-    names = list(by_name(update.model, outputs))
+    names = list(accumulation.by_name(update.model, outputs))
     if len(names) < 2 or y is None:
         return y, sample_weight
-    labels, weights = labels_by_name(update.objective.loss, y, names), spread(sample_weight, names, to_all=True)
+    labels = accumulation.labels_by_name(update.objective.loss, y, names)
+    weights = accumulation.spread(sample_weight, names, to_all=True)
     in_order = ([given.get(name) for name in names] for given in (labels, weights))
     packed, packed_weights = (keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order)
     return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
@@ -213,13 +199,14 @@ def _outcome(update: Update, results: Mapping[str, Any], gradients: list[Any]) -
 
 def _untrained(model: keras.Model) -> list[Any]:
     """Return the variables that forward passes alone change, without those of metrics and without seeds."""
-    found = [*model.non_trainable_weights, *(variable for _, variable in unknown_to_keras(model))]
+    found = [*model.non_trainable_weights, *(variable for _, variable in accumulation.unknown_to_keras(model))]
     return [variable for variable in found if tf.as_dtype(variable.dtype) not in (tf.uint32, tf.string)]
 
 
 def _largest_term(update: Update, batch: Any) -> float:
     """Return the largest element of the gradient of one example: in the sum over a batch they may cancel."""
-    sums = tf.function(lambda: update.sums(slice_of(parts_of(batch), 0, 1)), autograph=False)()
+    first = accumulation.slice_of(accumulation.parts_of(batch), 0, 1)
+    sums = tf.function(lambda: update.sums(first), autograph=False)()
     return max(_most(array) for array in _arrays(sums.gradients()) if array is not None)
 
 
@@ -227,7 +214,7 @@ def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
     """Return an upper bound of the number of sequential additions in the computation of a gradient."""
     layers = 1 + len({variable.path.rpartition("/")[0] for variable in update.model.trainable_variables})
     widest = max(int(np.prod(variable.shape)) for variable in update.model.trainable_variables)
-    leaves = [leaf for leaf in tf.nest.flatten(parts_of(batch)) if leaf is not None]
+    leaves = [leaf for leaf in tf.nest.flatten(accumulation.parts_of(batch)) if leaf is not None]
     dense = [leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf for leaf in leaves]
     return 2 * layers * widest + sum(int(tf.size(leaf)) for leaf in dense)
 
