@@ -50,7 +50,7 @@ class AccumulatingModel(keras.Model):
     def __init__(self, inner: keras.Model, micro_batch_size: int, same_noise: bool | str = False, **arguments: Any):
         if not isinstance(inner, keras.Model):
             raise ValueError(f"inner must be a keras.Model. Received: {type(inner).__name__}")
-        for rule, received in unsupported(inner, compiled=True):
+        for rule, received in unsupported(inner, as_by_fit=True):
             raise ValueError(f"inner {rule}. Received: {received}")
         if not isinstance(micro_batch_size, Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}")

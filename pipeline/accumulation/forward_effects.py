@@ -65,12 +65,12 @@ def batch_dependent_layers(model: keras.Model, forward: Forward, but: Sequence[k
     return sorted(layer.name for layer in layers if any(id(weight) in ids for weight in layer.weights))
 
 
-def unsupported(model: keras.Model, *, compiled: bool = False) -> Iterator[tuple[str, str]]:
+def unsupported(model: keras.Model, *, as_by_fit: bool = False) -> Iterator[tuple[str, str]]:
     """Yield what a model must not have to be trained in micro-batches, and the layer or the variable that it has.
 
-    One that is `compiled` must not have methods of its own which `fit` and `evaluate` of a plain model call.
+    To train it `as_by_fit`, it must not have methods of its own that `fit` and `evaluate` of a plain model call.
     """
-    for name in ("train_step", "test_step", "compute_loss", "compute_metrics") if compiled else ():
+    for name in ("train_step", "test_step", "compute_loss", "compute_metrics") if as_by_fit else ():
         if getattr(type(model), name) is not getattr(keras.Model, name):
             rule = f"must not define {name}, which is not called here: use add_loss or a keras.losses.Loss, or an own "
             yield f"{rule}loop over accumulate_gradients", type(model).__name__

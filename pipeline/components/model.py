@@ -28,7 +28,7 @@ def build(node: DictConfig, data: Data) -> keras.Model:
     model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):
         raise ConfigError("model._target_", "must give a keras.Model", type(model).__name__)
-    for rule, received in unsupported(model, compiled=True):
+    for rule, received in unsupported(model, as_by_fit=True):
         raise ConfigError("model", rule, received)
     return model
 

@@ -59,7 +59,7 @@ class Cluster:
 
 
 def resolve(workers: int | None, environment: Mapping[str, str]) -> Cluster | None:
-    """Return the workers of a run, of which `workers` and the environment may not contradict; None for a single one."""
+    """Return the workers of a run, on whose number `workers` and the environment agree; None for a single one."""
     if workers is not None and workers < 1:
         raise ConfigError(KEY, "must be at least 1, or null for what TF_CONFIG or Slurm says", workers)
     if workers == 1:

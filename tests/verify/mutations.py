@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update, evaluation, gradient_sums, loss_sums, objective, update
+from pipeline.accumulation import Objective, Update, evaluation, gradient_sums, loss_sums, update
 from tests import refused
 
 TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
@@ -104,9 +104,9 @@ def doubled_regulariser(patch):
 
 
 def wrong_labels(patch):
-    whole = objective.update_metrics
-    zeros = lambda y: {name: 0 * labels for name, labels in y.items()}  # noqa: E731
-    patch.setattr(objective, "update_metrics", lambda metrics, y, *more: whole(metrics, zeros(y), *more))
+    whole = Objective.update_metrics
+    zeros = lambda y: tf.nest.map_structure(lambda labels: 0 * labels, y)  # noqa: E731
+    patch.setattr(Objective, "update_metrics", lambda goal, y, *more: whole(goal, zeros(y), *more))
 
 
 def stale_metric(patch):
