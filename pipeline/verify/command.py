@@ -90,7 +90,8 @@ def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
     from pipeline.verify import engine
 
     found = list(parts.effective_batches().take(2))
-    tail = engine.shortened(found[-1], parts.plan.batch_size(parts.plan.updates_per_epoch))
+    if engine.examples(tail := found[-1]) == engine.examples(found[0]):  # else it is one
+        tail = engine.shortened(tail, parts.plan.batch_size(parts.plan.updates_per_epoch))
     batches = parts.evaluation_batches()
     return [found[0], tail], [] if batches is None else list(batches.take(1))
 

@@ -98,7 +98,7 @@ def doubled_regulariser(patch):
 
     class Twice:
         def __init__(self, model):
-            self.losses = 2 * model.losses
+            self.losses, self.trainable_variables = 2 * model.losses, model.trainable_variables
 
     patch.setattr(update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given))
 
