@@ -11,8 +11,6 @@ where gradients are not constant: at most half of 1.3e-5 of a step, for a weight
 thousands of updates. In float64 there is no difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

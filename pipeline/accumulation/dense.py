@@ -18,8 +18,6 @@ Measured with oneDNN, TensorFlow's default; without it the speedup of 1024×1024
 Each element is the same sum; the order of its terms may differ. The forward pass is Keras', dW is TensorFlow's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -11,8 +11,6 @@ So any micro-batch of any replica draws the rows of its own examples, as one dra
 and nothing of that size is ever held. Noise is drawn in float32, whatever the precision of the layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from omegaconf import DictConfig
 
-from pipeline.common.errors import ConfigError, Parser, say
+from pipeline.common.errors import ConfigError, Parser, refused, say
 from pipeline.config import compose
 
 HOST = "127.0.0.1"
@@ -34,11 +34,8 @@ def _free(text: str) -> int:
     """Return the port; raise a `ConfigError` if it is in use."""
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise ConfigError("--port", "must be from 1 to 65535", text)
-    try:
+    with refused("--port", "must be a port that is free: choose another with --port", int(text)):
         socket.create_server((HOST, int(text))).close()
-    except OSError as error:
-        rule = f"must be a port that is free: choose another with --port ({os.strerror(error.errno or 0)})"
-        raise ConfigError("--port", rule, int(text)) from None
     return int(text)
 
 

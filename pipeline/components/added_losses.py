@@ -1,7 +1,5 @@
 """Whether what layers add to the loss is a mean or a sum over their batch: a few examples in two cuts show it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

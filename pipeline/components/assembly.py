@@ -1,7 +1,5 @@
 """The parts of a run, built from its spec in the order in which data flows; nothing is written."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

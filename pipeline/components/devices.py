@@ -1,7 +1,5 @@
 """Device, replicas, precision and determinism: what must be set before TensorFlow builds anything."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

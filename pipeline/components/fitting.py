@@ -1,7 +1,5 @@
 """The training of a run's parts, on the chief and on every other worker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics that Keras does not have."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

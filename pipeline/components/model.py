@@ -1,7 +1,5 @@
 """Config → keras.Model, of the dataset's shape and number of classes."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Sequence
 from pathlib import Path

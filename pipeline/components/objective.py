@@ -1,7 +1,5 @@
 """Config → loss, metrics and callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks on one batch that the loss and the metrics fit the labels and the outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The entries of `trust.allow` and `--allow`: dotted names of code, and places of artifacts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ the step of a Slurm job ┼─► Cluster: an address for each worker, and this 
 hardware.workers=N ────┘    (which starts the others, on this machine)
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, refused
 
 KEY = "hardware.workers"
 SECRET_FILE = "hardware.secret_file"
@@ -110,11 +108,9 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
         return text.encode(errors="surrogateescape")
     if file is None:
         return b""
-    try:
+    with refused(SECRET_FILE, "must be a file that can be read", file):
         mode = os.stat(file).st_mode
         found = Path(file).read_bytes().strip() if stat.S_ISREG(mode) else b""
-    except OSError as error:
-        raise ConfigError(SECRET_FILE, f"must be a file that can be read ({error.strerror})", file) from error
     if mode & 0o077 or len(found) < SHORTEST_SECRET:
         rule = f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters"
         raise ConfigError(SECRET_FILE, rule, file)

@@ -1,7 +1,5 @@
 """Command line → composed config → job, through Hydra."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

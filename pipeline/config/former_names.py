@@ -1,7 +1,5 @@
 """Dotted names in configs and records of earlier versions: `pipeline.model.mlp` → `pipeline.components.model.mlp`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

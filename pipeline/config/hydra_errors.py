@@ -1,7 +1,5 @@
 """Errors of Hydra and OmegaConf → `ConfigError`, in one line."""
 
-from __future__ import annotations
-
 import linecache
 import re
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 A new metric of an update is computed in `pipeline.accumulation` and has its line here.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from dataclasses import dataclass

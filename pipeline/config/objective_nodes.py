@@ -1,7 +1,5 @@
 """Losses and metrics as the `training` group has them: of a single output, or by the name of an output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

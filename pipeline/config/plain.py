@@ -1,7 +1,5 @@
 """Conversions between OmegaConf's nodes and plain Python values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Hydra composes a config by these classes, and `RunSpec.config` is made of instan
 its line or above it, is its line in the config reference (docs/reference.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, dataclass, field
 from enum import Enum
 from typing import Any

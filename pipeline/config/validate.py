@@ -1,7 +1,5 @@
 """The checks of a composed config that no type can make; they change nothing."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

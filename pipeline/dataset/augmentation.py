@@ -1,7 +1,5 @@
 """Stateless augmentations: functions of one input and a seed, which follows from (seed, epoch, example number)."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 

@@ -1,7 +1,5 @@
 """Finds which example of which file could not be read: TensorFlow reports what is wrong, but not where."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

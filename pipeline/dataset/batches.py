@@ -7,8 +7,6 @@ only where it is cut depends on the effective batch size. Each of several worker
 the examples of its own replicas alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

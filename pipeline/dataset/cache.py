@@ -1,7 +1,5 @@
 """Whether the training split is cached in memory or streamed from its files: `dataset.in_memory=auto`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

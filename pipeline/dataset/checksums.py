@@ -3,8 +3,6 @@
 A file is unchanged if its size, dates and inode are, as in Git and rsync.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Config → the splits of a dataset, example by example, in a fixed order."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable

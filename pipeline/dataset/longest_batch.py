@@ -1,7 +1,5 @@
 """The batch that takes the most memory: the longest examples, where they are of unequal length."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Examples of unequal length → dense batches, with sample weights that mask the padding: `dataset.pad`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

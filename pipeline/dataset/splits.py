@@ -1,7 +1,5 @@
 """The splits of a dataset, example by example."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Datasets that TFDS prepares: downloaded and written to files once, then read in order or by shuffled files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The chief of several workers: it starts the others, sends them the spec, watches them and ends them."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

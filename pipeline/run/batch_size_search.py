@@ -5,8 +5,6 @@
 Imports no TensorFlow: each trial is a process of its own, whose death means that the size does not fit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 It reads a line of JSON with the spec and the budget, then a line for each trial, which it answers with a line.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from pipeline.common.errors import ConfigError, say
+from pipeline.common.errors import ConfigError, refused, say
 
 NAME = "journal.jsonl"  # in the run directory
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
@@ -173,10 +173,8 @@ class Past:
         It must have one of this version, whose run has ended unless it may be `running`; then nothing is locked.
         """
         path = run_dir / NAME
-        try:
+        with refused(key, f"must have a {NAME}", str(run_dir)):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConfigError(key, f"must have a {NAME} ({error.strerror})", str(run_dir)) from None
         past = cls(path, descriptor)
         try:
             if not running and not lock(descriptor, WRITER, seconds):

@@ -1,7 +1,5 @@
 """The loss and the metrics over a split: when they are computed, how, with which weights, and which were the best."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

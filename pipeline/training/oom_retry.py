@@ -1,7 +1,5 @@
 """Runs an update that does not fit into memory again, on the same batch, in micro-batches of half the size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -5,12 +5,15 @@ files or run code, and for callbacks, that are missing here.
 """
 
 import inspect
+import logging
 from collections.abc import Sequence
 
 from hydra.utils import get_object
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.config.allow_list import DOTTED
+
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises, in several lines
 
 _DATASETS = ("augmentation.Flip", "augmentation.Shift", "breast_cancer", "diabetes", "digits", "from_tfds", "topics")
 _MODELS = ("application", "cnn", "decoder", "mlp", "tabular")

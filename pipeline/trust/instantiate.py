@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -14,8 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, described
 from pipeline.trust import gate
-
-logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises, in several lines
 
 # Config key → the group of its files, and what it is.
 _FILES = {

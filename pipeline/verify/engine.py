@@ -1,7 +1,5 @@
 """Compares an update in micro-batches with that of one batch by Keras: loss, gradients, weights, state, metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

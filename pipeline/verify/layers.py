@@ -1,7 +1,5 @@
 """Finds the layer whose output, or whose gradient, for an example depends on the other examples of its batch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext

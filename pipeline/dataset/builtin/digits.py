@@ -1,7 +1,5 @@
 """The handwritten digits that scikit-learn bundles (UCI, Alpaydin and Kaynak 1998), as a TFDS dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two tables that scikit-learn bundles: measurements and one number to predict, in fixed splits of 60, 20 and 20%."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

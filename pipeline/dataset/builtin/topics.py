@@ -1,7 +1,5 @@
 """The help texts of Python's standard library (`pydoc_data.topics`), in pieces, as a TFDS dataset."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any
