@@ -248,7 +248,9 @@ def test_an_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch):
 
 def test_a_closed_terminal_lets_the_update_finish():
     """A shell repeats the signal; the second one of another kind would end the update."""
+    before = signal.signal(signal.SIGHUP, signal.default_int_handler)  # under nohup the tests ignore it
     with Interruption().listening() as interruption, interruption.between_updates():
         for _ in range(2):
             signal.raise_signal(signal.SIGHUP)
         assert isinstance(interruption.asked(), Terminated)
+    signal.signal(signal.SIGHUP, before)
