@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--quiet" in arguments:
         arguments.remove("--quiet")
         os.environ[QUIET] = "1"
+    if os.environ.get("MLFLOW_TRACKING_URI") == "":  # as MLflow reads it
+        del os.environ["MLFLOW_TRACKING_URI"]
     try:
         if arguments[:1] == ["-sc"]:
             return _complete(arguments)
@@ -99,6 +101,12 @@ def _complete(arguments: list[str]) -> int:
 
 def command() -> None:
     """Run one verb and end the process; the destructors of TensorFlow and MLflow, which take seconds, are left out."""
+    for number in range(3):  # closed streams: what is opened next would be taken for them
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     status: list[int] = []
     atexit.register(lambda: status and _leave(status[0]))  # registered first, so that it runs after all others
     status.append(main())

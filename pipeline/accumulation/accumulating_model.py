@@ -7,7 +7,8 @@ batch differ in size. Each replica takes its share of a batch that stays on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any
@@ -71,11 +72,21 @@ class AccumulatingModel(keras.Model):
         return self.inner.output_names
 
     def save_weights(self, *arguments: Any, **options: Any) -> None:
-        """Save the weights of `inner`, so that the plain model loads them; arguments as in Keras."""
-        self.inner.save_weights(*arguments, **options)
+        """Save the weights of `inner`, so that the plain model loads them, and of the optimizer; as in Keras."""
+        with self._lent():
+            self.inner.save_weights(*arguments, **options)
 
     def load_weights(self, *arguments: Any, **options: Any) -> None:
-        self.inner.load_weights(*arguments, **options)
+        with self._lent():
+            self.inner.load_weights(*arguments, **options)
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        before, self.inner.optimizer = getattr(self.inner, "optimizer", None), getattr(self, "optimizer", None)
+        try:
+            yield
+        finally:
+            self.inner.optimizer = before
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner)

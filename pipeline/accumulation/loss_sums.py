@@ -78,7 +78,8 @@ def function_losses(
 ) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
     """Return what `micro_batch_losses` does, of a function that returns a mean loss, or one with its weight."""
     made = function(*(part for part in micro_batch if part is not None))
-    mean, weight = made if isinstance(made, tuple) else (made, None)
+    mean, weight = made if isinstance(made, tuple | list) else (made, None)
+    mean = tf.convert_to_tensor(mean)
     if mean.shape.rank:
         raise ValueError(f"loss must return a scalar, or a tuple of one and its weight. Received: shape {mean.shape}")
     mean = tf.cast(mean, tf.float32) if mean.dtype in (tf.float16, tf.bfloat16) else mean
@@ -95,7 +96,8 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     if not known:
         return list(parts)
     total = sum(tf.cast(part.total, known[0].total.dtype) for part in known)
-    return [known[0]._replace(total=total), *(part for part in parts if not part.known)]
+    first = known[0]._replace(total=total)  # in its place: the noise is measured by the first of all parts
+    return [first if part is known[0] else part for part in parts if part is known[0] or not part.known]
 
 
 def added_losses(layer: keras.Layer) -> list[tf.Tensor]:
@@ -139,6 +141,8 @@ def weighted_sum(
     dtype = tf.as_dtype(loss.dtype)
     mask = mask_of(outputs)
     outputs, y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), (outputs, y_true))
+    # Before the call, of which a loss may keep a tensor.
+    per_example = None if totals is None or mask is not None else _values_per_example(loss, y_true, outputs)
     found = loss.call(y_true, outputs)
     masks = [each for each in (mask, mask_of(found)) if each is not None]
     dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
@@ -162,7 +166,7 @@ def weighted_sum(
     if totals is not None and not masks:
         if by_weights:
             ahead = tf.cast(totals[1], dtype)
-        elif (per_example := _values_per_example(loss, y_true, outputs)) is not None:
+        elif per_example is not None:
             ahead = tf.cast(totals[0], dtype) * per_example
     if by_weights or masks or isinstance(found, tf.RaggedTensor):
         counting = weights if by_weights else mask if masks else tf.ones_like(values)
@@ -199,7 +203,7 @@ def _values_per_example(loss: keras.losses.Loss, y_true: Nest, outputs: Nest) ->
     three = [tf.TensorSpec([3, *leaf.shape[1:]], leaf.dtype) for leaf in (y_true, outputs)]
     try:
         made = tf.function(loss.call, autograph=False).get_concrete_function(*three)
-    except (TypeError, ValueError):  # takes no three
+    except Exception:  # takes no three
         return None
     count = tf.TensorShape(made.structured_outputs.shape).num_elements()
     return None if count is None or count % 3 else count // 3

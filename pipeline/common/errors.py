@@ -149,6 +149,15 @@ def _shown(value: object) -> str:
 
 
 @contextmanager
+def exits_as_failures() -> Iterator[None]:
+    """Turn an exit of the user's code into a failure: its status, which may be 0, is not that of the command."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RunError(f"code of the run has called exit({error.code!r})") from error
+
+
+@contextmanager
 def refused(key: str, rule: str, received: object) -> Iterator[None]:
     """Turn any error into a `ConfigError` about `key`, whose rule ends with the error in parentheses."""
     try:

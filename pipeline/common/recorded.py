@@ -35,7 +35,7 @@ def read(file: Path, form: Any) -> Any:
     try:
         text = data.decode()
         found = yaml.load(text, _Loader) if file.suffix == ".yaml" else json.loads(text)
-        _check(found, form, path)
+        check(found, form, path)
         return found
     except json.JSONDecodeError as error:
         line, wrong = error.lineno, error.msg
@@ -49,7 +49,7 @@ def read(file: Path, form: Any) -> Any:
     raise FormError(f"{file.name}, line {line}: {wrong}")
 
 
-def _check(value: Any, form: Any, path: list[str]) -> None:
+def check(value: Any, form: Any, path: list[str]) -> None:
     """Raise a `FormError` if `value` is not of the `form`; the `path` then leads to what is wrong."""
     kind: Any = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind):
@@ -57,7 +57,7 @@ def _check(value: Any, form: Any, path: list[str]) -> None:
         found = _WORDS.get(type(value), type(value).__name__)
         raise FormError(f"{path[-1] if path else 'all of it'} must be {words}, and is {found}")
     for entry in value if isinstance(form, list) else ():
-        _check(entry, form[0], path)
+        check(entry, form[0], path)
     for key, inner in form.items() if isinstance(form, dict) else ():
         for name in value if key is str else [key.rstrip("?")]:
             if name != key and key is not str and value.get(name) is None:
@@ -65,7 +65,7 @@ def _check(value: Any, form: Any, path: list[str]) -> None:
             if name not in value:
                 raise FormError(f"{name} is missing")
             path.append(str(name))
-            _check(value[name], inner, path)
+            check(value[name], inner, path)
             path.pop()
 
 

@@ -20,7 +20,8 @@ _NAME = (
 # A quote or full stop after the value belongs to the sentence around it.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
-_SECRET_FILE = re.compile(r"(?<=hardware\.secret_file=)\S+")  # in an override: where a secret is
+# In an override: where a secret is.
+_SECRET_FILE = re.compile(r"""(secret_file['"]?\s*[=:]\s*)(?!null)('[^']*'|"[^"]*"|[^\s,}]+)""")
 _SECRET_NAMES = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PWD|PAT|AUTH)$", re.IGNORECASE
 )
@@ -47,7 +48,7 @@ def remember(uri: str) -> None:
 def mask(text: str) -> str:
     """Mask credentials of URIs in `text`, remembered secrets, and the values of secret environment variables."""
     text = _CREDENTIALS.sub(f"{HIDDEN}@", _WHOLE.sub(rf"\g<1>{HIDDEN}@", text))
-    text = _SECRET_FILE.sub(HIDDEN, _IN_QUERY.sub(rf"\g<1>{HIDDEN}", text))
+    text = _SECRET_FILE.sub(rf"\g<1>{HIDDEN}", _IN_QUERY.sub(rf"\g<1>{HIDDEN}", text))
     values = _remembered | {value for name, value in os.environ.items() if _SECRET_NAMES.search(name)}
     secrets = {form for value in values for form in _forms(value)}
     for secret in sorted(secrets, key=len, reverse=True):  # one may contain another

@@ -30,7 +30,7 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
             for start, stop in cuts:
                 model(accumulation.slice_of(x, start, stop), training=False)
                 found.append(amounts(model, stop - start))
-    except (TypeError, ValueError, tf.errors.OpError):  # it computes in its own precision alone
+    except Exception:  # it computes in its own precision alone
         return []
     shares = [(stop - start) / count for start, stop in cuts[1:]]
     fitting = {path: [each for each in Added.__members__ if holds(each, path, found, shares)] for path in found[0]}
@@ -58,7 +58,7 @@ def amounts(model: keras.Model, count: int) -> Amounts:
     return found
 
 
-def holds(rule: str, path: str, found: Sequence[Amounts], shares: Sequence[float], apart: float = 1e-9) -> bool:
+def holds(rule: str, path: str, found: Sequence[Amounts], shares: Sequence[float], apart: float = 1e-5) -> bool:
     """Return whether a layer adds to a batch, the first found, what the rule makes of its parts, the others."""
     whole, *parts = (each.get(path, (0.0, 0.0)) for each in found)
     of_parts = [a * (1 if rule == "sum" else share) + b for (a, b), share in zip(parts, shares, strict=True)]

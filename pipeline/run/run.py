@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
-from pipeline.common.errors import ConfigError, NotShippedError, first_line, say, say_id
+from pipeline.common.errors import ConfigError, NotShippedError, exits_as_failures, first_line, say, say_id
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Interruption, Terminated
 from pipeline.config import sizes
@@ -29,7 +30,7 @@ from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
 from pipeline.run.batch_size_search import Found
-from pipeline.tracking.foreign_store import OwnStore, sync_command
+from pipeline.tracking.foreign_store import OwnStore, store_argument, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
 from pipeline.tracking.tracker import Tracker
@@ -69,7 +70,7 @@ def run(
         if spec.workers is not None and not spec.workers.is_chief:
             worker.run(spec)
             return "", math.inf
-        with Chief(spec) as workers, ExitStack() as undo, _exits_as_failures():  # a refused run leaves no trace
+        with Chief(spec) as workers, ExitStack() as undo, exits_as_failures():  # a refused run leaves no trace
             before = resume_rules.of(run_dir, spec, required=resume)
             if before is not None:
                 if before.finished:
@@ -96,8 +97,7 @@ def run(
             tracker = Tracker(journal, run_dir, parts.plan, parts.files)
             loss = _train(parts, update, tracker, _Beginning(tags, before, start, found), interruption, workers)
     uri = spec.config.tracking.uri
-    where = [] if uri == "sqlite:///mlruns/mlflow.db" else [f"tracking.uri={mask(uri)}"]
-    say(" ".join(["open it with: pipeline ui", *where]))
+    say(f"open it with: {shlex.join(['pipeline', 'ui', *store_argument(uri)])}")
     return tracker.run_id, loss
 
 
@@ -110,15 +110,6 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
             if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
         raise
-
-
-@contextmanager
-def _exits_as_failures() -> Iterator[None]:
-    """Turn an exit of the user's code into a failure: its status, which may be 0, is not that of the run."""
-    try:
-        yield
-    except SystemExit as error:
-        raise RuntimeError(f"code of the run has called exit({error.code!r})") from error
 
 
 def _finished(before: Continuation, workers: Chief) -> float:

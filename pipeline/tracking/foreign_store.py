@@ -4,6 +4,7 @@ In: its address and what the user allows. Out: runs with IDs in MLflow's format,
 """
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -158,14 +159,16 @@ class OwnStore:
 def again_command(name: str, run_id: str, uri: str) -> str:
     """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
     if name == MULTIRUN:
-        return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *_at(uri)])}"
-    return shlex.join(["pipeline", "sweep", name, "--again", run_id, *_at(uri)])
+        return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store_argument(uri)])}"
+    return shlex.join(["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)])
 
 
 def sync_command(folder: str, uri: str) -> str:
     """Return the command that ships what is in `folder` to the store `uri`, whose password the user adds."""
-    return shlex.join(["pipeline", "sync", folder, *_at(uri)])
+    return shlex.join(["pipeline", "sync", folder, *store_argument(uri)])
 
 
-def _at(uri: str) -> list[str]:
-    return [] if uri == DEFAULT_STORE else [f"tracking.uri={mask(uri)}"]
+def store_argument(uri: str) -> list[str]:
+    """Return the override with which a command finds the store `uri`; none is needed for the default one."""
+    default = uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ
+    return [] if default else [f"tracking.uri={mask(uri)}"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from pipeline.common import recorded
 from pipeline.common.errors import ConfigError, refused, say
 
 NAME = "journal.jsonl"  # in the run directory
@@ -27,6 +28,7 @@ FORMAT = 1  # of the lines; `{"start": {"format": …}}` says it
 WRITER, SHIPPER = 0, 1  # the bytes that are locked
 MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one per call
+_LINE = {"end?": str, "step?": int} | dict.fromkeys(("start?", "run?", "metrics?", "tags?"), dict)
 _HEAD = len('{"crc":"00000000",')
 _AT_ONCE = 2**16  # bytes read at a time
 
@@ -86,7 +88,12 @@ class Reader:
             wrong = f"line {self._number + 1} is not as it was written"
             raise DamagedError("it is of a version before this one" if older else wrong)
         self.offset, self.crc, self._number = self.offset + len(text), crc, self._number + 1
-        return json.loads(text)
+        try:
+            line: dict[str, Any] = json.loads(text)
+            recorded.check(line, _LINE, [])
+        except ValueError as error:  # somebody has written it
+            raise DamagedError(f"line {self._number}: {error}") from error
+        return line
 
 
 class Writer:
@@ -196,7 +203,7 @@ class Past:
         try:
             for line in self._reader.lines():
                 self._add(line)
-        except DamagedError as error:
+        except (DamagedError, OSError) as error:
             self.damage = str(error)
         version = self.start.get("format")
         if version != FORMAT:

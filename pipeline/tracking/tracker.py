@@ -34,7 +34,7 @@ NAME_LENGTH = 200  # characters of a run's name; MLflow takes 250
 # Overrides that say where and how a run is made, and not which.
 _PLACE = (
     *("tracking", "trust", "hydra", "hardware.parallel_jobs", "training.resume", "training.checkpoint_every"),
-    *("dataset.data_dir", "dataset.download", "dataset.checksum"),
+    *("dataset.data_dir", "dataset.download", "dataset.checksum", "hardware.secret_file", "hardware.open_ports"),
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.common import imports
-from pipeline.common.errors import ConfigError, Parser, described, refused, say
+from pipeline.common.errors import ConfigError, Parser, described, exits_as_failures, refused, say
 from pipeline.common.secrets import mask
 from pipeline.config import compose, sizes
 from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
@@ -54,7 +54,7 @@ def verify(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, chief.Chief(spec) as workers:
         workers.start(spec, Path(folder), COMPARE)
         spec = workers.gather(spec, Path(folder), None)
-        with workers.as_worker_error():
+        with workers.as_worker_error(), exits_as_failures():
             parts = _assembled(spec, given, left_out)
             workers.reductions_ready = parts.devices.reductions_ready
             update, (show, validation) = parts.update(), _shown(parts)
@@ -166,7 +166,8 @@ def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
     for title, findings in found.items():
         for each in sorted(findings, key=lambda finding: finding.bound == math.inf):  # which proves nothing
             key = (title, each.label) if every else (title.partition(",")[0], each.label.partition(" ")[0])
-            if key not in rows or each.error * rows[key].bound > rows[key].error * each.bound:
+            best = rows.setdefault(key, each)
+            if best.holds and (not each.holds or each.error * best.bound > best.error * each.bound):
                 rows[key] = each
     width = max(len(f"{each.label} ({where})") for (where, _), each in rows.items())
     lines = [f"  {'':{width}}  {'apart':>8}  {'rounding':>8}"]

@@ -253,6 +253,7 @@ def _findings(
             found.append(Finding(variable.path, "gradient", apart, gamma))
             continue
         found.append(Finding(variable.path, "gradient", _most(gradient - expected) / scale, gamma))
+        start, aimed, reached = (np.asarray(each, "float64") for each in (start, aimed, reached))
         step = max(_most(aimed - start), 1e-300)
         # An optimizer that divides by the gradient's magnitude turns its relative error into one of the step, which is
         # large for a small gradient. If the gradient is only rounding, so is the step.

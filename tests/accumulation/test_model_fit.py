@@ -331,6 +331,17 @@ def test_weights_that_a_callback_has_saved_load_into_the_plain_model(tmp_path):
         assert all(map(np.array_equal, other.get_weights(), model.inner.get_weights()))
 
 
+def test_a_fit_that_is_backed_up_goes_on_with_its_optimizer(tmp_path):
+    make, data, compiled = CASES["sample_weights"]
+    model, other = AccumulatingModel(made(make), 5), AccumulatingModel(made(make), 5)
+    trained(model, compiled, data, epochs=2)
+    model.save_weights(tmp_path / "kept.weights.h5")
+    trained(other, compiled, data, epochs=1)
+    other.load_weights(tmp_path / "kept.weights.h5")
+    for one, two in zip(other.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 class Interpreted(layers.Layer):
     """Runs in Python, which XLA cannot."""
 

@@ -159,3 +159,20 @@ def test_one_micro_batch_measures_nothing(linear):
     x, y, squared = linear
     found = _estimates((x[:2], y[:2], squared), BATCH)
     assert np.all(np.isnan(found))
+
+
+def test_what_regularises_weights_is_not_measured(precision):
+    """An L2 that is rounded away changes no gradient, and of masked tokens only their loss has a weight to itself."""
+    precision("float32")
+    x, found = np.tril(np.ones((8, 4), "float32"), -4) + np.eye(8, 4, dtype="float32"), []
+    x[4:] = [1, 0, 0, 0]
+    y = np.random.default_rng(0).normal(size=(8, 4, 1)).astype("float32")
+    for regularizer in (None, keras.regularizers.L2(1e-30)):
+        keras.utils.set_random_seed(0)
+        dense = keras.layers.Dense(1, kernel_regularizer=regularizer)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Reshape((4, 1)), keras.layers.Masking(), dense])
+        optimizer = keras.optimizers.SGD(0.0)
+        optimizer.build(model.trainable_variables)
+        update = Update(model, keras.losses.MeanSquaredError(), optimizer, 2, noise_every=1)
+        found.append(float(tf.function(update, autograph=False)((x, y))["gradient_variance"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)

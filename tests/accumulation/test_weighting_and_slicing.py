@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation.update import accumulate_gradients
+from pipeline.accumulation import Objective
+from pipeline.accumulation.update import Update, accumulate_gradients
 from tests.parameters import mostly_slow
 
 # Two orders of the same sum of n doubles differ by up to n · 2⁻⁵³ of Σ|terms|: 1e-13 for the n < 1000 here. The
@@ -437,3 +438,27 @@ def test_what_cannot_be_accumulated_is_refused(change, message):
     with pytest.raises(ValueError) as refused:
         accumulate_gradients(**({"model": model, "loss": loss, "batch": batch, "micro_batch_size": 2} | change))
     assert message in str(refused.value)
+
+
+class Keeping(keras.losses.MeanSquaredError):
+    """Keeps its values, which a metric may read, and takes no batch of a known size."""
+
+    def call(self, y_true, y_pred):
+        assert y_true.shape[0] is None
+        self.values = super().call(y_true, y_pred)
+        return self.values
+
+
+def test_a_loss_may_keep_a_tensor_of_its_call(float64):
+    loss = Keeping()
+
+    class Kept(keras.metrics.Mean):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            return super().update_state(loss.values)
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    update = Update(model, Objective(loss, metrics=[Kept(name="kept")]), optimizer, 2)
+    results = tf.function(update, autograph=False)((np.ones((5, 3)), np.ones((5, 2))))
+    assert float(results["kept"]) == pytest.approx(float(results["loss"]), rel=1e-12)

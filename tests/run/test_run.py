@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from pipeline.common.errors import RunError
 from pipeline.common.signals import Interruption, Terminated
 from pipeline.config import compose
 from pipeline.run import run
@@ -242,7 +243,7 @@ def _wait(condition, seconds=120):
 def test_an_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch):
     """With its status 0 the command would end as if all was well."""
     monkeypatch.setattr(run.resume_rules, "of", lambda *_, **__: sys.exit(0))
-    with pytest.raises(RuntimeError, match=r"code of the run has called exit\(0\)"):
+    with pytest.raises(RunError, match=r"code of the run has called exit\(0\)"):
         run.run(compose.composed([]), [], tmp_path)
 
 

@@ -91,6 +91,19 @@ def test_a_journal_of_before_is_refused(tmp_path):
         Past.of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "crafted", [{"start": 5}, {"metrics": 5, "step": 1}, {"tags": 5}, {"metrics": {}, "step": "x"}]
+)
+def test_a_line_of_another_form_is_damage(tmp_path, crafted):
+    writer = journal_file.create(tmp_path / NAME)
+    for line in (START, crafted):
+        writer.write(line)
+    writer.close()
+    past = Past.of(tmp_path)
+    assert past.damage.startswith("line 2: ")
+    past.close()
+
+
 def test_one_writer_until_it_dies(tmp_path):
     """Also one that is killed, and though a process that it forked lives on."""
     fork = multiprocessing.get_context("fork")

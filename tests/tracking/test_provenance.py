@@ -192,6 +192,13 @@ def test_a_rerun_asks_for_what_was_masked(told):
     assert last == f"pipeline: model.token {rule}. Received: '***'."
 
 
+@pytest.mark.parametrize("path", ["/a/hush", "'/a b/hush'", '"/a b/hush"'])
+def test_the_path_of_a_secret_is_masked(path):
+    for text in (f"hardware.secret_file={path}", f"hardware={{secret_file: {path}, workers: 2}}"):
+        assert "hush" not in mask(text)
+    assert mask("secret_file: null") == "secret_file: null"
+
+
 def test_mask(monkeypatch):
     for name, value in {
         "MY_TOKEN": "abcdef",

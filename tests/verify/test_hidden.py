@@ -278,3 +278,17 @@ def test_what_only_looks_so_is_no_fault(name):
 
 def test_a_sum_of_what_layers_add_is_one_where_it_is_said_to_be():
     assert verified(BREAKING["adds a sum"][0], "sum") == ([], "")
+
+
+def test_a_dead_unit_is_no_difference_in_float32(precision):
+    precision("float32")
+    keras.utils.set_random_seed(0)
+    dead = layers.Dense(4, "relu", bias_initializer=keras.initializers.Constant(-100))
+    model = keras.Sequential([keras.Input((6,)), dead, layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+    random = np.random.default_rng(0)
+    batch = random.normal(size=(8, 6)).astype("float32"), random.normal(size=(8, 1)).astype("float32")
+    (found,) = engine.compare(Update(model, keras.losses.MeanSquaredError(), optimizer, 3), [batch])
+    assert [each for each in found if not each.holds] == []
