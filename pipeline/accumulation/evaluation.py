@@ -1,5 +1,7 @@
 """The loss and the metrics over a split, micro-batch by micro-batch, with the sums of an update."""
 
+from __future__ import annotations
+
 import keras
 import tensorflow as tf
 

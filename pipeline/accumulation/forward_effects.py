@@ -1,5 +1,7 @@
 """The side effects of a forward pass in training: which variables it assigns, and which layers draw noise."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

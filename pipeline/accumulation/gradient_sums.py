@@ -4,6 +4,8 @@ An embedding's gradient is `tf.IndexedSlices`, the rows that were looked up. Its
 large as the rows that were looked up, and never larger than the dense sum.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

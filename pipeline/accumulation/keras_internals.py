@@ -17,6 +17,8 @@ record_operation, stop_recording, pack_tangents     of TensorFlow: declare a gra
                   keep each trace forever, with all that it captures; and what forward accumulators hold for a tensor
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 import threading

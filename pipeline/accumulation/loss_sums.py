@@ -11,6 +11,8 @@ unknown length) has a gradient sum of its own, which is divided at the end. Laye
 makes a difference where their backward pass is not linear: to one that clips its gradient.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -11,6 +11,8 @@ variance of the means is Σ wₖdₖ² / Σ wₖ − (Σ wₖdₖ / Σ wₖ)², 
 all dₖ are nearly equal, and in float32 their difference would be lost.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -18,6 +18,8 @@ that are applied: what the model adds to the loss (regularisation, `add_loss`) i
 Where there are several outputs, ωₖ and nₖ are those of the first.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 

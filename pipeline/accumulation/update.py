@@ -12,6 +12,8 @@ micro-batches, the sample weights and the masks. The mean of the micro-batches' 
 where all Wₖ are equal.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

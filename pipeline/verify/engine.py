@@ -184,7 +184,7 @@ def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight
 
 
 def _cut(update: Update, batch: Any) -> _Outcome:
-    with restored(_untrained(update.model)):
+    with restored([*update.model.non_trainable_variables, *_untrained(update.model)]):  # seeds too
         sums = tf.function(lambda: update.sums(batch), autograph=False)()
     return _outcome(update, tf.function(update, autograph=False)(batch), _arrays(sums.gradients()))
 
