@@ -82,7 +82,6 @@ def _steps_as_keras(optimizer: Any) -> bool:
 
 
 def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
-    """Return whether the operation's 1 − β are close enough to those of Keras."""
     for beta in (adam.beta_1, adam.beta_2):
         if not isinstance(beta, (float, int)) or not 0 <= beta < 1:
             return False
@@ -93,7 +92,6 @@ def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
 
 
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
-    """Return the scalar arguments of the operation."""
 
     def cast(value: Any) -> tf.Tensor:  # as Keras does: a Python number through float32
         return keras.ops.cast(value, dtype.name)
@@ -121,6 +119,5 @@ def _quotient(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
 
 
 def _differences(beta: float, dtype: tf.DType) -> tuple[float, float]:
-    """Return 1 − β as the operation computes it and as Keras does."""
     number = dtype.as_numpy_dtype
     return float(number(1) - number(beta)), float(number(1 - beta))

@@ -94,7 +94,6 @@ def unknown_to_keras(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
 
 
 def _attributes(layer: keras.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of attributes, those in a list or a dict one by one."""
     for attribute, value in vars(layer).items():
         several = list(value.values()) if isinstance(value, dict) else value
         for entry in several if isinstance(several, list | tuple) else [several]:
@@ -112,7 +111,6 @@ def _drawing(model: keras.Model, assigned: list[keras.Variable]) -> Iterator[str
 
 
 def _outermost(model: keras.Model) -> Iterator[keras.Layer]:
-    """Yield the model, its layers, and of those that are models, theirs."""
     yield model
     for layer in model.layers:
         yield from _outermost(layer) if isinstance(layer, keras.Model) else [layer]

@@ -94,7 +94,6 @@ def _call(layer: keras.layers.BatchNormalization, seen: list[Moved]) -> Callable
 
 
 def _values(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Return the number of values that each mean is taken over."""
     channels = layer.axis % inputs.shape.rank
     if mask is None:
         return tf.size(inputs) // inputs.shape[channels]

@@ -31,7 +31,6 @@ def ui(arguments: Sequence[str]) -> int:
 
 
 def _free(text: str) -> int:
-    """Return the port; raise a `ConfigError` if it is in use."""
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise ConfigError("--port", "must be from 1 to 65535", text)
     with refused("--port", "must be a port that is free: choose another with --port", int(text)):
@@ -65,7 +64,6 @@ def _serve(uri: str, port: int) -> int:
 
 
 def _pages(uri: str, root: str) -> list[str]:
-    """Return lines with the addresses of the newest run and of its experiment, or of MLflow's first page."""
     from pipeline.tracking.store import Store
 
     client = Store(uri).client()

@@ -219,7 +219,6 @@ def _batches(
 
 
 def _digest(first: Any, data: Data) -> int:
-    """Return 24 bits of the first examples, and of how many there are."""
     found = zlib.crc32(repr([(name, int(split.cardinality())) for name, split in data.splits.items()]).encode())
     for leaf in tf.nest.flatten(first, expand_composites=True):
         array = np.asarray(leaf)

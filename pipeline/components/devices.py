@@ -94,7 +94,6 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
 
 
 def _gpus(gpus: list[Any], replicas: int, workers: Cluster | None) -> list[Any]:
-    """Return those of the machine's `gpus` that this process uses."""
     if replicas > len(gpus):
         raise ConfigError(REPLICAS, f"must be at most the {len(gpus)} GPUs of this machine", replicas)
     if workers is not None and workers.started and len(workers.addresses) * replicas > len(gpus):

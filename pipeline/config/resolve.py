@@ -170,7 +170,6 @@ def _spec(
 
 
 def _read(composed: DictConfig) -> dict[str, Any]:
-    """Return the fields of a spec that repeat its composed config."""
     return {"_composed": composed, "config": OmegaConf.to_object(composed), "resolved": plain.plain(composed)}
 
 

@@ -176,7 +176,6 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
 
 
 def _as_parts(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the split with tuples as examples, without the labels that are None."""
     spec = dataset.element_spec
     without_labels = any(isinstance(leaf, tf.NoneTensorSpec) for leaf in tf.nest.flatten(spec))
     return dataset if isinstance(spec, tuple) and not without_labels else dataset.map(_parts)

@@ -48,7 +48,6 @@ class JsonSocket:
         return None if None in messages else [message for message in messages if message is not None]
 
     def _more(self, seconds: float | None) -> bool:
-        """Receive more; return whether there was any, and it is not too long for a message."""
         try:
             self.socket.settimeout(seconds)
             more = self.socket.recv(65536)

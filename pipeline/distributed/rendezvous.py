@@ -117,7 +117,6 @@ class Server:
             each.socket.close()
 
     def _wait(self, until: float, check: Callable[[], None], compare: Callable[[Visitor], None]) -> None:
-        """Wait for the workers that have not arrived, and `compare` each."""
         addresses = self.cluster.addresses
         while len(self._arrived) + 1 < len(addresses):
             check()

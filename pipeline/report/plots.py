@@ -46,7 +46,6 @@ def draw(sweep: Comparison) -> list[Plot]:
 
 
 def _curve(sweep: Comparison, metric: str, along: str, section: str, note: str) -> Plot:
-    """Return the curves of all jobs, and the mean of each group with several."""
     traces = []
     for colour, (group, jobs) in enumerate(sweep.groups.items()):
         curves = [(job, curve) for job in jobs if (curve := job.curves.get(metric)) is not None]
@@ -83,7 +82,6 @@ def _points(x: Array, y: Array, **options: Any) -> dict[str, Any]:
 
 
 def _mean(curves: list[tuple[JobResult, Curve]], along: str) -> tuple[Array, Array]:
-    """Return the mean over the updates that all curves have, since it would jump where one of them ends."""
     steps = reduce(np.intersect1d, [curve.steps for _, curve in curves])
     x = np.mean([job.along(along, steps) for job, _ in curves], axis=0)
     return x, np.mean([curve.values[np.isin(curve.steps, steps)] for _, curve in curves], axis=0)

@@ -131,7 +131,6 @@ def summarize(sweep: Comparison) -> list[Finding]:
 
 
 def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
-    """Suggest what to run next."""
     timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
     missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
     if missing:
@@ -218,7 +217,6 @@ def _cell(text: str) -> str:
 
 
 def _rows(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
-    """Return a row for each group of jobs."""
     rows = []
     for group, jobs in sweep.groups.items():
         spreads = [(pooled(comparable_jobs(jobs), value), scale) for _, value, scale in columns]

@@ -93,7 +93,6 @@ class Rerun:
         return then if isinstance(then, str) and is_inside(Path(then), [Path.cwd()]) and Path(then).exists() else None
 
     def _experiment(self) -> str:
-        """Return the recorded experiment, or the user's own if they name one or its artifacts lie elsewhere."""
         mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking") or {}
         theirs = tracking.get("experiment")
         if "tracking.experiment" not in self.request.values and isinstance(theirs, str) and theirs != mine:
@@ -153,7 +152,6 @@ class Rerun:
         return config
 
     def _train(self, config: dict[str, Any]) -> str | None:
-        """Train with the config; return the new run's ID, or None with --dry."""
         from pipeline.run import run
 
         run_ids: list[str] = []
@@ -177,7 +175,6 @@ class Rerun:
         return next(iter(run_ids), None)
 
     def _check_dataset(self, now: dict[str, Any]) -> None:
-        """Check that the data are the recorded ones, unless the overrides choose others."""
         if not any(key.startswith("train/") for key in self.recorded.run.data.metrics):
             raise ConfigError("RUN_ID", "must have logged an update, to compare its rerun with", self.run_id)
         try:
@@ -201,7 +198,6 @@ class Rerun:
                 say(f"  differs: {error}")
 
     def _compare(self, run_id: str) -> int:
-        """Compare the runs, log and print the outcome, and return the exit status."""
         client = self.store.client()
         new = client.get_run(run_id)
         validation = (self.recorded.dataset.get("examples") or {}).get("validation")

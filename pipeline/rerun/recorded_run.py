@@ -147,5 +147,4 @@ def _references(link: str) -> list[str]:
 
 
 def _touches(key: str, names: Collection[str]) -> bool:
-    """Return whether `key` is one of `names`, or one lies in the other."""
     return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)

@@ -155,7 +155,6 @@ def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> 
 
 
 def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the result depends on."""
     given = spec.resolved
     # Only whether they are 0 matters: without momentum there is no velocity in memory.
     numbers = {key: bool(value) for key, value in given["optimizer"].items() if isinstance(value, int | float)}
@@ -207,7 +206,6 @@ def _own_code(targets: Sequence[str]) -> str:
 
 @contextmanager
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
-    """Yield a function that tries a micro-batch size, in a fork of a process that has imported TensorFlow."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
         subprocess.Popen(

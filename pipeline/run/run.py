@@ -113,7 +113,6 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
 
 
 def _finished(before: Continuation, workers: Chief) -> float:
-    """Say that nothing is left to train, and ship what the store has not got; return the last loss."""
     before.past.close()
     say(f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train")
     workers.dismiss()
@@ -134,7 +133,6 @@ def _start(spec: RunSpec, run_dir: Path, before: Continuation | None) -> Checkpo
 def _gather(
     spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None, check_dataset: CheckDataset | None, workers: Chief
 ) -> Parts:
-    """Gather all workers, and assemble the parts of the run together with them."""
     workers.start(spec, run_dir)
     with imports.without_chatter():
         from pipeline.components import assembly
@@ -148,8 +146,6 @@ def _gather(
 
 @dataclass(frozen=True)
 class _Beginning:
-    """What a run begins with."""
-
     tags: Mapping[str, str]  # in addition to the run's own
     before: Continuation | None  # the run that is resumed; None for a new one
     start: Checkpoint | Fork | None  # the checkpoint that the training starts from
@@ -192,7 +188,6 @@ class _Beginning:
 def _train(
     parts: Parts, update: Update, tracker: Tracker, beginning: _Beginning, interruption: Interruption, workers: Chief
 ) -> float:
-    """Begin the run, train, and close the run; return its last loss."""
     from pipeline.components import fitting
 
     recorder = fitting.recorder(parts, tracker)

@@ -122,7 +122,6 @@ def _check_leaves(leaves: Mapping[str, Any], text: str) -> None:
 
 
 def _alternatives(override: Override) -> list[Any]:
-    """Return the values that `override` is swept over; the only one if it is not swept."""
     if not override.is_sweep_override():
         return [override.value()]
     if override.is_interval_sweep():

@@ -112,7 +112,6 @@ class SweepLauncher(Launcher):
             HydraConfig.instance().cfg = before
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        """Return one entry for each job that may run at once: the GPUs of that job."""
         return [[]]
 
     def _call(self, name: str, given: Sequence[str], number: int) -> JobCall:
@@ -152,7 +151,6 @@ class SweepLauncher(Launcher):
             self._note(slot, Ending(FAILED, reason=first_line(error)))
 
     def _collect(self, slots: Sequence[Slot]) -> dict[str, float]:
-        """Return the losses of the jobs that have ended, and free their slots."""
         losses = {}
         for slot in slots:
             if slot.job and (ending := slot.job.ending()) is not None:
@@ -179,7 +177,6 @@ class SweepLauncher(Launcher):
                 until = 0.0  # a second Ctrl-C kills at once
 
     def _job(self, call: JobCall, gpus: list[str]) -> Any:
-        """Return a job that has not been started, see `Slot.job`."""
         raise NotImplementedError
 
     def _wait(self) -> None:

@@ -156,7 +156,6 @@ class LocalJob:
 def _main(
     parent: connection.Connection, log: str, variables: dict[str, str], gpus: list[str], method: str | None
 ) -> None:
-    """Receive a job from `parent`, run it, and send back how it ended."""
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)

@@ -73,7 +73,6 @@ def description(
 
 
 def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
-    """Save the view and the parent's description; return the URL fragment that opens the view."""
     client = sweep.client()
     fragment = saved_view(client, sweep.experiment_id, sweep.run_id, sweep.varied, sweep.metrics, sweep.name)
     text = description(sweep.name, question(sweep.name), sweep.varied, fragment, results)

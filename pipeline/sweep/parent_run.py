@@ -85,7 +85,6 @@ class ParentRun(SweepRecord):
         return int(done < len(rows))
 
     def _rows(self, children: Mapping[str, Any], interrupted: bool) -> list[tuple[str, str, str]]:
-        """Return name, status and reason of every job."""
         rows = []
         for name in self.names:
             lost = self.lost.get(name, "")
@@ -229,6 +228,5 @@ def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:
 
 
 def _close_lost(client: Any, run: Any) -> None:
-    """Close the run of a job whose process and shipper have ended."""
     client.set_tag(run.info.run_id, "failure", "The job ended, and its shipper, without a word.")
     client.set_terminated(run.info.run_id, "KILLED")

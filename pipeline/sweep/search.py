@@ -68,7 +68,6 @@ class SearchSweeper(Sweeper):
 
 
 def _choose(trial: Any, override: Override) -> str:
-    """Return `override` with a value that Optuna chooses, if it is swept."""
     key, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
         number = trial.suggest_float(key, float(value.start), float(value.end), log="log" in value.tags)  # type: ignore

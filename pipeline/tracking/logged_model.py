@@ -134,7 +134,6 @@ def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
 
 
 def _own_classes(model: keras.Model) -> set[type]:
-    """Return the classes of the model and its layers that are not part of Keras."""
     classes = {type(layer) for layer in (model, *layers_of(model))}
     return {cls for cls in classes if not cls.__module__.startswith("keras.")}
 

@@ -108,7 +108,6 @@ class Store:
         return str(MlflowClient(self.uri + new).get_run(run_id).info.status)  # it keeps the connections of each URI
 
     def _check(self) -> None:
-        """Raise if the store cannot be used; the message says why."""
         scheme = self.uri.partition(":")[0].lower().split("+")[0]
         if self.database is not None:
             folder = next(folder for folder in self.database.parents if folder.exists())

@@ -195,7 +195,6 @@ class Tracker:
         new.replace(self.run_dir / DESCRIBED)
 
     def _artifact(self, name: str, text: str) -> None:
-        """Write a file in the run directory, and log it."""
         (self.run_dir / name).write_text(mask(text), encoding="utf-8")
         self.journal.write({"artifact": name})
 
@@ -214,7 +213,6 @@ def _text(value: Any) -> str:
 
 
 def _dataset(data: Data, context: str, split: tf.data.Dataset) -> dict[str, str]:
-    """Return the arguments of MLflow's `Dataset` for a split."""
     schema, examples = str(split.element_spec), int(split.cardinality())
     identity = f"{data.name} {data.version} {context} {examples} {schema}"
     return {

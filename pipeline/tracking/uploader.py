@@ -205,7 +205,6 @@ class Uploader:
         return found
 
     def _add(self, line: dict[str, Any]) -> None:
-        """Queue one line; of metrics, the points that the store does not have."""
         if "metrics" in line:
             step = line["step"]
             self._last_step = max(step, self._last_step)

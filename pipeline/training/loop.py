@@ -244,7 +244,6 @@ class Trainer:
         checkpoints.save(self.done, lambda: snapshot.capture(*of_run), best=best)
 
     def _best_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint of the best evaluation if every worker can read it."""
         best, checkpoints = self.evaluations.best, self.checkpoints
         if best is None or best.value is None or checkpoints is None:
             return None

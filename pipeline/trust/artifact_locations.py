@@ -114,7 +114,6 @@ def _folders(tracking_uri: str) -> list[str]:
 
 
 def _is_on(uri: str, tracking_uri: str) -> bool:
-    """Return whether artifacts are kept by the tracking server itself."""
     server, found = urlsplit(tracking_uri), _SERVER.fullmatch(uri)
     if server.scheme not in _DEFAULT_PORTS:
         return False
@@ -134,7 +133,6 @@ def _lies_in(uri: str, place: str) -> bool:
 
 
 def _path(uri: str) -> Path | None:
-    """Return the local path that `uri` names; None if it names none."""
     if uri.startswith("file:///"):  # MLflow drops a query and a fragment
         return None if re.search("[?#;]", uri) else Path(unquote(uri.removeprefix("file://")))
     return Path(uri) if ":" not in uri else None

@@ -97,7 +97,6 @@ def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
 
 
 def _compared(parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]) -> tuple[Found, list[str]]:
-    """Return the findings by what they are of, and the layers whose noise was turned off."""
     from pipeline.verify import engine, layers
 
     precision = parts.spec.config.hardware.precision.name
@@ -148,7 +147,6 @@ def _assembled(spec: RunSpec, given: Sequence[str], left_out: list[str]) -> Part
 
 
 def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
-    """Return the spec without the metric at `key`; None if there is no metric."""
     every = ((group, metric) for group in METRIC_GROUPS for metric in metrics_of(spec.config.training, group))
     for group, metric in (found for found in every if found[1].key == key):
         nodes = deepcopy(spec.resolved["training"][group])
@@ -181,7 +179,6 @@ def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
 
 
 def _log(spec: RunSpec, certificate: list[Any], apart: float, holds: bool, verdict: str) -> None:
-    """Log the certificate as a run of its own."""
     from pipeline.tracking.store import Store
 
     tracking = spec.config.tracking

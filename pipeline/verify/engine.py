@@ -37,8 +37,6 @@ class Finding:
 
 
 class _Outcome(NamedTuple):
-    """The results of one update."""
-
     results: dict[str, float]  # loss, metrics, learning rate and gradient norm
     gradients: list[Any]  # None if the loss does not depend on the variable
     weights: list[Any]
