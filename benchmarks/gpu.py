@@ -39,7 +39,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks import children, processes  # noqa: E402
 from benchmarks.figures import Figure, Missing, table  # noqa: E402
-from pipeline.sweep import gpus  # noqa: E402
+from pipeline.common import nvidia  # noqa: E402
 
 NETWORKS = {"resnet50": (12, 18), "transformer10m": (10, 10), "transformer350m": (20, 24)}  # seconds without, with XLA
 PARTS = ("peak", "equal", "repeatable", "memory", "update", "logging", "auto", *NETWORKS)
@@ -195,7 +195,7 @@ def _facts(tiny: bool) -> dict[str, Any]:
     """Return what TensorFlow says of the device; let processes be new ones where a fork finds no GPU."""
     found, why = children.run("benchmarks.gpu_workloads:facts", {}, START)
     on_gpu = bool(found) and found[0]["on_gpu"]
-    if not on_gpu and gpus.visible() and len(children.methods) > 1:
+    if not on_gpu and nvidia.visible() and len(children.methods) > 1:
         print(f"a fork finds no GPU {why}: each process imports TensorFlow", file=sys.stderr, flush=True)
         del children.methods[0]
         return _facts(tiny)

@@ -8,6 +8,7 @@ once by the weight of the whole update, and what is logged of it: loss, learning
 from .accumulating_model import AccumulatingModel
 from .adam import fused_adam
 from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
+from .cuda_libraries import load_cuda_libraries
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
 from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras, unsupported
@@ -48,6 +49,7 @@ __all__ = [
     "keys_of",
     "labels_by_name",
     "layers_of",
+    "load_cuda_libraries",
     "logits_of",
     "mask_of",
     "noisy_layers",
@@ -63,6 +65,8 @@ __all__ = [
     "weighted_sum",
     "wide_layers",
 ]
+
+load_cuda_libraries()
 
 
 def __dir__() -> list[str]:

@@ -137,7 +137,8 @@ def sum_over_micro_batches(
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
     parts = parts_of(batch)
-    count = examples_in(parts)
+    with tf.device("CPU:0"):  # a GPU asks for the shape of what it holds
+        count = examples_in(parts)
     leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
 
     def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:

@@ -1,6 +1,7 @@
-"""What every room may use: errors, secrets, signals, files that are read again, a cache on disk, the available memory.
+"""What every room may use: errors, secrets, signals, files that are read again, a cache on disk, the available memory
+and GPUs.
 
 Imports no other room.
 """
 
-__all__ = ["disk_cache", "errors", "imports", "memory_budget", "recorded", "secrets", "signals"]
+__all__ = ["disk_cache", "errors", "imports", "memory_budget", "nvidia", "recorded", "secrets", "signals"]

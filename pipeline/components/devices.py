@@ -1,7 +1,10 @@
 """Device, replicas, precision and determinism: what must be set before TensorFlow builds anything."""
 
+import importlib.util
+import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline.common import imports
+from pipeline.accumulation import load_cuda_libraries
+from pipeline.common import imports, nvidia
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.schema import Device, HardwareConfig
@@ -56,11 +60,10 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     Call it once, before any other TensorFlow call; with several `workers` it waits until all have joined. It raises a
     ConfigError if the machine lacks the devices that the config asks for.
     """
+    load_cuda_libraries()
     with imports.without_chatter():  # on a machine without a driver, the libraries say that they cannot start CUDA
         replicas, gpus = config.replicas, tf.config.list_physical_devices("GPU")
-    if config.device == Device.gpu and not gpus:
-        rule = "must be a device of this machine, which has no GPU"
-        raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
+    missing = "" if gpus or config.device == Device.cpu else f" ({why_no_gpu(config.device)})"
     used = _gpus(gpus, replicas, workers) if uses_gpu(config) else []
     tf.config.set_visible_devices(used, "GPU")
     for gpu in used:
@@ -83,14 +86,39 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
     if used:
         what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in used)
-    why = " (no GPU answers)" if config.device == Device.auto and not gpus else ""
-    strategy, what = _strategy(replicas, bool(used), workers), f"{what}{why}, {precision}"
+    strategy, what = _strategy(replicas, bool(used), workers), f"{what}{missing}, {precision}"
     if workers is None:
         return Devices(strategy, bool(used), what)
     with tf.device("CPU:0"):
         reductions_ready = tf.Variable(0, dtype=tf.int64, trainable=False)
     count = len(workers.addresses)
     return Devices(strategy, bool(used), f"{count} workers, each with {what}", count, reductions_ready)
+
+
+def why_no_gpu(device: Device) -> str:
+    """Say why TensorFlow lists no GPU; refuse to compute on the CPU where it should have listed some."""
+    count, rule = nvidia.gpus_of_driver(), ""
+    if not count:
+        why, rule = "no GPU answers", "must be a device of this machine, which has no GPU"
+    elif not nvidia.visible():
+        why = "CUDA_VISIBLE_DEVICES hides the GPUs"
+    elif importlib.util.find_spec("nvidia") is None:
+        why = "TensorFlow's CUDA libraries are not installed: see requirements-gpu.lock"
+    else:
+        missing = _libraries_not_opened()
+        why = f"TensorFlow uses none of {count} GPUs, and could not open {', '.join(missing) or 'their driver'}"
+        device = Device.gpu  # also if it is auto: hours on a CPU are not what was meant
+    if device == Device.gpu:
+        raise ConfigError("hardware.device", rule or f"must be cpu ({why})", "gpu", ["auto", "cpu"])
+    return why
+
+
+def _libraries_not_opened() -> list[str]:
+    """Return the CUDA libraries that TensorFlow does not find, by its own words in a process that shows them."""
+    code = "from pipeline import accumulation; import tensorflow; tensorflow.config.list_physical_devices('GPU')"
+    shown = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1", "PYTHONPATH": imports.path_of_processes()}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **shown})
+    return sorted(set(re.findall(r"Could not load dynamic library '([^']+)'", said.stderr)))
 
 
 def _gpus(gpus: list[Any], replicas: int, workers: Cluster | None) -> list[Any]:

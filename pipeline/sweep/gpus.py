@@ -1,15 +1,13 @@
 """Assigns this machine's GPUs to jobs, and locks them so that no two jobs share one."""
 
 import contextlib
-import glob
-import itertools
 import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError, say
 from pipeline.config import cluster
 from pipeline.config.schema import HardwareConfig
@@ -20,7 +18,7 @@ DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 
 def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[str]]:
     """Return the GPUs of each job that may run at once; by default one job per GPU, or a single one without a GPU."""
-    gpus, size = visible(), per_job(hardware)
+    gpus, size = nvidia.visible(), per_job(hardware)
     if not gpus and any(h.device.name == "gpu" for h in hardware):
         rule = "must be a device of this machine, which has no GPU"
         raise ConfigError("hardware.device", rule, "gpu", ["auto", "cpu"])
@@ -36,20 +34,6 @@ def per_job(hardware: Sequence[HardwareConfig]) -> int:
     here = not cluster.is_named(os.environ)  # otherwise each worker has GPUs of its own
     asking = [h for h in hardware if h.device.name != "cpu"]
     return max((max(h.gpus_per_job, h.replicas * (h.workers or 1) if here else h.replicas) for h in asking), default=0)
-
-
-def visible() -> list[str]:
-    """Return the NVIDIA GPUs that this process may use, by number or UUID as in CUDA_VISIBLE_DEVICES."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        names = (gpu.strip() for gpu in listed.split(","))
-        return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names))  # as CUDA reads it
-    try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
-        count = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
-    except (OSError, subprocess.SubprocessError):
-        count = len(glob.glob("/dev/nvidia[0-9]*"))
-    return [str(number) for number in range(count)]
 
 
 def lock(gpus: Sequence[str]) -> None:

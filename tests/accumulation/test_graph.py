@@ -17,9 +17,9 @@ def loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def traced(update: Update) -> tf.compat.v1.GraphDef:
-    """The graph of an update whose batch alone has an axis of size `EFFECTIVE`."""
-    shapes = [EFFECTIVE, WIDTH], [EFFECTIVE], [EFFECTIVE]
+def traced(update: Update, size: int | None = EFFECTIVE) -> tf.compat.v1.GraphDef:
+    """The graph of an update whose batch alone has an axis of size `EFFECTIVE`, or of a size that is not known."""
+    shapes = [size, WIDTH], [size], [size]
     specs = [tf.TensorSpec(shape, dtype) for shape, dtype in zip(shapes, ("float32", "int64", "float32"), strict=True)]
     made = tf.function(lambda *batch: update(batch), autograph=False).get_concrete_function(*specs)
     return made.graph.as_graph_def(add_shapes=True)
@@ -71,8 +71,18 @@ def test_only_the_host_holds_the_effective_batch():
     found = taking_the_batch(traced(built(small_model(layers.ActivityRegularization(0.1)), noise_every=2)))
     slices = [name for name in found if name.startswith("StridedSlice")]
     assert len(slices) >= 3 * 2  # x, y and weights: before the loop and in it
-    elsewhere = {name: device for name, device in found.items() if not device.endswith("CPU:0")}
-    assert all(name.startswith("Shape ") for name in elsewhere), elsewhere  # looks at no value
+    assert {name: device for name, device in found.items() if not device.endswith("CPU:0")} == {}
+
+
+def test_no_replica_holds_its_share(precision):
+    """Of what is cut on the host for the second replica, its device takes micro-batches alone, one by one."""
+    precision("float32")
+    with (strategy := tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])).scope():
+        update = built(small_model(), strategy=strategy)
+    nodes = {node.name: node for node in traced(update, None).node}
+    cut = {name for name, node in nodes.items() if node.op == "StridedSlice" and node.device.endswith("CPU:0")}
+    taking = [node for node in nodes.values() if node.device.endswith("CPU:1") and cut & set(node.input)]
+    assert {node.op for node in taking} == {"Identity", "While"}  # the first micro-batch; the loop cuts the others
 
 
 def test_what_would_take_the_batch_to_a_device_is_seen():

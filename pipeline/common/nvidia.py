@@ -1,0 +1,24 @@
+"""This machine's NVIDIA GPUs, as its driver lists them and as this process may use them."""
+
+import glob
+import itertools
+import os
+import subprocess
+
+
+def gpus_of_driver() -> int:
+    """Return how many GPUs the driver lists."""
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
+        return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def visible() -> list[str]:
+    """Return the GPUs that this process may use, by number or UUID as in CUDA_VISIBLE_DEVICES."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [str(number) for number in range(gpus_of_driver())]
+    names = (gpu.strip() for gpu in listed.split(","))
+    return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names))  # as CUDA reads it
