@@ -21,7 +21,7 @@ _NAME = (
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
 # In an override: where a secret is.
-_SECRET_FILE = re.compile(r"""(secret_file['"]?\s*[=:]\s*)(?!null)('[^']*'|"[^"]*"|[^\s,}]+)""")
+_SECRET_FILE = re.compile(r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)""")
 _SECRET_NAMES = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PWD|PAT|AUTH)$", re.IGNORECASE
 )

@@ -60,7 +60,9 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
     """
     known = {mask(text) for text in given}
     # Older records hold `tracking=server`; this call says where the store is.
-    recorded = [text for text in listed(tags, "sweep.overrides") if text not in known and _key(text) != "tracking"]
+    recorded = [
+        text for text in listed(tags, "sweep.overrides") if mask(text) not in known and _key(text) != "tracking"
+    ]
     values: dict[str, Any] = {}
     try:
         for key, value in itertools.chain.from_iterable(map(_values, recorded)):

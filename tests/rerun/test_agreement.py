@@ -171,6 +171,7 @@ def test_a_counter_is_exact():
         assert found.verdict == "different"
 
 
+@pytest.mark.slow
 def test_the_page_draws_both_runs_and_what_differs():
     old, new = history(train_loss={1: 1.0, 2: NAN, 3: 0.5}, val_loss={3: 1.0}), history(train_loss={1: 1.0, 3: 0.4})
     page = agreement.page(old, new, "old & new", "different")

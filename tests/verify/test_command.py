@@ -50,6 +50,7 @@ def test_a_layer_that_looks_at_its_batch_is_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["conf", "mine.py"]
 
 
+@pytest.mark.slow
 def test_a_certificate_is_logged(tmp_path):
     cut = ("accumulation.effective_batch_size=100", "accumulation.factor=3")
     said = pipeline("verify", "model=mlp", "model.dropout=0.5", *cut, "--log", cwd=tmp_path)
