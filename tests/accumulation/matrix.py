@@ -5,6 +5,7 @@ Nothing is built at import, so that a process that has its devices to set up fir
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, product
@@ -193,6 +194,32 @@ def covering(*axes: Iterable[str]) -> list[Case]:
         rows.append(Case(*row))
         used.update(row)
         left -= pairs[row]
+    return rows
+
+
+def crossed(axes: Iterable[Iterable[str]], impossible: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """Return rows that have every possible pair of values, of many axes: always the best of 40, filled axis by axis.
+
+    Where several values of an axis give as many new pairs, the first one is taken.
+    """
+
+    def possible(*values: tuple[int, str]) -> bool:
+        return not any(set(pair) <= {value for _, value in values} for pair in impossible)
+
+    draw, rows, of_axes = random.Random(0), [], [[(index, value) for value in axis] for index, axis in enumerate(axes)]
+    missing = {pair for two in combinations(of_axes, 2) for pair in product(*two) if possible(*pair)}
+
+    def filled() -> tuple[str, ...]:
+        row = list(draw.choice(sorted(missing)))
+        for index in draw.sample(range(len(of_axes)), len(of_axes)):
+            if index not in dict(row):
+                values = [one for one in of_axes[index] if possible(*row, one)]
+                row.append(max(values, key=lambda one: sum(tuple(sorted((one, other))) in missing for other in row)))
+        return tuple(value for _, value in sorted(row))
+
+    while missing:
+        rows.append(max((filled() for _ in range(40)), key=lambda row: len(pairs_of(row) & missing)))
+        missing -= pairs_of(rows[-1])
     return rows
 
 
