@@ -26,6 +26,7 @@ class Plain(keras.Model):
 def test_a_plain_subclassed_model_predicts_the_same_from_the_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
     client = mlflow.MlflowClient(uri)
     run = client.create_run(client.create_experiment("plain"))
     model = Plain(keras.Sequential([layers.Dense(3), layers.Dropout(0.5)]), lambda x: 2 * x)
