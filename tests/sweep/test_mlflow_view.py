@@ -105,15 +105,20 @@ class Shown:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """The store alone: neither a server nor a browser."""
-    store = synthetic.store(tmp_path_factory.mktemp("shown"))
+    """The store alone, with short curves: neither a server nor a browser."""
+    return made(tmp_path_factory.mktemp("stored"), EXAMPLES // 5)
+
+
+def made(folder: Path, examples: int) -> Shown:
+    """Return a store in `folder` whose first sweep has jobs that see `examples` examples each."""
+    store = synthetic.store(folder)
     names = [f"factor={factor} seed={seed}" for factor in FACTORS for seed in SEEDS]
     factors = synthetic.Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
     losses = {}
     for factor in FACTORS:
         for seed in SEEDS:
             batch = MICRO * factor
-            seen = batch * np.arange(1, EXAMPLES // batch + 1)
+            seen = batch * np.arange(1, examples // batch + 1)
             loss = losses[factor, seed] = 2 * np.exp(-seen / 3000) + 0.1 * seed + 0.05 * np.log2(factor)
             # Not on any step that is a round part of the whole: most of them fall out of a thinned-out `train/` row.
             at = [int(step) for step in np.linspace(0.19, 0.99, EVALUATIONS) * len(seen)]
@@ -139,7 +144,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Shown:
 
 
 @pytest.fixture(scope="module")
-def shown(stored: Shown, chromium: WebDriver) -> Iterator[Shown]:
+def shown(tmp_path_factory: pytest.TempPathFactory, chromium: WebDriver) -> Iterator[Shown]:
+    stored = made(tmp_path_factory.mktemp("shown"), EXAMPLES)
     with server(stored.store.uri, seconds=300) as address, window(chromium) as chrome:
         chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NEW})
         yield replace(stored, address=address, chrome=chrome)
