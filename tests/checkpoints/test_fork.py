@@ -67,6 +67,7 @@ def last_weights(folder, name, update=UPDATES):
     return snapshot.read(found.folder, found.meta).arrays
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_goes_on_to_the_same_result(source, tmp_path):
     undisturbed = folder_of(tmp_path)
     pipeline("train", *RUN, cwd=undisturbed)

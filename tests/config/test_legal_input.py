@@ -169,12 +169,12 @@ FUNCTION = "'+training.metrics.own={_target_: keras.metrics.sparse_categorical_a
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
-    "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS} {CONFIDENCE}",
     "builder": f"model=unbuilt dataset=waves dataset.data_dir=data {FUNCTION}",
-    "own objective": "model=linear dataset=heights objective=mine",
 }
 WIDER = {
     "partly weighted": f"{PARTLY} hardware.replicas=2",
+    "monitored": f"model=unbuilt dataset=classes schedule=constant training.epochs=9 {CALLBACKS} {CONFIDENCE}",
+    "own objective": "model=linear dataset=heights objective=mine",
     "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
     "unreadable": "model=unreadable dataset=classes tracking.log_model=true",
     "partly weighted and streamed": f"{PARTLY} +dataset.in_memory=false",
@@ -253,23 +253,26 @@ def test_a_function_for_a_metric_is_the_mean_of_its_values(ran):
     assert metrics["train/own"] == metrics["train/accuracy"]
 
 
-def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran):
-    _, store, _ = ran
+@pytest.mark.slow
+def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran_wider):
+    _, store, _ = ran_wider
     run = store.run("own objective")
     assert run.data.params["training.loss.delta"] == "0.5"
     assert "training.loss.from_logits" not in run.data.params
     assert {key for key in run.data.metrics if key.startswith("val/")} == {"val/loss", "val/far", "val/examples_seen"}
 
 
-def test_a_monitored_metric_has_its_direction(ran):
-    folder, store, _ = ran
+@pytest.mark.slow
+def test_a_monitored_metric_has_its_direction(ran_wider):
+    folder, store, _ = ran_wider
     run = store.run("monitored")
     assert list(store.history(run, "val/accuracy")) == [4, 8]  # the second epoch is no better by 2, so it ends
     assert keras.saving.load_model(folder / "best.keras", compile=False).count_params() == 4 * 8 + 8 + 8 * 3 + 3
 
 
-def test_a_metric_without_a_name_is_logged_by_its_key(ran):
-    _, store, _ = ran
+@pytest.mark.slow
+def test_a_metric_without_a_name_is_logged_by_its_key(ran_wider):
+    _, store, _ = ran_wider
     run = store.run("monitored")
     assert 1 / 3 < store.history(run, "train/sure")[4] < 1
     assert 1 / 3 < store.history(run, "val/sure")[4] < 1

@@ -44,6 +44,7 @@ def shipped(mlflow_server, experiment, steps):
     return len(fields(mlflow_server, experiment)["metrics"].get("train/loss", ())) >= steps
 
 
+@pytest.mark.slow
 def test_down_at_the_start_is_refused_in_a_line(tmp_path, proxy, capsys):
     proxy.down()
     with pytest.raises(ConfigError, match=r"tracking.uri must be a store that answers \(127.0.0.1:\d+: .*refused\)"):
