@@ -193,3 +193,20 @@ def test_help_of_ui_is_its_own(installed):
     said = installed.run("pipeline", "ui", "--help")
     assert "--port PORT" in said
     assert "dataset:" not in said
+
+
+def test_an_exported_store_that_is_empty_is_none(installed):
+    installed.environment["MLFLOW_TRACKING_URI"] = ""
+    shown = installed.run("pipeline", "train", "--cfg", "job", "--resolve")
+    assert yaml.safe_load(shown)["tracking"]["uri"] == "sqlite:///mlruns/mlflow.db"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_file_of_ours(installed, closed):
+    """What a process opens first would take its number, and then be written to by `print`."""
+    code = "import os, pipeline.__main__ as m; m.main = lambda: print('said') or os.open('opened', 66) < 3; m.command()"
+    done = subprocess.run(
+        ["sh", "-c", f'{sys.executable} -c "{code}" {closed}'], cwd=installed.folder, env=installed.environment
+    )
+    assert done.returncode == 0
+    assert (installed.folder / "opened").read_text() == ""

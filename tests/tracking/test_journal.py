@@ -19,7 +19,7 @@ from mlflow.tracking import MlflowClient
 from pipeline.common.errors import ConfigError
 from pipeline.tracking import journal_file
 from pipeline.tracking import store as tracking_store
-from pipeline.tracking.foreign_store import OwnStore, sync_command
+from pipeline.tracking.foreign_store import DEFAULT_STORE, OwnStore, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
 from pipeline.tracking.sync_run import sync_run
@@ -434,6 +434,13 @@ def test_a_store_that_is_trusted_is_followed(tmp_path):
         OwnStore("http://b", ("http://a",), False).followed("http://me:word@a", "it")
     assert "add tracking.uri=http://***@a" in str(refused.value)
     assert sync_command("my run", "http://me:word@a") == "pipeline sync 'my run' 'tracking.uri=http://***@a'"
+
+
+def test_a_printed_command_names_the_store_unless_it_would_find_it(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert sync_command("run", DEFAULT_STORE) == "pipeline sync run"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://exported:80")
+    assert sync_command("run", DEFAULT_STORE) == f"pipeline sync run tracking.uri={DEFAULT_STORE}"
 
 
 def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):

@@ -123,3 +123,11 @@ def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
 def test_a_wrong_config_is_refused(tmp_path):
     said = pipeline("verify", "accumulation.factor=0", cwd=tmp_path, status=2)
     assert said.stderr == "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
+
+
+@pytest.mark.slow
+def test_code_of_the_run_that_exits_gives_no_verdict(tmp_path):
+    (tmp_path / "mine.py").write_text("def leaving(**given):\n    exit(0)\n")
+    said = pipeline("verify", "model=mlp", "model._target_=mine.leaving", cwd=tmp_path, status=1)
+    assert said.stdout == ""
+    assert "code of the run has called exit(0)" in said.stderr
