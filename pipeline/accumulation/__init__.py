@@ -6,12 +6,14 @@ once by the weight of the whole update, and what is logged of it: loss, learning
 """
 
 from .accumulating_model import AccumulatingModel
+from .accumulating_optimizer import AccumulatingOptimizer
 from .adam import fused_adam
 from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
 from .cuda_libraries import load_cuda_libraries
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
 from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras, unsupported
+from .gradient_accumulator import GradientAccumulator
 from .gradient_sums import GradientSums
 from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layers_of, logits_of, mask_of
 from .loss_sums import added_losses, weighted_sum
@@ -24,9 +26,11 @@ from .update import Update, accumulate_gradients
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
     "AccumulatingModel",
+    "AccumulatingOptimizer",
     "BatchTotals",
     "Evaluation",
     "Forward",
+    "GradientAccumulator",
     "GradientSums",
     "Losses",
     "Metrics",

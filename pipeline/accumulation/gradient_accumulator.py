@@ -1,0 +1,111 @@
+"""A weighted sum of gradients that outlives a step: for loops with a tape of their own.
+
+    S += w·g;  W += w        # for each part, on each replica by itself
+    S / W                    # once an update, over all replicas
+
+Where g is the gradient of the mean over a part and w the part's number of examples, or the sum of their weights, S / W
+is the gradient of the mean over all parts, whatever their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .batch import reduce
+from .loss_sums import divide
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+class GradientAccumulator:
+    """Sums of gradients, and of their weights, in variables of the strategy that is current when it is made.
+
+    It holds a dense sum for each variable, in float32 at least: of an embedding, too, the whole table.
+
+    Args:
+        variables: those that the gradients are of, in their order.
+
+    Example:
+        ```python
+        accumulator = GradientAccumulator(model.trainable_variables)
+        for x, y in parts:
+            with tf.GradientTape() as tape:
+                loss = mean_loss(y, model(x))
+            accumulator.add(tape.gradient(loss, model.trainable_variables), weight=len(x))
+        optimizer.apply(accumulator.average(), model.trainable_variables)
+        accumulator.reset()
+        ```
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable | tf.Variable]):
+        self.strategy = tf.distribute.get_strategy()
+        if self.strategy.num_replicas_in_sync > 1 and not isinstance(self.strategy, tf.distribute.MirroredStrategy):
+            rule = "strategy must be MirroredStrategy or have one replica; `Update` runs under the others"
+            raise ValueError(f"{rule}. Received: {type(self.strategy).__name__}")
+        self.sums = [_zeros(tuple(each.shape), _sum_dtype(each.dtype)) for each in variables]
+        self.weight = _zeros((), "float64")
+        self._has_gradient = [False] * len(self.sums)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Return what a checkpoint has to hold between two parts: the weight, then a sum for each variable."""
+        return [self.weight, *self.sums]
+
+    def add(self, gradients: Sequence[Gradient], weight: Any = 1.0) -> None:
+        """Add the gradients of one part; under a strategy inside of `strategy.run`, each replica those of its share.
+
+        Args:
+            gradients: of each variable, dense or `tf.IndexedSlices`; None where a part does not depend on it.
+            weight: of the part, scalar: by how much its mean counts.
+
+        Raises:
+            ValueError: their number or shapes are not those of the variables.
+        """
+        if len(gradients) != len(self.sums):
+            raise ValueError(f"gradients must be {len(self.sums)}, one a variable. Received: {len(gradients)}")
+        for index, (gradient, total) in enumerate(zip(gradients, self.sums, strict=True)):
+            if gradient is None:
+                continue
+            self._has_gradient[index] = True
+            dense = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
+            total.assign_add(dense * tf.cast(weight, total.dtype))
+        self.weight.assign_add(tf.cast(weight, self.weight.dtype))
+
+    def average(self) -> list[tf.Tensor | None]:
+        """Return Σ w·g / Σ w over all parts and replicas; None for a variable that no part depended on.
+
+        Call it outside of `strategy.run`. Without parts, and where all weights are zero, it is zero.
+        """
+        return self.of_sums(self.reduced())
+
+    def reduced(self) -> list[Any]:
+        """Return the values of `variables` over all replicas; under a strategy call it outside of `strategy.run`."""
+        values = [variable.value for variable in self.variables]
+        if self.strategy.num_replicas_in_sync > 1:
+            return reduce(self.strategy, values)
+        return [tf.convert_to_tensor(value) for value in values]
+
+    def of_sums(self, values: Sequence[tf.Tensor], times: int = 1) -> list[tf.Tensor | None]:
+        """Return the average that such values hold, `times` itself."""
+        weight, *sums = values
+        pairs = zip(sums, self._has_gradient, strict=True)
+        return [divide(total, weight / times) if has_gradient else None for total, has_gradient in pairs]
+
+    def reset(self) -> None:
+        """Begin the next update."""
+        for variable in self.variables:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> keras.Variable:
+    options = {"trainable": False, "synchronization": "on_read", "aggregation": "sum"}
+    return keras.Variable(keras.initializers.Zeros(), shape=shape, dtype=dtype, **options)
+
+
+def _sum_dtype(dtype: Any) -> str:
+    name = keras.backend.standardize_dtype(dtype)
+    return "float32" if name in ("float16", "bfloat16") else name
