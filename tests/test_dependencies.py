@@ -67,6 +67,8 @@ def test_make_refuses_a_python_that_tensorflow_has_no_wheel_for(tmp_path, versio
     assert done.returncode == 2
     assert (line in done.stderr.splitlines()) == refused
     assert ("Setting up .venv" in done.stdout) != refused
+    rest = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^cp (requirements(-gpu)?\.lock) \.venv/\1\.installed$", rest, re.MULTILINE)  # a run records it
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">=3.11,<3.14"
 

@@ -68,6 +68,7 @@ def test_the_replicas_are_on_the_gpus_that_are_named(asked):
 
 def test_a_gpu_is_not_asked_for_where_there_is_none(monkeypatch):
     monkeypatch.setattr(nvidia, "gpus_of_driver", lambda: 0)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
     with pytest.raises(ConfigError, match=r"hardware\.gpu must be null \(no GPU answers\)\. Received: 0"):
         devices.setup(HardwareConfig(gpu=0), seed=0)
 
@@ -90,7 +91,7 @@ def test_jobs_that_share_a_gpu_do_not_wait_for_each_other(capsys, tmp_path, monk
     monkeypatch.setenv(nvidia.LOCKED, "")
     with (tmp_path / f"pipeline-{os.getuid()}-gpu-5.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        nvidia.lock(["5"], shared=True)
+        nvidia.lock(["5"], shared=True, wait=False)
         assert capsys.readouterr().err == ""
         monkeypatch.setenv(nvidia.LOCKED, "")
         nvidia.lock(["5"], wait=False)  # one that does not share it

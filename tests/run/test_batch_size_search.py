@@ -209,6 +209,7 @@ def test_the_largest_size_below_such_an_error_is_trained_with(project, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="the tries do not lose this machine's GPU")
 def test_a_try_on_the_cpu_is_refused_where_tensorflow_lists_a_gpu_elsewhere(project):
     """The tries are forks: such a process has lost the GPU if a library has opened it before."""
     (project / "asked").mkdir()

@@ -48,8 +48,9 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch):
 def test_a_job_gets_the_gpus_that_tensorflow_lists(monkeypatch, capsys):
     """A driver alone trains nothing: otherwise four jobs would compete for this machine's processors."""
     monkeypatch.setattr(nvidia, "gpus_of_driver", lambda: 4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert slots(monkeypatch, "0,1,2,3", {}, (3, [])) == [["0"], ["1"], ["2"]]
-    assert slots(monkeypatch, "0,1,2,3", {}, (0, ["libcudart.so.12"])) == [[]]  # this environment has no CUDA
+    assert slots(monkeypatch, "0,1,2,3", {}, (0, ["libcudart.so.12"])) == [[]]
     assert "jobs run on the CPU: TensorFlow's CUDA libraries are not installed: see requ" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(ConfigError, match=r"uses none of 4 GPUs, and could not open libcusolver\.so\.11"):
