@@ -1,6 +1,6 @@
 # Each target sets up .venv first where that has not been done. `make` alone lists the targets.
 #   ARGS="…"      passed on:  make train ARGS="model=mlp accumulation.factor=8"
-#   PYTHON=…      the interpreter that .venv is made with, 3.11 or newer
+#   PYTHON=…      the interpreter that .venv is made with, 3.11 to 3.13
 
 PYTHON ?= python3
 ARGS   ?=
@@ -67,14 +67,15 @@ clean: ## removes .venv, .venv-peers, caches and build outputs; keeps runs and s
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip of the outer interpreter installs into .venv, so that a Python without ensurepip will do. The lock brings
-# .venv a pip of its own. The project is installed in place: what is edited is what runs.
+# .venv a pip of its own. The project is installed in place: what is edited is what runs. A copy of the lock stays in
+# .venv: a run records which one that is.
 $(STAMP): $(LOCK) pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %d.%d: make PYTHON=…" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 to 3.13 is needed, for which TensorFlow has wheels, this is %d.%d: make PYTHON=…" % sys.version_info[:2] if not (3, 11) <= sys.version_info < (3, 14) else 0)'
 	@echo "Setting up .venv from $(LOCK): a few minutes the first time."
 	$(PYTHON) -m venv --without-pip .venv
 	$(PYTHON) -m pip --python .venv/bin/python install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
 	$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	@touch $@
+	@cp $< $@
 
 # Without what is left out of the lock, which pip would ask for.
 $(PEERS): requirements-peers.lock

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
+
+import pytest
 
 from tests.running import ROOT
 
@@ -49,6 +52,25 @@ def test_both_locks_pin_every_dependency_without_an_address():
         pinned = {normal(line) for line in text.splitlines() if re.match(r"[\w.\-]+(\[.*\])?==", line)}
         assert {normal(requirement) for requirement in project["dependencies"]} <= pinned
         assert "://" not in text
+
+
+@pytest.mark.parametrize(("version", "refused"), [((3, 10), True), ((3, 14), True), ((3, 13), False)])
+def test_make_refuses_a_python_that_tensorflow_has_no_wheel_for(tmp_path, version, refused):
+    for name in ("Makefile", "pyproject.toml", "requirements.lock", "requirements-gpu.lock"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
+    python = tmp_path / "python"  # that makes no environment
+    code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
+    python.write_text(f"#!/bin/sh\n[ $1 = -c ] && exec {sys.executable} -c '{code}' \"$2\"\nexit 9\n")
+    python.chmod(0o755)
+    done = subprocess.run(["make", "setup", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    line = f"Python 3.11 to 3.13 is needed, for which TensorFlow has wheels, this is 3.{version[1]}: make PYTHON=…"
+    assert done.returncode == 2
+    assert (line in done.stderr.splitlines()) == refused
+    assert ("Setting up .venv" in done.stdout) != refused
+    rest = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^cp (requirements(-gpu)?\.lock) \.venv/\1\.installed$", rest, re.MULTILINE)  # a run records it
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == ">=3.11,<3.14"
 
 
 def test_the_peers_have_a_lock_of_their_own_that_shares_versions():

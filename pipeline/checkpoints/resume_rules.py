@@ -33,6 +33,7 @@ _SAME = (
 _FREE = (
     *("dataset.data_dir.", "dataset.download.", "dataset.checksum.", "tracking.", "trust.", "training.resume."),
     *("training.checkpoint_every.", "hardware.parallel_jobs.", "hardware.gpus_per_job.", "hardware.memory."),
+    *("hardware.jobs_per_gpu.", "hardware.gpu.", "hardware.gpu_memory."),
     *("hardware.open_ports.", "hardware.secret_file."),
 )
 

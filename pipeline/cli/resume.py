@@ -7,11 +7,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
+from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.common.secrets import HIDDEN
 from pipeline.config import compose
 from pipeline.config.plain import leaves
-from pipeline.sweep import gpus
 from pipeline.tracking.journal_file import Past
 
 
@@ -32,8 +32,8 @@ def resume(arguments: Sequence[str]) -> int:
         raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))
 
     def task(composed: DictConfig, given: list[str], run_dir: Path) -> float:
-        if composed.hardware.device.name == "gpu":
-            gpus.slots([composed.hardware], at_once=None)
+        if composed.hardware.device.name == "gpu" and not nvidia.visible():
+            nvidia.why_no_gpu(required=True)
         from pipeline.run import run
 
         _, loss = run.run(composed, given, run_dir, resume=True)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from pipeline.common import nvidia
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
 from pipeline.common.secrets import mask
 from pipeline.config import compose, former_names
 from pipeline.config.allow_list import allowed_places
 from pipeline.config.compose import directory
-from pipeline.sweep import gpus
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import ForeignStore, sync_command
@@ -116,8 +116,8 @@ def _recorded(options: argparse.Namespace, file: list[str], rest: list[str]) -> 
 
 
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
-    if config.hardware.device.name == "gpu":
-        gpus.slots([config.hardware], at_once=None)  # fails at once, while TensorFlow would take seconds
+    if config.hardware.device.name == "gpu" and not nvidia.visible():
+        nvidia.why_no_gpu(required=True)  # fails at once, while TensorFlow would take seconds
     from pipeline.run import run
 
     places = allowed_places(config.trust.allow)

@@ -1,10 +1,7 @@
 """Device, replicas, precision and determinism: what must be set before TensorFlow builds anything."""
 
-import importlib.util
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from pipeline.accumulation import load_cuda_libraries
-from pipeline.common import imports, nvidia
+from pipeline.common import imports, memory_budget, nvidia
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.schema import Device, HardwareConfig
@@ -63,11 +60,20 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     load_cuda_libraries()
     with imports.without_chatter():  # on a machine without a driver, the libraries say that they cannot start CUDA
         replicas, gpus = config.replicas, tf.config.list_physical_devices("GPU")
-    missing = "" if gpus or config.device == Device.cpu else f" ({why_no_gpu(config.device)})"
-    used = _gpus(gpus, replicas, workers) if uses_gpu(config) else []
+    missing = "" if gpus or config.device == Device.cpu else nvidia.why_no_gpu(config.device == Device.gpu)
+    if missing and config.gpu is not None:
+        raise ConfigError("hardware.gpu", f"must be null ({missing})", config.gpu)
+    used = _gpus(_named(gpus, config.gpu), replicas, workers) if uses_gpu(config) else []
     tf.config.set_visible_devices(used, "GPU")
     for gpu in used:
-        tf.config.experimental.set_memory_growth(gpu, True)
+        if config.gpu_memory is None:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        else:  # TensorFlow counts it in MiB, and takes all of it at once
+            limit = max(1, (memory_budget.parsed(config.gpu_memory) or 0) // 2**20)
+            tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=limit)])
+    if used:
+        numbers, names = (int(gpu.name.rpartition(":")[2]) for gpu in used), nvidia.visible()
+        nvidia.lock([names[number] if number < len(names) else str(number) for number in numbers], wait=False)
     if replicas > 1 and not used:
         if workers is not None:
             raise ConfigError(REPLICAS, "must be 1 with several workers on CPUs", replicas)
@@ -86,7 +92,7 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
     if used:
         what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in used)
-    strategy, what = _strategy(replicas, bool(used), workers), f"{what}{missing}, {precision}"
+    strategy, what = _strategy(replicas, bool(used), workers), f"{what}{missing and f' ({missing})'}, {precision}"
     if workers is None:
         return Devices(strategy, bool(used), what)
     with tf.device("CPU:0"):
@@ -95,30 +101,14 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     return Devices(strategy, bool(used), f"{count} workers, each with {what}", count, reductions_ready)
 
 
-def why_no_gpu(device: Device) -> str:
-    """Say why TensorFlow lists no GPU; refuse to compute on the CPU where it should have listed some."""
-    count, rule = nvidia.gpus_of_driver(), ""
-    if not count:
-        why, rule = "no GPU answers", "must be a device of this machine, which has no GPU"
-    elif not nvidia.visible():
-        why = "CUDA_VISIBLE_DEVICES hides the GPUs"
-    elif importlib.util.find_spec("nvidia") is None:
-        why = "TensorFlow's CUDA libraries are not installed: see requirements-gpu.lock"
-    else:
-        missing = _libraries_not_opened()
-        why = f"TensorFlow uses none of {count} GPUs, and could not open {', '.join(missing) or 'their driver'}"
-        device = Device.gpu  # also if it is auto: hours on a CPU are not what was meant
-    if device == Device.gpu:
-        raise ConfigError("hardware.device", rule or f"must be cpu ({why})", "gpu", ["auto", "cpu"])
-    return why
-
-
-def _libraries_not_opened() -> list[str]:
-    """Return the CUDA libraries that TensorFlow does not find, by its own words in a process that shows them."""
-    code = "from pipeline import accumulation; import tensorflow; tensorflow.config.list_physical_devices('GPU')"
-    shown = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1", "PYTHONPATH": imports.path_of_processes()}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **shown})
-    return sorted(set(re.findall(r"Could not load dynamic library '([^']+)'", said.stderr)))
+def _named(gpus: list[Any], named: int | list[int] | None) -> list[Any]:
+    """Return the GPUs of `hardware.gpu`, of all that TensorFlow lists."""
+    if named is None:
+        return gpus
+    numbers = [named] if isinstance(named, int) else named
+    if max(numbers) >= len(gpus):
+        raise ConfigError("hardware.gpu", f"must be of the {len(gpus)} GPUs of this machine, counted from 0", named)
+    return [gpus[number] for number in numbers]
 
 
 def _gpus(gpus: list[Any], replicas: int, workers: Cluster | None) -> list[Any]:
@@ -156,7 +146,7 @@ def uses_gpu(config: HardwareConfig) -> bool:
 
 
 def peak_memory(used: Devices) -> int:
-    """Return the peak in bytes: of the first GPU's memory, or of this process' resident memory on a CPU."""
+    """Return the peak in bytes: of TensorFlow's tensors on the first GPU, or of resident memory on a CPU."""
     if used.on_gpu:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     if (peak := status_bytes("VmHWM")) is not None:  # ru_maxrss begins with that of the process that started this one
@@ -164,6 +154,12 @@ def peak_memory(used: Devices) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def restart_peak_memory(used: Devices) -> None:
+    """Leave out of `peak_memory` on a GPU what came before, such as the model's initialization."""
+    if used.on_gpu:
+        tf.config.experimental.reset_memory_stats("GPU:0")
 
 
 def status_bytes(name: str) -> int | None:

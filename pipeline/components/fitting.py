@@ -62,6 +62,7 @@ def fit(
             retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)
         validation, test = (parts.evaluate(name, *told) for name in ("validation", "test"))
         evaluations = Evaluations(validation, test, parts.spec.config.training.evaluate_every, parts.best)
+        devices.restart_peak_memory(parts.devices)
         return Trainer(
             update,
             parts.batches,

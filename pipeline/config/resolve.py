@@ -19,17 +19,18 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import HIDDEN, masked
 from pipeline.config import cluster, plain, sizes, validate
 from pipeline.config.cluster import Cluster
 from pipeline.config.hydra_errors import as_config_error
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, Device
 from pipeline.config.sizes import Batching, Horizon
 
 # What each of several workers has from its own config, as it is the machine's or a secret.
 OWN = (
     *("tracking", "trust", "start", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory"),
-    *("hardware.open_ports", "hardware.secret_file"),
+    *("hardware.gpu", "hardware.gpu_memory", "hardware.open_ports", "hardware.secret_file"),
 )
 
 
@@ -135,6 +136,7 @@ def resolve(
     validate.check_settings(composed)
     composed.accumulation.update(sizes.sizes_in_force(composed.accumulation, named))
     spec = _spec(composed, workers, overrides, named=named)
+    _check_gpus(spec)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
         cluster.secret(composed.hardware.secret_file, environment)  # one that cannot be used is refused at once
@@ -151,6 +153,15 @@ def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
 def comparable(spec: RunSpec) -> dict[str, Any]:
     """Return the values that all workers must have in common, by their dotted keys: as asked, without their `OWN`."""
     return {key: value for key, value in plain.leaves(masked(dict(spec.asked))).items() if not _is_own(key)}
+
+
+def _check_gpus(spec: RunSpec) -> None:
+    """Refuse a `hardware.gpu` that does not name one GPU for each replica on this machine."""
+    gpu, replicas = spec.config.hardware.gpu, spec.config.hardware.replicas * spec.workers_on_machine
+    if gpu is not None and spec.config.hardware.device == Device.cpu:
+        raise ConfigError("hardware.gpu", "must be null with hardware.device=cpu", gpu)
+    if gpu is not None and replicas != (len(gpu) if isinstance(gpu, list) else 1):
+        raise ConfigError("hardware.gpu", f"must name one GPU for each of the {replicas} replicas here", gpu)
 
 
 def _spec(

@@ -89,6 +89,9 @@ class HardwareConfig(_SetOnce):
     precision: Precision = Precision.float32  # mixed precision keeps the variables in float32
     parallel_jobs: int | None = None  # jobs of a sweep at once on this machine; null: one per GPU, or one
     gpus_per_job: int = 1  # GPUs for each job of a sweep
+    jobs_per_gpu: int = 1  # jobs of a sweep on each GPU at once; give each its share with `gpu_memory`
+    gpu: Any = None  # (int | list | null) the GPUs of a run that is no job, counted from 0; null: the first ones
+    gpu_memory: Any = None  # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as it needs
     memory: Any = None  # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is available
     xla: Any = False  # (true | false) compile each micro-step with XLA; measure first, it is slower on a CPU
     deterministic: Any = False  # (true | false) two runs on the same machine are bit-identical

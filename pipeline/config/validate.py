@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from pipeline.common import memory_budget
 from pipeline.common.errors import ConfigError
@@ -58,10 +58,16 @@ def _are_class_weights(node: Any) -> bool:
     )
 
 
+def _are_indices(node: Any) -> bool:
+    indices = [*node] if isinstance(node, ListConfig) else [node]
+    return len(indices) == len(set(indices)) > 0 and all(_is_integer(index) and index >= 0 for index in indices)
+
+
 _COUNT: Check = ("at least 1", lambda value: _is_integer(value) and value >= 1)
 _POSITIVE: Check = ("a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
 _NOT_NEGATIVE: Check = ("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
 _SHARE: Check = ("from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+_SIZE: Check = ("a size such as 8GiB", lambda value: memory_budget.parsed(value) is not None)
 _SWITCH: Check = ("true, false or auto", lambda value: isinstance(value, bool) or value == "auto")
 _FLAG: Check = ("true or false", lambda value: isinstance(value, bool))  # OmegaConf takes any number for one
 # Keras computes with most numbers outside of these without a word: it clips nothing, or diverges.
@@ -75,7 +81,7 @@ _REPLICAS = max(16, os.cpu_count() or 1)  # a logical device is a thread: more t
 _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("optimizer.learning_rate", "schedule.decay_rate", "tracking.patience"), _POSITIVE),
     **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
-    **dict.fromkeys(("hardware.gpus_per_job", "scaling.reference_batch_size"), _COUNT),
+    **dict.fromkeys(("hardware.gpus_per_job", "hardware.jobs_per_gpu", "scaling.reference_batch_size"), _COUNT),
     **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),
     "training.class_weight": ("null, or a number of at least 0 for each class, a whole number", _are_class_weights),
     "training.loss_weights": (
@@ -98,10 +104,13 @@ _CHECKS: dict[str, Check] = {
     "accumulation.micro_batch_size": _or_null(
         (f"an integer, {' or '.join(sizes.SEARCHED)}", lambda value: _is_integer(value) or value in sizes.SEARCHED)
     ),
-    "hardware.memory": _or_null(("a size such as 8GiB", lambda value: memory_budget.parsed(value) is not None)),
+    **dict.fromkeys(("hardware.memory", "hardware.gpu_memory"), _or_null(_SIZE)),
+    "hardware.gpu": _or_null(("the index of a GPU from 0 on, or a list of different ones", _are_indices)),
     "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }
-_COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.(?!memory$)\w+|dataset\.shuffle_buffer")
+_COUNTING = re.compile(
+    r"(accumulation|training|hardware|scaling|tracking)\.(?!(gpu_)?memory$)\w+|dataset\.shuffle_buffer"
+)
 
 
 def check_form(config: DictConfig) -> None:

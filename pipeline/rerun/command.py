@@ -142,8 +142,8 @@ class Rerun:
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
         here["code"] = self.own.tracking.code  # paths on this machine
         config |= {"schema": SCHEMA, "tracking": (config.get("tracking") or {}) | here}
-        opens = {"open_ports": self.own.hardware.open_ports, "secret_file": self.own.hardware.secret_file}
-        config["hardware"] = (config.get("hardware") or {}) | opens
+        ours = {key: self.own.hardware[key] for key in ("open_ports", "secret_file", "gpu")}
+        config["hardware"] = (config.get("hardware") or {}) | ours
         if (config.get("start") or {}).get("run") is not None:  # recorded as given: maybe ambiguous
             tags = self.recorded.run.data.tags
             config["start"]["run"] = f"{tags.get(fork.RUN)}@{tags.get(fork.UPDATE)}"

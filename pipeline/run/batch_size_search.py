@@ -37,6 +37,7 @@ COLUMNS = ("micro_batch_size", "factor", "fits", "peak_memory_bytes", "update_se
 TABLE = "micro_batch_sizes.json"
 _ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}  # of the cache
 TAG = "micro_batch_size.found"
+PLACING = ("parallel_jobs", "gpus_per_job", "jobs_per_gpu")  # keys of `hardware` that change no try
 
 Trial = Callable[[int, bool], dict[str, Any]]  # of a micro-batch size, and whether its updates are timed
 
@@ -88,10 +89,11 @@ def _found(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
     limit = min(filter(None, budget.values()))
     say(f"{MICRO}={asked}: trying what fits into {MARGIN:.0%} of {memory_budget.readable(limit)}, or into the GPU")
     tries: list[list[Any]] = []
+    answers: list[dict[str, Any]] = []
     with _trials(spec, {name: value and MARGIN * value for name, value in budget.items()}) as trial:
 
         def attempt(size: int, timed: bool) -> dict[str, Any]:
-            answer = trial(size, timed)
+            answers.append(answer := trial(size, timed))
             fits, seconds = "why" not in answer, answer.get("update") if timed else None
             why = mask(answer.get("why", ""))
             factor, rate = cut.of(size).factor, cut.effective_batch_size / seconds if seconds else None
@@ -102,6 +104,8 @@ def _found(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
             return {**answer, "rate": rate}
 
         size = largest(cut.share, lambda size: "why" not in attempt(size, False))
+        if size is None and answers[-1].get("failed"):  # the smallest, so that it is no matter of memory
+            raise ConfigError(MICRO, f"must be a number, as the update that is tried fails ({tries[-1][-1]})")
         if size is None:
             key, rule = ("hardware.memory", "must be enough for") if memory else (MICRO, "must find room for")
             rule = f"{rule} a micro-batch of one example, which does not fit ({tries[-1][-1]})"
@@ -158,7 +162,7 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
     given = spec.resolved
     # Only whether they are 0 matters: without momentum there is no velocity in memory.
     numbers = {key: bool(value) for key, value in given["optimizer"].items() if isinstance(value, int | float)}
-    hardware = {key: value for key, value in given["hardware"].items() if key not in ("parallel_jobs", "gpus_per_job")}
+    hardware = {key: value for key, value in given["hardware"].items() if key not in PLACING}
     training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
     surroundings = provenance.environment(Path())
     machine = ("python", "processor", "processors", "driver", "package", "packages")

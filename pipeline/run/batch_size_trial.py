@@ -6,6 +6,7 @@ It reads a line of JSON with the spec and the budget, then a line for each trial
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -35,6 +36,8 @@ with imports.without_chatter():
 
 POLL = 0.01  # seconds between two measurements of the memory of a trial
 STILL = 300.0  # seconds without CPU time after which a trial counts as stuck
+# What kernels on a GPU say if they get no memory for a convolution, and of tensors of more than 2^31 elements.
+UNSAID = re.compile(r"No algorithm worked|int32|32-bit|2\^31|too large|overflow")
 LEAST, SECONDS = 3, 1.0  # the least number of updates that are timed, and for how long at least
 
 
@@ -144,12 +147,17 @@ def _does_not_fit(name: str, size: int) -> None:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """Return why a cut does not fit; or what is wrong with the config for any cut."""
-    link: BaseException | None = error
-    while link is not None:
+    """Return why a cut does not fit, `failed` where that is likely alone; or what is wrong with the config for any."""
+    links = [error]
+    while (link := links[-1].__cause__ or links[-1].__context__) is not None:
+        links.append(link)
+    for link in links:
         if isinstance(link, MemoryError | tf.errors.ResourceExhaustedError):
             return {"why": cause(link)}
-        link = link.__cause__ or link.__context__
+    for link in links:
+        unsaid = isinstance(link, tf.errors.InternalError | tf.errors.UnknownError)
+        if unsaid or (isinstance(link, tf.errors.OpError) and UNSAID.search(str(link))):
+            return {"why": f"{type(link).__name__}: {cause(link)}", "failed": True}
     if not isinstance(error, ConfigError):
         rule = f"must be a number, as the update that is tried fails ({described(error)})"
         error = ConfigError("accumulation.micro_batch_size", rule)

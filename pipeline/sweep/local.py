@@ -26,6 +26,7 @@ import cloudpickle
 import psutil
 from omegaconf import DictConfig
 
+from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError, described
 from pipeline.common.signals import Terminated
 from pipeline.config.schema import HardwareConfig
@@ -74,7 +75,9 @@ class LocalLauncher(SweepLauncher):
         sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in call.overrides)
         methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
         log = Path(call.config.hydra.sweep.dir) / str(call.number) / "job.log"
-        return LocalJob(call, gpus, log, self.timeout_min, methods, self.config.tracking.patience)
+        job = LocalJob(call, gpus, log, self.timeout_min, methods, self.config.tracking.patience)
+        job.shared = self.config.hardware.jobs_per_gpu > 1
+        return job
 
     def _ask_to_end(self, running: Sequence[LocalJob], late: bool) -> None:
         for job in running:
@@ -83,6 +86,8 @@ class LocalLauncher(SweepLauncher):
 
 class LocalJob:
     """A job in a process of its own, with a `limit` in minutes; a start method that fails leaves `methods`."""
+
+    shared = False  # whether other jobs may use its GPUs, too
 
     def __init__(self, call: JobCall, gpus: list[str], log: Path, limit: int, methods: list[str], patience: float = 0):
         self.deadline = float("inf")  # in seconds of the monotonic clock
@@ -108,7 +113,9 @@ class LocalJob:
 
     def _start_process(self) -> None:
         method = multiprocessing.get_start_method(allow_none=True)
-        arguments = (self._theirs, str(self._log), dict(os.environ), self._gpus, method)
+        # Set before TensorFlow looks for GPUs.
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}
+        arguments = (self._theirs, str(self._log), variables, self.shared, method)
         context: Any = multiprocessing.get_context(self._methods[0])
         self._process = context.Process(target=_main, args=arguments, name=f"job {self._call.number}")
         try:
@@ -153,9 +160,7 @@ class LocalJob:
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
 
 
-def _main(
-    parent: connection.Connection, log: str, variables: dict[str, str], gpus: list[str], method: str | None
-) -> None:
+def _main(parent: connection.Connection, log: str, variables: dict[str, str], shared: bool, method: str | None) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
@@ -169,8 +174,7 @@ def _main(
     except EOFError:
         return
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before TensorFlow looks for GPUs
-    gpus_of_machine.lock(gpus)
+    nvidia.lock(nvidia.visible(), shared=shared)
     try:
         ending = pickle.loads(call)()
     except Exception as error:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
 AT_ONCE = 1024  # examples per read
-MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock")
+MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock_file", "lock")
 # The form of dataset.json.
 DATASET = {"name": object, "version": object, "examples": {str: int}, "files": {str: str}, "content": {str: str}}
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
@@ -42,7 +42,7 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
     same = {key: value for key, value in resolved.items() if key not in ("tracking", "trust")}
     # How a run may be interrupted does not change its result; the data have a record of their own.
     free = {"training": ("resume", "checkpoint_every"), "dataset": ("data_dir",)}
-    free["hardware"] = ("open_ports", "secret_file")
+    free["hardware"] = ("open_ports", "secret_file", "gpu", "jobs_per_gpu")
     for group, left_out in free.items():
         if isinstance(same.get(group), dict):
             same[group] = {key: value for key, value in same[group].items() if key not in left_out}
@@ -58,7 +58,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         **_hardware(),
-        "lock": _lock(),
+        **_lock(),
         "git": git(),
         "code": own_code(),
         "package": {"version": __version__, "sha256": _package_hash()},
@@ -225,9 +225,11 @@ def _package_hash() -> str:
     return found.hexdigest()
 
 
-def _lock() -> str | None:
-    files = (folder / "requirements.lock" for folder in (Path.cwd(), Path(__file__).resolve().parents[2]))
-    return next((hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()), None)
+def _lock() -> dict[str, str]:
+    """Return name and SHA-256 of the lock that this environment was made from, a copy of which `make` leaves in it."""
+    copies = [file for file in Path(sys.prefix).glob("requirements*.lock.installed") if file.stat().st_size]
+    last = max(copies, key=lambda file: file.stat().st_mtime, default=None)  # a later one was installed over the others
+    return {} if last is None else {"lock_file": last.stem, "lock": hashlib.sha256(last.read_bytes()).hexdigest()}
 
 
 def _content_hash(split: Any) -> str:

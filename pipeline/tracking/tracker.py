@@ -35,6 +35,7 @@ NAME_LENGTH = 200  # characters of a run's name; MLflow takes 250
 _PLACE = (
     *("tracking", "trust", "hydra", "hardware.parallel_jobs", "training.resume", "training.checkpoint_every"),
     *("dataset.data_dir", "dataset.download", "dataset.checksum", "hardware.secret_file", "hardware.open_ports"),
+    *("hardware.gpu", "hardware.jobs_per_gpu"),
 )
 
 

@@ -10,9 +10,8 @@ import pytest
 import tensorflow as tf
 
 from pipeline.accumulation import cuda_libraries
+from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError
-from pipeline.components import devices
-from pipeline.config.schema import Device
 
 # Names in site-packages/nvidia/…/lib of what TensorFlow 2.21 opens.
 WHEELS = {
@@ -81,15 +80,33 @@ def driver(tmp_path, monkeypatch):
 
 def test_a_gpu_that_tensorflow_does_not_use_is_no_reason_to_train_on_the_cpu(site, driver, monkeypatch):
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(devices, "_libraries_not_opened", lambda: ["libcusolver.so.11"])
-    for device in (Device.auto, Device.gpu):
+    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (0, ["libcusolver.so.11"]))
+    for required in (False, True):
         with pytest.raises(ConfigError, match=r"uses none of 2 GPUs, and could not open libcusolver\.so\.11"):
-            devices.why_no_gpu(device)
+            nvidia.why_no_gpu(required)
+
+
+def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypatch):
+    """Such as a process that tries a micro-batch size for a run on the GPU."""
+    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (2, []))
+    with pytest.raises(
+        ConfigError, match="must be cpu \\(TensorFlow lists 2 GPUs in a new process and none in this one"
+    ):
+        nvidia.why_no_gpu(required=False)
+
+
+@pytest.mark.slow
+def test_tensorflow_is_asked_in_a_process(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    listed, missing = nvidia.of_tensorflow.__wrapped__()
+    assert (listed, set(missing) - {"libcuda.so.1"}) == (0, set())  # the driver's, which is asked first
 
 
 def test_what_is_not_installed_or_hidden_is_said(driver, monkeypatch):
-    assert "are not installed: see requirements-gpu.lock" in devices.why_no_gpu(Device.auto)  # as in this environment
+    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (0, ["libcudnn.so.9"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "are not installed: see requirements-gpu.lock" in nvidia.why_no_gpu(False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert devices.why_no_gpu(Device.auto) == "CUDA_VISIBLE_DEVICES hides the GPUs"
+    assert nvidia.why_no_gpu(False) == "CUDA_VISIBLE_DEVICES hides the GPUs"
     with pytest.raises(ConfigError, match=r"must be cpu \(CUDA_VISIBLE_DEVICES hides the GPUs\)"):
-        devices.why_no_gpu(Device.gpu)
+        nvidia.why_no_gpu(True)

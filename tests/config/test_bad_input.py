@@ -111,6 +111,22 @@ CONFIG = {
     "train hardware.memory=much": "hardware.memory must be a size such as 8GiB, or null. Received: 'much'.",
     "verify accumulation.micro_batch_size=auto": "accumulation.micro_batch_size must be a number: what is verified "
     "is that cut, in float64. Received: 'auto'.",
+    "train hardware.gpu_memory=half": "hardware.gpu_memory must be a size such as 8GiB, or null. Received: 'half'.",
+    "train hardware.jobs_per_gpu=0": "hardware.jobs_per_gpu must be at least 1. Received: 0.",
+    "train hardware.gpu=first": "hardware.gpu must be the index of a GPU from 0 on, or a list of different ones, or "
+    "null. Received: 'first'.",
+    "train hardware.gpu=-1": "hardware.gpu must be the index of a GPU from 0 on, or a list of different ones, or null. "
+    "Received: -1.",
+    "train hardware.gpu=[1,1]": "hardware.gpu must be the index of a GPU from 0 on, or a list of different ones, or "
+    "null. Received: [1, 1].",
+    "train hardware.gpu=[]": "hardware.gpu must be the index of a GPU from 0 on, or a list of different ones, or null. "
+    "Received: [].",
+    "train hardware.gpu=[0,1]": "hardware.gpu must name one GPU for each of the 1 replicas here. Received: [0, 1].",
+    "train hardware.gpu=0 hardware.replicas=2": "hardware.gpu must name one GPU for each of the 2 replicas here. "
+    "Received: 0.",
+    "train hardware.gpu=0 hardware.device=cpu": "hardware.gpu must be null with hardware.device=cpu. Received: 0.",
+    "train -m hardware.gpu=0,1": "hardware.gpu must be null in a sweep, which gives each job its GPUs: "
+    "CUDA_VISIBLE_DEVICES says which it has. Received: 0.",
     "train hardware.memory=0": "hardware.memory must be a size such as 8GiB, or null. Received: 0.",
     "train training.epochs=0": "training.epochs must be at least 1. Received: 0.",
     "train training.epochs=null": "training must set exactly one of epochs, updates, examples. "

@@ -392,12 +392,12 @@ def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path):
 
 
 def test_no_record_opens_a_port(tmp_path):
-    """Whether ports may be open, and where a secret is, says the user's own config alone."""
-    hardware = {"workers": 2, "open_ports": True, "secret_file": "/etc/shadow"}
+    """Whether ports may be open, where a secret is, and which GPU is used, says the user's own config alone."""
+    hardware = {"workers": 2, "open_ports": True, "secret_file": "/etc/shadow", "gpu": 7}
     recorded = SimpleNamespace(
         moved=lambda _: {"hardware": hardware}, run=SimpleNamespace(info=SimpleNamespace(run_name="r"))
     )
     for own in ([], ["hardware=multi_worker", "hardware.secret_file=mine"]):
         again = Rerun(SimpleNamespace(values={}), composed(own), None, recorded, Gate(tmp_path))
         found = again._placed("e")["hardware"]
-        assert found == {"workers": 2, "open_ports": bool(own), "secret_file": "mine" if own else None}
+        assert found == {"workers": 2, "open_ports": bool(own), "secret_file": "mine" if own else None, "gpu": None}

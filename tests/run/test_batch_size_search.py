@@ -9,19 +9,23 @@ import shlex
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
 from omegaconf import OmegaConf
 
+from pipeline.accumulation import Update
 from pipeline.common import disk_cache, memory_budget
+from pipeline.common.errors import ConfigError
+from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, longest_batch
-from pipeline.run import batch_size_search
-from tests.running import Store, environment, one_process, pipeline, start, wait
+from pipeline.run import batch_size_search, batch_size_trial
+from tests.running import ROOT, Store, environment, one_process, pipeline, start, wait
 
 LIMITED = """
 import keras
@@ -61,6 +65,18 @@ def broken(input_shape):
             return x
 
     return keras.Sequential([keras.Input(input_shape), Broken(), keras.layers.Flatten(), keras.layers.Dense(1)])
+
+
+def large(input_shape, kind, most):
+    from tests.run.test_batch_size_search import FAILS
+
+    @keras.saving.register_keras_serializable()
+    class Large(keras.layers.Layer):
+        def call(self, x, training=False):
+            fails = tf.logical_and(tf.shape(x)[0] > most, training)
+            return x + tf.cast(tf.reshape(tf.cond(fails, FAILS[kind], lambda: 0), ()), x.dtype)
+
+    return keras.Sequential([keras.Input(input_shape), Large(), keras.layers.Flatten(), keras.layers.Dense(1)])
 """
 OWN = (
     *(
@@ -72,6 +88,23 @@ OWN = (
     *("objective=regression", "training.metrics={}", "training.updates=3", "tracking.log_model=false"),
     "tracking.system_metrics=false",
 )
+
+
+def _raise(error):
+    raise error
+
+
+# Operations whose kernels raise the error, as those of a GPU do. TensorFlow says «No …» and «BiasGrad …».
+FAILS = {
+    "InternalError": lambda: tf.numpy_function(lambda: np.array([object()]), [], tf.int32),
+    "NotFoundError": lambda: tf.strings.length(tf.io.read_file(tf.identity("No algorithm worked!"))),
+    "UnknownError": lambda: tf.numpy_function(
+        lambda: _raise(RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")), [], tf.int32
+    ),
+    "InvalidArgumentError": lambda: tf.numpy_function(
+        lambda: _raise(ValueError("BiasGrad requires tensor size <= int32 max")), [], tf.int32
+    ),
+}
 AUTO = "accumulation.micro_batch_size=auto"
 SIZE = "accumulation.effective_batch_size=64"
 MEMORY = "hardware.memory=1.4GiB"  # of which a run takes 0.8 with micro-batches of one example, and 1.5 with 64
@@ -115,6 +148,82 @@ def test_the_fastest_is_the_smallest_of_those_that_are_about_as_fast():
     assert tried == [128, 64, 32, 16, 8]  # where twice it was a tenth slower, it ends
     assert batch_size_search.fastest(128, 512, lambda size: {"rate": None if size > 16 else rates.get(size, 1)}) == 4
     assert batch_size_search.fastest(3, 7, lambda size: {"rate": None}) == 3
+
+
+@pytest.mark.parametrize("kind", FAILS)
+def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(monkeypatch, kind):
+    """Unless the smallest size fails too: then it is no matter of memory, and the error is shown."""
+    most = tf.Variable(5)
+
+    class Large(keras.layers.Layer):
+        def call(self, x):
+            fails = tf.shape(x)[0] > most
+            return x + tf.cast(tf.reshape(tf.cond(fails, FAILS[kind], lambda: 0), ()), x.dtype)
+
+    model = keras.Sequential([keras.Input((2,)), Large(), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(model.trainable_variables)
+    x = np.ones((16, 2), "float32")
+
+    def trial(size, timed):
+        update = Update(model, keras.losses.MeanSquaredError(), optimizer, size)
+        try:
+            tf.function(update, autograph=False)((x, x[:, :1]))
+        except tf.errors.OpError as error:
+            return {"kind": type(error).__name__, **batch_size_trial._failure(error), "took": 0.0}
+        return {"peak": 1, "took": 0.0}
+
+    monkeypatch.setattr(batch_size_search, "_trials", lambda *_: nullcontext(trial))
+    asked = {"accumulation": {"micro_batch_size": "auto"}, "hardware": {"memory": None}}
+    spec = SimpleNamespace(config=OmegaConf.create(asked), batching=Batching(16, 16, 1))
+    found = batch_size_search._found(spec, {"resident": 2**30})
+    assert found["micro_batch_size"] == 4  # 16 in four pieces; 6 in three
+    assert found["tries"][0][-1].startswith(f"{kind}: ")
+    most.assign(0)
+    with pytest.raises(ConfigError, match=f"must be a number, as the update that is tried fails \\({kind}: "):
+        batch_size_search._found(spec, {"resident": 2**30})
+
+
+def test_what_is_wrong_at_every_size_is_not_tried_at_each():
+    for error in (
+        tf.errors.InvalidArgumentError(None, None, "no such label"),
+        tf.errors.NotFoundError(None, None, "a"),
+    ):
+        assert "update that is tried fails" in batch_size_trial._failure(error)["refused"]["rule"]
+    short = tf.errors.InternalError(None, None, "CUDA")
+    short.__context__ = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+    assert batch_size_trial._failure(short) == {"why": "OOM when allocating"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["InternalError", "NotFoundError"])
+def test_the_largest_size_below_such_an_error_is_trained_with(project, kind):
+    model = f"+model={{_target_: limited.large, kind: {kind}, most: 20}}"
+    own = [part if not part.startswith("+model=") else model for part in OWN]
+    line = ("train", *own, SIZE, AUTO, "dataset._target_=limited.examples", "hydra.run.dir=run")
+    said = pipeline(*line, cwd=project, XDG_CACHE_HOME=str(project / "cache")).stderr
+    assert f"micro-batch of 64 does not fit: {kind}: " in said
+    assert OmegaConf.load(project / "run" / "config.yaml").accumulation.micro_batch_size == 16  # 22 is the next
+    said = pipeline(*line[:-1], "model.most=0", "hydra.run.dir=none", cwd=project, status=2).stderr
+    assert f"micro_batch_size must be a number, as the update that is tried fails ({kind}: " in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="the tries do not lose this machine's GPU")
+def test_a_try_on_the_cpu_is_refused_where_tensorflow_lists_a_gpu_elsewhere(project):
+    """The tries are forks: such a process has lost the GPU if a library has opened it before."""
+    (project / "asked").mkdir()
+    asks = "if 'list_physical_devices' in sys.orig_argv[-1]"
+    (project / "asked" / "sitecustomize.py").write_text(
+        f"import os, sys\n{asks}:\n    print(1)\n    sys.stdout.flush()\n    os._exit(0)\n"
+    )
+    (project / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: A\n")
+    (project / "nvidia-smi").chmod(0o755)
+    shown = {"PYTHONPATH": f"{ROOT}:{project / 'asked'}", "PATH": f"{project}:{os.environ['PATH']}"}
+    said = pipeline(*RUN, cwd=project, status=2, XDG_CACHE_HOME=str(project / "cache"), **shown).stderr
+    line = "must be cpu (TensorFlow lists 1 GPUs in a new process and none in this one). Received: 'gpu'."
+    assert said.splitlines()[-1].startswith(f"pipeline: hardware.device {line}")
+    assert "micro-batch of" not in said
 
 
 @pytest.mark.parametrize(

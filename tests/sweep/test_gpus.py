@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
+from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import gpus
 
 
-def slots(monkeypatch, listed, settings):
+def slots(monkeypatch, listed, settings, of_tensorflow=(8, [])):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    monkeypatch.setattr(nvidia, "of_tensorflow", lambda: of_tensorflow)
     hardware = OmegaConf.structured(HardwareConfig(**settings))
     return gpus.slots([hardware], hardware.parallel_jobs)
 
@@ -28,12 +30,35 @@ def slots(monkeypatch, listed, settings):
         ("GPU-a,MIG-b", {}, [["GPU-a"], ["MIG-b"]]),
         ("", {}, [[]]),
         ("-1", {"parallel_jobs": 2}, [[], []]),
+        ("0,1", {"jobs_per_gpu": 2}, [["0"], ["1"], ["0"], ["1"]]),
+        ("0,1", {"jobs_per_gpu": 2, "parallel_jobs": 3}, [["0"], ["1"], ["0"]]),
+        ("0,1,2,3", {"jobs_per_gpu": 2, "gpus_per_job": 4}, [["0", "1", "2", "3"]] * 2),
+        ("", {"jobs_per_gpu": 2}, [[]]),
     ],
 )
-def test_each_job_has_gpus_of_its_own(monkeypatch, listed, settings, expected):
+def test_each_job_has_gpus_of_its_own_or_shares_them_as_asked(monkeypatch, listed, settings, expected):
     assert slots(monkeypatch, listed, settings) == expected
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"gpus_per_job must be at most the 1 GPUs of this machine. Received: 2"):
         slots(monkeypatch, "4", {"gpus_per_job": 2})
+
+
+def test_a_job_gets_the_gpus_that_tensorflow_lists(monkeypatch, capsys):
+    """A driver alone trains nothing: otherwise four jobs would compete for this machine's processors."""
+    monkeypatch.setattr(nvidia, "gpus_of_driver", lambda: 4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert slots(monkeypatch, "0,1,2,3", {}, (3, [])) == [["0"], ["1"], ["2"]]
+    assert slots(monkeypatch, "0,1,2,3", {}, (0, ["libcudart.so.12"])) == [[]]
+    assert "jobs run on the CPU: TensorFlow's CUDA libraries are not installed: see requ" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"uses none of 4 GPUs, and could not open libcusolver\.so\.11"):
+        slots(monkeypatch, "0,1,2,3", {}, (0, ["libcusolver.so.11"]))
+
+
+def test_which_gpus_a_sweep_has_is_not_said_by_the_key_of_a_run(monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"hardware\.gpu must be null in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1"
+    ):
+        slots(monkeypatch, "0,1", {"gpu": 1})

@@ -84,6 +84,16 @@ def table(printed: str) -> dict[str, str]:
     return {line[0]: line[1] for line in lines if not line[0].endswith(":")}
 
 
+def gpus(folder: Path, listed: str) -> dict[str, str]:
+    """The environment of a machine on which TensorFlow lists the GPUs that CUDA_VISIBLE_DEVICES shows."""
+    (folder / "asked").mkdir()
+    asked = "if 'list_physical_devices' in sys.orig_argv[-1]"
+    (folder / "asked" / "sitecustomize.py").write_text(
+        f"import os, sys\n{asked}:\n    print(2, flush=True)\n    os._exit(0)\n"
+    )
+    return {"CUDA_VISIBLE_DEVICES": listed, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "asked")])}
+
+
 # Jobs that fail
 
 
@@ -96,7 +106,7 @@ def troubles(tmp_path_factory):
     (folder / "sweeps" / "troubles.yaml").write_text(TROUBLES)
     (folder / "my conf").mkdir()
     call = ("sweep", "troubles", "--config-dir", "my conf", "hydra.sweep.dir=its own")
-    first = pipeline(*call, cwd=folder, status=1, CUDA_VISIBLE_DEVICES="3,GPU-beef,-1,7")
+    first = pipeline(*call, cwd=folder, status=1, **gpus(folder, "3,GPU-beef,-1,7"))
     store = Store(folder)
     before = parent_and_children(store)
     places = {file.name for file in folder.glob("place *")}
@@ -153,7 +163,7 @@ def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(troubles):
 def test_two_sweeps_at_once_share_no_gpu(tmp_path):
     """The one whose callback finds the GPU's lock taken would raise."""
     (tmp_path / "mine.py").write_text(MINE)
-    shown = {"CUDA_VISIBLE_DEVICES": "GPU-cafe/1", "TMPDIR": str(tmp_path)}
+    shown = {**gpus(tmp_path, "GPU-cafe/1"), "TMPDIR": str(tmp_path)}
     lasting = [*TINY, "training.epochs=10", "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}"]
     sweeps = [
         start("train", "-m", *lasting, "seed=0,1", f"hydra.sweep.dir={name}", cwd=tmp_path, **shown)
@@ -163,7 +173,18 @@ def test_two_sweeps_at_once_share_no_gpu(tmp_path):
     assert [process.returncode for process in sweeps] == [0, 0], printed
     logs = [file.read_text() for file in tmp_path.glob("*/*/job.log")]
     assert len(logs) == 4
-    assert any("waits for GPU GPU-cafe/1, which a job of another sweep has" in log for log in logs)
+    assert any("waits for GPU GPU-cafe/1, which another run has" in log for log in logs)
+
+
+@pytest.mark.slow
+def test_two_jobs_share_a_gpu_if_they_are_asked_to(tmp_path):
+    call = ("train", "-m", *TINY, "seed=0,1", "hardware.jobs_per_gpu=2", "hydra.sweep.dir=jobs")
+    printed = pipeline(*call, cwd=tmp_path, warm=False, TMPDIR=str(tmp_path), **gpus(tmp_path, "3")).stderr
+    assert re.findall("^  seed=.: (started|finished)", printed, re.MULTILINE)[:2] == ["started", "started"]
+    logs = [file.read_text() for file in tmp_path.glob("jobs/*/job.log")]
+    assert len(logs) == 2
+    assert not any("waits for GPU" in log for log in logs)
+    assert (tmp_path / f"pipeline-{os.getuid()}-gpu-3.lock").exists()
 
 
 def test_the_parent_says_what_the_sweep_was(troubles):
@@ -252,7 +273,7 @@ def test_an_interruption_does_not_wait_for_an_import_that_hangs(tmp_path):
 def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
     with (tmp_path / f"pipeline-{os.getuid()}-gpu-3.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        shown = {"CUDA_VISIBLE_DEVICES": "3", "TMPDIR": str(tmp_path)}
+        shown = {**gpus(tmp_path, "3"), "TMPDIR": str(tmp_path)}
         # Not warm: that process has looked up its TMPDIR by now.
         process = start("train", "-m", *TINY, "seed=0,1", "hydra.sweep.dir=jobs", cwd=tmp_path, warm=False, **shown)
         log = tmp_path / "jobs" / "0" / "job.log"

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from urllib.parse import quote
@@ -639,10 +640,28 @@ def test_a_record_that_was_changed_after_the_fact_is_said(refused):
     assert answers["changed since"]["status"] == 0
 
 
+def test_the_lock_that_was_installed_is_recorded(tmp_path, monkeypatch):
+    """It is the copy that `make` leaves in the environment; the checkout's lock may be another one by now."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert not provenance.environment(tmp_path).keys() & {"lock", "lock_file"}
+    (tmp_path / "requirements.lock.installed").touch()  # as `make` left it before it copied the lock
+    assert not provenance.environment(tmp_path).keys() & {"lock", "lock_file"}
+    (tmp_path / "requirements.lock.installed").write_text("tensorflow==2.21.0")
+    os.utime(tmp_path / "requirements.lock.installed", (1, 1))
+    (tmp_path / "requirements-gpu.lock.installed").write_text("nvidia-cudnn-cu12==9")
+    then = provenance.environment(tmp_path) | {"git": {}}
+    assert then["lock_file"] == "requirements-gpu.lock"
+    assert then["lock"] == hashlib.sha256(b"nvidia-cudnn-cu12==9").hexdigest()
+    now = {**then, "lock_file": "requirements.lock"}
+    assert provenance.differences(then, now) == ["lock_file: requirements-gpu.lock then, requirements.lock now"]
+    unknown = {key: value for key, value in then.items() if key not in ("lock", "lock_file")}
+    assert provenance.differences(then, unknown) == []
+
+
 def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
     then = provenance.environment(tmp_path)
     assert then["run_dir"] == str(tmp_path)
-    assert {"python", "platform", "processor", "gpus", "driver", "lock", "git", "package", "packages"} <= set(then)
+    assert {"python", "platform", "processor", "gpus", "driver", "git", "package", "packages"} <= set(then)
     assert then["packages"]["keras"]
     then["git"] = {"commit": "e" * 40, "clean": True}
     assert provenance.differences(then, then) == []

@@ -18,6 +18,7 @@ from pipeline.training.oom_retry import OomRetry
 from tests.running import Store, pipeline
 
 SCARCE = """
+import builtins
 import os
 import keras
 import tensorflow as tf
@@ -32,7 +33,8 @@ class Scarce(keras.layers.Layer):
         def check(count):
             calls[0] += 1
             if calls[0] >= int(os.environ["AT"]) and count > int(os.environ["MOST"]):
-                raise MemoryError("no room")  # which is tf.errors.ResourceExhaustedError
+                # MemoryError is tf.errors.ResourceExhaustedError, and RuntimeError is UnknownError.
+                raise getattr(builtins, os.environ.get("ERROR", "MemoryError"))("no room")
             return count
 
         count = tf.shape(x)[0]
@@ -95,10 +97,10 @@ LONG = (
 )
 
 
-def trained(folder, at, most, *more, status=0):
+def trained(folder, at, most, *more, status=0, **variables):
     folder.mkdir()
     (folder / "scarce.py").write_text(SCARCE)
-    said = pipeline("train", *RUN, *more, cwd=folder, status=status, AT=str(at), MOST=str(most))
+    said = pipeline("train", *RUN, *more, cwd=folder, status=status, AT=str(at), MOST=str(most), **variables)
     store = Store(folder)
     run = store.run()
     return store.histories(run, "train/", "val/", "perf/micro_batch_size"), run, said.stderr
@@ -124,6 +126,15 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, rep
     assert steps == sorted(steps)
     assert steps[:3] == list(whole["train/micro_steps"].values())[:3]
     assert steps[-2] - steps[-3] == 128 // replicas // 4
+
+
+def test_an_error_of_which_memory_may_be_the_cause_is_not_tried_again(tmp_path):
+    """After another error of CUDA's libraries nothing on the GPU can be trusted; a try of `auto` is a process."""
+    rows, run, said = trained(tmp_path / "run", 10 * 8 + 16 + 6, 4, status=1, ERROR="RuntimeError")
+    assert run.info.status == "FAILED"
+    assert "UnknownError" in run.data.tags["failure"]
+    assert "in micro-batches of" not in said
+    assert list(rows["train/loss"]) == list(range(1, len(rows["train/loss"]) + 1))
 
 
 @pytest.mark.slow
