@@ -5,6 +5,8 @@ import itertools
 import os
 import subprocess
 
+AMPERE = (8, 0)  # compute capability: the first with TF32
+
 
 def gpus_of_driver() -> int:
     """Return how many GPUs the driver lists."""
@@ -22,3 +24,12 @@ def visible() -> list[str]:
         return [str(number) for number in range(gpus_of_driver())]
     names = (gpu.strip() for gpu in listed.split(","))
     return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), names))  # as CUDA reads it
+
+
+def computes_in_tf32() -> bool:
+    """Return whether TensorFlow computes products of float32 in TF32 on a GPU of this process."""
+    import tensorflow as tf  # takes seconds
+
+    known = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
+    on = tf.config.experimental.tensor_float_32_execution_enabled()
+    return bool(on and any(of.get("compute_capability", (0, 0)) >= AMPERE for of in known))

@@ -48,6 +48,7 @@ CONFIG = {
     "train hardware.replicas=null": "hardware.replicas must be an integer. Received: null.",
     "train hardware.xla=maybe": "hardware.xla must be true or false. Received: 'maybe'.",
     "train hardware.xla=2": "hardware.xla must be true or false. Received: 2.",
+    "train hardware.tf32=1": "hardware.tf32 must be true or false. Received: 1.",
     "train tracking.log_model=5": "tracking.log_model must be true or false. Received: 5.",
     "train schedule=exponential schedule.decay_rate=-1": "schedule.decay_rate must be a positive number. Received: -1.",
     "train schedule=exponential schedule.decay_rate=0": "schedule.decay_rate must be a positive number. Received: 0.",
