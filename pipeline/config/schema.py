@@ -90,7 +90,7 @@ class HardwareConfig(_SetOnce):
     parallel_jobs: int | None = None  # jobs of a sweep at once on this machine; null: one per GPU, or one
     gpus_per_job: int = 1  # GPUs for each job of a sweep
     memory: Any = None  # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is available
-    xla: Any = False  # (true | false) compile each micro-step with XLA; measure first, it is slower on a CPU
+    xla: Any = False  # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as Keras' `fit` does
     tf32: Any = True  # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see docs/exact.md
     deterministic: Any = False  # (true | false) two runs on the same machine are bit-identical
 
