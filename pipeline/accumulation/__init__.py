@@ -20,7 +20,7 @@ from .noise_scale import NoiseScale
 from .objective import Losses, Metrics, Objective, Term, by_name, labels_by_name
 from .same_noise import drawn, keys_of, noisy_layers
 from .update import Update, accumulate_gradients
-from .xla import compiled_by_xla
+from .xla import compiled_by_xla, shapes_compiled
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
@@ -57,6 +57,7 @@ __all__ = [
     "noisy_layers",
     "normalising_layers",
     "parts_of",
+    "shapes_compiled",
     "slice_of",
     "slice_specs",
     "spread",

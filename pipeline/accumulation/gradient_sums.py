@@ -7,6 +7,7 @@ large as the rows that were looked up, and never larger than the dense sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -164,25 +165,21 @@ def sum_over_micro_batches(
             micro_batch = slice_of(leaves, start, tf.minimum(start + micro_batch_size, count))
         return [tf.identity(leaf) for leaf in micro_batch]  # outside of the block: on the device that computes
 
+    def body(run: Any, start: tf.Tensor, now: list[Any], sums: list[Any]) -> tuple[tf.Tensor, list[Any], list[Any]]:
+        stop = tf.minimum(start + micro_batch_size, count)
+        ahead, made = on_device(stop), tf.nest.flatten(run(start, *now))
+        return stop, ahead, [add(total, value) for total, value in zip(sums, made, strict=True)]
+
     zeros, shapes = zip(*map(empty_sum, outputs), strict=True)
     of_slices = [spec.shape if isinstance(spec, tf.TensorSpec) else spec for spec in specs]
-
-    def loop(run: Callable[..., Nest], end: tf.Tensor, *state: Any) -> Any:
-        def body(start: tf.Tensor, now: list[Any], sums: list[Any]) -> tuple[tf.Tensor, list[Any], list[Any]]:
-            stop = tf.minimum(start + micro_batch_size, count)
-            ahead, made = on_device(stop), tf.nest.flatten(run(start, *now))
-            return stop, ahead, [add(total, value) for total, value in zip(sums, made, strict=True)]
-
-        return tf.while_loop(
-            lambda start, *_: start < end,
-            body,
+    state: Any = (tf.constant(0), on_device(tf.constant(0)), list(zeros))
+    for run, end in steps:
+        state = tf.while_loop(
+            lambda start, *_, end=end: start < end,
+            partial(body, run),
             state,
             shape_invariants=(tf.TensorShape([]), of_slices, list(shapes)),
             parallel_iterations=1,  # two at once were faster on a CPU, and held up to 1.7 times the activations
         )
-
-    state: Any = (tf.constant(0), on_device(tf.constant(0)), list(zeros))
-    for run, end in steps:
-        state = loop(run, end, *state)
     *_, sums = state
     return tf.nest.pack_sequence_as(structure, [as_output(*each) for each in zip(outputs, sums, strict=True)])

@@ -5,8 +5,6 @@ import itertools
 import os
 import subprocess
 
-AMPERE = (8, 0)  # compute capability: the first with TF32
-
 
 def gpus_of_driver() -> int:
     """Return how many GPUs the driver lists."""
@@ -32,4 +30,4 @@ def computes_in_tf32() -> bool:
 
     known = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
     on = tf.config.experimental.tensor_float_32_execution_enabled()
-    return bool(on and any(of.get("compute_capability", (0, 0)) >= AMPERE for of in known))
+    return bool(on and any(of.get("compute_capability", (0, 0)) >= (8, 0) for of in known))  # Ampere and later

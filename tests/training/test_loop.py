@@ -189,9 +189,9 @@ def recorder(rows: Rows, losses: list[float]) -> Recorder:
     """With the results of these updates still on the device."""
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, len(losses) + 1)
     made = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=("loss", "gradient_norm", "learning_rate"))
-    made.add(1, tf.constant([1.0, 1.0, 0.1], tf.float64))  # a group of its own
+    made.add(1, tf.constant([1.0, 1.0, 0.1, 0.0], tf.float64), traces=1)
     for update, loss in enumerate(losses, start=2):
-        made.add(update, tf.constant([loss, 1.0, 0.1], tf.float64))
+        made.add(update, tf.constant([loss, 1.0, 0.1, 0.0], tf.float64), traces=1)
     return made
 
 
