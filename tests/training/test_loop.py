@@ -216,14 +216,14 @@ def test_the_seconds_of_updates_are_without_those_of_tracing_them():
 
 def test_an_update_that_is_traced_again_is_no_other_either():
     trainer = (run := Run(middle=[SlowToTrace()], fit=False)).trainer
-    other = trainer.batches.map(lambda x, y: (tf.ensure_shape(x, (SIZE, 3)), y))
+    other = trainer.batches.map(lambda x, y: (tf.cast(x, tf.float64), y))
     for batches in (trainer.batches, other):
         iterator = iter(batches)
         for _ in range(3):
             trainer.record(trainer.update_once(iterator))
     trainer.recorder.finish()
     assert all(each["update_seconds"] < 1 for each in run.rows.performance)
-    assert 2 <= run.rows.performance[-1]["compile_seconds"]
+    assert run.rows.performance[-1]["compile_seconds"] >= 2
 
 
 def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkeypatch):
