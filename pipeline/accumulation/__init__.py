@@ -22,6 +22,7 @@ from .noise_scale import NoiseScale
 from .objective import Losses, Metrics, Objective, Term, by_name, labels_by_name
 from .same_noise import drawn, keys_of, noisy_layers
 from .update import Update, accumulate_gradients
+from .xla import compiled_by_xla, shapes_compiled
 
 __all__ = [
     "MODEL_CHECKPOINT_KEEPS",
@@ -46,6 +47,7 @@ __all__ = [
     "batch_totals",
     "by_name",
     "calling",
+    "compiled_by_xla",
     "drawn",
     "examples_in",
     "fused_adam",
@@ -59,6 +61,7 @@ __all__ = [
     "noisy_layers",
     "normalising_layers",
     "parts_of",
+    "shapes_compiled",
     "slice_of",
     "slice_specs",
     "spread",

@@ -112,7 +112,7 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Set what is minimised and measured, as `keras.Model.compile` does.
 
-        `jit_compile=True` compiles each forward+backward with XLA; "auto" compiles nothing.
+        `jit_compile` compiles each forward+backward and each evaluation with XLA; "auto" where `fit` would.
 
         Raises:
             ValueError: the optimizer has `gradient_accumulation_steps`, or `run_eagerly` is true.
@@ -124,7 +124,7 @@ class AccumulatingModel(keras.Model):
             if steps := getattr(accumulating, "gradient_accumulation_steps", None):
                 rule = "the optimizer must not accumulate a second time: leave gradient_accumulation_steps out"
                 raise ValueError(f"{rule}. Received: {steps}")
-        self._micro_steps_by_xla = jit_compile is True
+        self._micro_steps_by_xla = jit_compile
         self._objective: Objective | None = None
         self._update: Update | None = None
         self._evaluation: Evaluation | None = None
@@ -170,7 +170,8 @@ class AccumulatingModel(keras.Model):
         """Evaluate one batch in micro-batches; return the running means so far."""
         if self._evaluation is None:
             objective = self._compiled_objective(data)
-            self._evaluation = Evaluation(self.inner, objective, self.micro_batch_size, strategy=self._strategy)
+            parts, by_xla = (self.inner, objective, self.micro_batch_size), self._micro_steps_by_xla
+            self._evaluation = Evaluation(*parts, strategy=self._strategy, jit_compile=by_xla)
         return self._means(self._evaluation(data))
 
     def predict_step(self, data: Nest) -> Nest:

@@ -9,6 +9,7 @@ from .batch import Nest, Share, batch_totals, examples_in, reduce, share_of
 from .gradient_sums import GradientSums, sum_over_micro_batches
 from .loss_sums import micro_batch_losses
 from .objective import Losses, Objective, by_name
+from .xla import compiled_by_xla, without_cudnn
 
 
 class Evaluation:
@@ -21,9 +22,11 @@ class Evaluation:
         micro_batch_size: int,
         *,
         strategy: tf.distribute.Strategy | None = None,
+        jit_compile: bool | str = False,
         reductions_ready: tf.Variable | None = None,
     ):
         self.model, self.objective, self.micro_batch_size = model, Objective.of(objective), micro_batch_size
+        self.jit_compile = jit_compile
         self.measured = self.objective.measured()
         self.strategy, self.reductions_ready = strategy or tf.distribute.get_strategy(), reductions_ready
 
@@ -34,13 +37,14 @@ class Evaluation:
 
     def _evaluate(self, batch: Nest | Share) -> GradientSums:
         share, _ = share_of(batch, self.strategy.num_replicas_in_sync)
-        totals = batch_totals(batch)
+        totals, compiled = batch_totals(batch), compiled_by_xla(self.jit_compile, self.model, share)
 
         def micro_step(_: tf.Tensor, *parts: Nest) -> GradientSums:
             x, y, sample_weight = parts
-            outputs = by_name(self.model, self.model(x, training=False))
+            with without_cudnn(self.model, compiled):
+                outputs = by_name(self.model, self.model(x, training=False))
             losses, added, _ = micro_batch_losses(self.model, self.objective, outputs, parts, totals)
             self.objective.update_metrics(y, outputs, sample_weight)
             return GradientSums(losses, added, tf.cast(examples_in(x), added.dtype))
 
-        return sum_over_micro_batches(micro_step, share, self.micro_batch_size)
+        return sum_over_micro_batches(micro_step, share, self.micro_batch_size, compiled)

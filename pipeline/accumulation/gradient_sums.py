@@ -7,6 +7,7 @@ large as the rows that were looked up, and never larger than the dense sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -133,6 +134,9 @@ def sum_over_micro_batches(
     `start` is the position in `batch` of a micro-batch's first example. The batch stays on the host. While one
     micro-batch is computed, the next one is copied to the device, which holds two of them and never the batch.
     TensorFlow keeps 32-bit integers on the host until they are used.
+
+    With `jit_compile` XLA compiles the step for whole micro-batches. A shorter last one runs uncompiled: its size may
+    be another one in each batch, and XLA compiles for each size.
     """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
@@ -148,27 +152,34 @@ def sum_over_micro_batches(
     # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
     specs = slice_specs(leaves)
     signature = [tf.TensorSpec([], tf.int32), *specs]
-    step = tf.function(on_leaves, input_signature=signature, autograph=False, jit_compile=jit_compile or None)
+    step = tf.function(on_leaves, input_signature=signature, autograph=False)
     structure = step.get_concrete_function().structured_outputs
     outputs = tf.nest.flatten(structure)
+    steps = [(step, count)]  # each with where it stops
+    if jit_compile:  # around the function that was traced, so that nothing is traced twice
+        compiled = tf.function(lambda *given: step(*given), signature, autograph=False, jit_compile=True)
+        steps.insert(0, (compiled, count - count % micro_batch_size))
 
     def on_device(start: tf.Tensor) -> list[Any]:
         with tf.device("CPU:0"):
             micro_batch = slice_of(leaves, start, tf.minimum(start + micro_batch_size, count))
         return [tf.identity(leaf) for leaf in micro_batch]  # outside of the block: on the device that computes
 
-    def body(start: tf.Tensor, now: list[Any], sums: list[Any]) -> tuple[tf.Tensor, list[Any], list[Any]]:
+    def body(run: Any, start: tf.Tensor, now: list[Any], sums: list[Any]) -> tuple[tf.Tensor, list[Any], list[Any]]:
         stop = tf.minimum(start + micro_batch_size, count)
-        ahead, made = on_device(stop), tf.nest.flatten(step(start, *now))
+        ahead, made = on_device(stop), tf.nest.flatten(run(start, *now))
         return stop, ahead, [add(total, value) for total, value in zip(sums, made, strict=True)]
 
     zeros, shapes = zip(*map(empty_sum, outputs), strict=True)
     of_slices = [spec.shape if isinstance(spec, tf.TensorSpec) else spec for spec in specs]
-    *_, sums = tf.while_loop(
-        lambda start, *_: start < count,
-        body,
-        (0, on_device(tf.constant(0)), list(zeros)),
-        shape_invariants=(tf.TensorShape([]), of_slices, list(shapes)),
-        parallel_iterations=1,  # two at once were faster on a CPU, and held up to 1.7 times the activations
-    )
+    state: Any = (tf.constant(0), on_device(tf.constant(0)), list(zeros))
+    for run, end in steps:
+        state = tf.while_loop(
+            lambda start, *_, end=end: start < end,
+            partial(body, run),
+            state,
+            shape_invariants=(tf.TensorShape([]), of_slices, list(shapes)),
+            parallel_iterations=1,  # two at once were faster on a CPU, and held up to 1.7 times the activations
+        )
+    *_, sums = state
     return tf.nest.pack_sequence_as(structure, [as_output(*each) for each in zip(outputs, sums, strict=True)])

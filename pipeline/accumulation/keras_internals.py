@@ -12,6 +12,7 @@ _compile_loss, _flat_losses, _compile_metrics, _flat_metrics, _flat_weighted_met
 _momentums, _velocities, _get_variable_index   of `Adam`: its moments, and which of them are a variable's; without them
                   an update of a model with many weights takes up to 2.5 times as long
 _learning_rate    of an optimizer: what `learning_rate` computes a value from each time that it is read
+model_supports_jit        whether `fit` would have XLA compile a model, by its layers, the platform and determinism
 get_loss          the loss that `compile` makes of a name or a function
 record_operation, stop_recording, pack_tangents     of TensorFlow: declare a gradient, where `tf.custom_gradient` would
                   keep each trace forever, with all that it captures; and what forward accumulators hold for a tensor
@@ -31,6 +32,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import get_loss as get_loss
+from keras.src.trainers.trainer import model_supports_jit as model_supports_jit
 from tensorflow.python.eager.forwardprop_util import pack_tangents as pack_tangents
 from tensorflow.python.eager.record import record_operation as record_operation
 from tensorflow.python.eager.record import stop_recording as stop_recording

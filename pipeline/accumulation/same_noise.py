@@ -43,13 +43,25 @@ def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
 
 
 def drawn(
-    noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor
+    noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor, jit_compile: bool = False
 ) -> AbstractContextManager[None]:
-    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`."""
-    return calling((layer, _call(layer, key, place, examples)) for layer, key in zip(noisy, keys, strict=True))
+    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`.
+
+    The numbers are the same with `jit_compile`, which is for where XLA compiles.
+    """
+    draw = _uniform_by_xla if jit_compile else tf.raw_ops.StatelessRandomUniformV2
+    return calling((layer, _call(layer, key, place, examples, draw)) for layer, key in zip(noisy, keys, strict=True))
 
 
-def _call(layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor) -> Callable[..., tf.Tensor]:
+def _uniform_by_xla(**given: Any) -> tf.Tensor:
+    """Return what TensorFlow's kernel makes of the same bits, the lower 23 of each: XLA's own takes the upper ones."""
+    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=tf.uint32, **given)
+    return tf.bitcast(bits & 0x7FFFFF | 0x3F800000, tf.float32) - 1
+
+
+def _call(
+    layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor, uniform: Callable[..., tf.Tensor]
+) -> Callable[..., tf.Tensor]:
     formula, here, calls = _formula(layer), graph(), 0
     assert formula is not None
 
@@ -64,13 +76,14 @@ def _call(layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor) -
         seed = tf.random.experimental.stateless_fold_in(key, calls) if calls else key
         calls += 1
 
-        return formula(layer, inputs, lambda sizes: _drawn(sizes, shared, seed, place, examples))
+        return formula(layer, inputs, lambda sizes: _drawn(sizes, shared, seed, place, examples, uniform))
 
     return call
 
 
-def _drawn(sizes: Sequence[Any], shared: bool, seed: tf.Tensor, place: Any, examples: tf.Tensor) -> tf.Tensor:
-    draw = tf.raw_ops.StatelessRandomUniformV2
+def _drawn(
+    sizes: Sequence[Any], shared: bool, seed: tf.Tensor, place: Any, examples: tf.Tensor, draw: Callable[..., tf.Tensor]
+) -> tf.Tensor:
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     if shared:  # by all examples: the same noise in every micro-batch
         return draw(shape=sizes, key=key, counter=counter, alg=_PHILOX)

@@ -30,6 +30,7 @@ from .loss_sums import divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import drawn, keys_of, noisy_layers
+from .xla import compiled_by_xla, without_cudnn
 
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
@@ -78,7 +79,7 @@ def accumulate_gradients(
         noise_keys: as `keys_of(noisy_layers(model, x))` gives them, once for the effective batch: these layers then
             draw for each example what they draw for it in any other cut. Else Keras draws for each micro-batch.
         hold_statistics: leave the moving statistics of BatchNormalization to `assign_moving_statistics`.
-        jit_compile: compile each forward+backward with XLA.
+        jit_compile: compile each forward+backward with XLA, but for a last one of fewer examples.
 
     Returns:
         The sums; `sums.gradients()` is what one large batch would have given, in the order of the variables.
@@ -103,8 +104,8 @@ def accumulate_gradients(
         x, y, sample_weight = parts
         examples = examples_in(x)
         with tf.GradientTape(persistent=True) as tape:
-            drawing = drawn(noisy, noise_keys, place + start, examples)
-            with transposed_gradients(wide), drawing, observed(held) as moves:
+            drawing = drawn(noisy, noise_keys, place + start, examples, jit_compile)
+            with transposed_gradients(wide), without_cudnn(model, jit_compile), drawing, observed(held) as moves:
                 if model is None:
                     losses, added, minimised = function_losses(loss, parts, totals)
                 else:
@@ -140,7 +141,8 @@ class Update:
             refuses layers that can only draw for each micro-batch; "auto" leaves them to Keras.
         hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch, and
             not by those of each micro-batch, which differ between replicas.
-        jit_compile: compile each forward+backward with XLA.
+        jit_compile: compile each forward+backward with XLA, but for a last one of fewer examples; "auto" as
+            `compiled_by_xla` says. `compiled` is what became of it, once an update was traced.
         reductions_ready: counts the reductions that this process had its sums ready for, where there are several.
     """
 
@@ -155,12 +157,12 @@ class Update:
         noise_every: int = 0,
         same_noise: bool | str = False,
         hold_statistics: bool = True,
-        jit_compile: bool = False,
+        jit_compile: bool | str = False,
         reductions_ready: tf.Variable | None = None,
     ):
         self.model, self.objective, self.optimizer = model, Objective.of(objective), optimizer
         self.measured = self.objective.measured()
-        self.micro_batch_size, self.jit_compile = micro_batch_size, jit_compile
+        self.micro_batch_size, self.jit_compile, self.compiled = micro_batch_size, jit_compile, False
         self.strategy, self.reductions_ready = strategy or tf.distribute.get_strategy(), reductions_ready
         self.noise_every, self.same_noise, self.hold_statistics = noise_every, same_noise, hold_statistics
         # Read on the host: from a GPU, the host would wait for the update before.
@@ -241,7 +243,8 @@ class Update:
         replicas = self.strategy.num_replicas_in_sync
         share, place = share_of(batch, replicas)
         given |= {"place": place, "scale_loss": self._scale_loss}
-        given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.jit_compile}
+        self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
+        given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.compiled}
         sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
         if replicas == 1 and self._scale_loss is None:
             return sums

@@ -70,6 +70,7 @@ class Parts:
             self.objective.evaluation,
             self.plan.batching.micro_batch_size,
             strategy=self.devices.strategy,
+            jit_compile=self.spec.config.hardware.xla,
             reductions_ready=self.devices.reductions_ready,
         )
 

@@ -87,12 +87,15 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(precision)
     keras.utils.set_random_seed(seed)
+    tf.config.experimental.enable_tensor_float_32_execution(config.tf32)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
     what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
     if used:
         what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in used)
-    strategy, what = _strategy(replicas, bool(used), workers), f"{what}{missing and f' ({missing})'}, {precision}"
+    products = " (products in TF32)" if precision == "float32" and nvidia.computes_in_tf32() else ""
+    what = f"{what}{missing and f' ({missing})'}, {precision}{products}"
+    strategy = _strategy(replicas, bool(used), workers)
     if workers is None:
         return Devices(strategy, bool(used), what)
     with tf.device("CPU:0"):

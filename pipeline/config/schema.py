@@ -93,7 +93,8 @@ class HardwareConfig(_SetOnce):
     gpu: Any = None  # (int | list | null) the GPUs of a run that is no job, counted from 0; null: the first ones
     gpu_memory: Any = None  # (bytes | text | null) what TensorFlow takes of each GPU, such as `8GiB`; null: as it needs
     memory: Any = None  # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is available
-    xla: Any = False  # (true | false) compile each micro-step with XLA; measure first, it is slower on a CPU
+    xla: Any = False  # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as Keras' `fit` does
+    tf32: Any = True  # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see docs/exact.md
     deterministic: Any = False  # (true | false) two runs on the same machine are bit-identical
 
 

@@ -12,9 +12,13 @@ from pipeline.config.sizes import HALVED
 # and the maximum. In between it doubles with every update, since training amplifies rounding: SGD(0.1, momentum 0.9) in
 # float32 carried 1e-7 to 0.2 in 20 updates. The bounds are choices, not a theorem: in float64, 120 updates stay below
 # 1e-13; in float32 AdamW stays below 1e-5, while with a large momentum the runs diverge and count as different.
+# TF32 rounds both factors of a product to 10 bits, as float16 has them: each by up to 2^-11, so a product by 1e-3, and
+# ten layers in a row by 1e-2 if all errors add up. Sums and everything else stay in float32.
+TF32 = "float32, in TF32"
 ROUNDING = {
     "float64": (1e-12, 1e-9),
     "float32": (1e-5, 1e-3),
+    TF32: (1e-2, 1e-2),
     "mixed_float16": (1e-2, 1e-2),
     "mixed_bfloat16": (1e-1, 1e-1),
 }
@@ -87,6 +91,8 @@ def compare(
         what += f" (without {', '.join(left_out)})"
     if until < math.inf:
         what += f" up to update {until}, where the recorded run ended"
+    if precision == TF32:
+        what += ", with the bounds of TF32"
     if not differing:
         verdict = "bit-equal" if points else "nothing to compare"
         return Agreement(verdict, f"{verdict}: {what}")
@@ -99,7 +105,7 @@ def compare(
     return Agreement("different", text)
 
 
-def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Agreement, str]:
+def of_runs(client: Any, old: Any, new: Any, validation: int | None, in_tf32: bool = False) -> tuple[Agreement, str]:
     """Compare two MLflow runs with `validation` examples in that split; return the outcome and an HTML page."""
 
     def history(run: Any) -> History:
@@ -109,7 +115,7 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None) -> tuple[Ag
     before, after = history(old), history(new)
     then, now = old.data.params, new.data.params
     halved = [run.data.tags.get(HALVED) for run in (old, new)]
-    precisions = {params.get("hardware.precision") for params in (then, now)}
+    precisions = {params.get("hardware.precision") for params in (then, now)} | ({TF32} if in_tf32 else set())
     last = max((step for points in before.values() for step in points), default=0)
     found = compare(
         before,

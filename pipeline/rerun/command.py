@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.checkpoints import fork
 from pipeline.checkpoints.run_dirs import quoted
-from pipeline.common import imports
+from pipeline.common import imports, nvidia
 from pipeline.common.errors import ConfigError, first_line, printable, say
 from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config import compose, former_names, hydra_errors, sizes
@@ -201,7 +201,9 @@ class Rerun:
         client = self.store.client()
         new = client.get_run(run_id)
         validation = (self.recorded.dataset.get("examples") or {}).get("validation")
-        found, page = agreement.of_runs(client, self.recorded.run, new, validation)
+        single = new.data.params.get("hardware.precision") == "float32"
+        in_tf32 = self.recorded.is_in_tf32() or (single and nvidia.computes_in_tf32())
+        found, page = agreement.of_runs(client, self.recorded.run, new, validation, in_tf32)
         client.log_text(run_id, page, "rerun/comparison.html")
         client.set_tag(run_id, "rerun.verdict", found.verdict)
         say(f"rerun {run_id} of {self.run_id}: {found}")

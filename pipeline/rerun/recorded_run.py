@@ -40,6 +40,12 @@ class RecordedRun:
     def run_dir(self) -> str:  # as the record names it
         return str(self.environment.get("run_dir") or "")
 
+    def is_in_tf32(self) -> bool:
+        """Return whether float32 was computed in TF32; records that do not say it are taken for it if on a GPU."""
+        params = self.run.data.params
+        on_gpu = bool(self.environment.get("gpus")) and params.get("hardware.device") != "cpu"
+        return params.get("hardware.precision") == "float32" and bool(self.environment.get("tf32", on_gpu))
+
     def is_unchanged(self) -> bool:
         """Return whether the config matches its recorded hash; True for schema 0, which hashed differently."""
         if not self.config.get("schema"):

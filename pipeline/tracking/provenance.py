@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__
+from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import mask
 from pipeline.config.compose import directory
@@ -211,6 +212,7 @@ def _hardware() -> dict[str, Any]:
     if "tensorflow" in sys.modules:  # importing it takes seconds; the versions of CUDA's packages are recorded anyway
         build = sys.modules["tensorflow"].sysconfig.get_build_info()
         found |= {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
+        found["tf32"] = nvidia.computes_in_tf32()
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import Update
+from pipeline.accumulation import Update, shapes_compiled
 from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.common.errors import say
@@ -117,7 +117,7 @@ class Trainer:
     def update_once(self, iterator: Any) -> tf.Tensor:
         """Apply the next effective batch, in smaller micro-batches if it does not fit; return a vector of results.
 
-        `iterator` is over effective batches; the results are in the order of `recorder.names`.
+        `iterator` is over effective batches; the results are as `Recorder.add` takes them.
         """
         epoch, index = divmod(self.done, self.recorder.plan.updates_per_epoch)
         if index == 0:
@@ -137,9 +137,9 @@ class Trainer:
 
     def record(self, results: tf.Tensor) -> None:
         """Count the update that gave these results; give them to the recorder and to the callbacks' batch hooks."""
-        self.recorder.add(self.done + 1, results)
+        self.recorder.add(self.done + 1, results, self._next_update.experimental_get_tracing_count())
         if self._has_batch_hooks:
-            logs = dict(zip(self.recorder.names, tf.unstack(results), strict=True))
+            logs = dict(zip(self.recorder.names, tf.unstack(results)[:-1], strict=True))
             self._hooks.on_train_batch_end(self.done % self.recorder.plan.updates_per_epoch, logs)
         self.done += 1
         self.pending = True
@@ -216,7 +216,8 @@ class Trainer:
     def _step(self, batch: Any) -> tf.Tensor:
         results = self.update(batch)
         self.recorder.names = tuple(results)
-        return tf.stack([tf.cast(value, tf.float64) for value in results.values()])
+        compiled = shapes_compiled(batch) if self.update.compiled else 0
+        return tf.stack([tf.cast(value, tf.float64) for value in (*results.values(), compiled)])
 
     @contextmanager
     def _checkpoint_on_interruption(self) -> Iterator[None]:

@@ -22,11 +22,11 @@ class Progress:
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
         self._begun = self._shown = self._validated = time.monotonic()
 
-    def show(self, update: int, row: Mapping[str, float], examples_per_second: float) -> None:
+    def show(self, update: int, row: Mapping[str, float], examples_per_second: float | None) -> None:
         """Show the row of `update`, the latest one that was fetched."""
         if self._silent:
             return
-        rate = f"{examples_per_second:,.0f} examples/s"
+        rate = "compiled" if examples_per_second is None else f"{examples_per_second:,.0f} examples/s"
         if self._on_terminal:
             with suppress(OSError):  # it may be closed
                 self._bar = self._bar or tqdm(total=self.updates, initial=self.done, unit="update", file=sys.stderr)

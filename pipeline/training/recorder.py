@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,22 +39,25 @@ class Recorder:
     raises: bool = True  # if a loss is not finite; a worker other than the chief leaves that to it
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
-    _traced: bool = False  # an update with these micro-batches was
+    compile_seconds: float = 0.0  # of all updates that were traced or compiled
+    _compiled: set[tuple[int, float]] = field(default_factory=set)  # traces and `shapes_compiled` of updates so far
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
     _unlogged: tuple[Any, ...] = ()  # the latest row, if `log_every` left it out
     _epoch_sums: dict[str, float] = field(default_factory=dict)
     _epoch_examples: int = 0
-    _pending: list[tuple[int, float, tf.Tensor]] = field(default_factory=list)
+    _pending: list[tuple[int, float, tf.Tensor, int, float]] = field(default_factory=list)
     _since: float = field(default_factory=time.perf_counter)
 
-    def add(self, update: int, results: tf.Tensor) -> None:
-        """Keep the results of `update`, a vector in the order of `names`; fetch when enough are waiting."""
-        self._pending.append((update, time.time(), results))
-        waited = time.perf_counter() - self._since
-        # The first update here is traced as it runs: a group of its own, so that it spoils no other's seconds.
-        first, self._traced = not self._traced, True
-        if first or waited >= FETCH_SECONDS or len(self._pending) >= FETCH_UPDATES:
+    def add(self, update: int, results: tf.Tensor, traces: int) -> None:
+        """Keep the results of `update`, after so many `traces` of it; fetch when enough are waiting.
+
+        `results` is a vector in the order of `names`, then what `shapes_compiled` returns, or 0 without XLA.
+        """
+        now, count = time.perf_counter(), len(self._pending) + 1
+        self._pending.append((update, time.time(), results, traces, now))
+        # The first one is traced, and tells nothing of the seconds of an update.
+        if (now - self._since >= FETCH_SECONDS or count >= FETCH_UPDATES) if self._compiled else count > 1:
             self.fetch()
 
     def fetch(self) -> None:
@@ -62,9 +65,9 @@ class Recorder:
         if not self._pending:
             return
         pending = list(self._pending)
-        fetched = tf.stack([results for _, _, results in pending]).numpy().tolist()
-        performance = self._performance([update for update, _, _ in pending])
-        for (update, at, _), values in zip(pending, fetched, strict=True):
+        fetched = tf.stack([results for _, _, results, *_ in pending]).numpy().tolist()
+        performance = self._performance(pending, [values.pop() for values in fetched])
+        for (update, at, *_), values in zip(pending, fetched, strict=True):
             del self._pending[0]  # one at a time: what an interrupt leaves here is fetched at the end of the run
             self.last = dict(zip(self.names, values, strict=True))
             if "gradient_variance" in self.last:
@@ -84,7 +87,7 @@ class Recorder:
                 values_of = " and ".join(f"{name}={self.last[name]}" for name in wrong)
                 group = f"updates {pending[0][0]} to {pending[-1][0]}"
                 raise NonFiniteError(f"{values_of} at update {update}, found when {group} were fetched")
-        self.progress.show(pending[-1][0], self.last, performance["examples_per_second"])
+        self.progress.show(pending[-1][0], self.last, performance.get("examples_per_second"))
 
     def finish(self) -> None:
         """Fetch what is left, and log the last update also if `log_every` leaves it out."""
@@ -111,7 +114,7 @@ class Recorder:
 
     def cut(self, plan: Plan) -> None:
         """Continue with a plan of other micro-batches; call it with nothing left to fetch."""
-        self.plan, self._traced = plan, False
+        self.plan, self._compiled = plan, set()
         if self.tracker is not None:
             self.tracker.cut(plan)
 
@@ -138,12 +141,25 @@ class Recorder:
         self._unlogged = tuple(state["unlogged"])
         self._epoch_sums, self._epoch_examples = dict(state["epoch_sums"]), state["epoch_examples"]
 
-    def _performance(self, updates: list[int]) -> dict[str, float]:
+    def _performance(self, pending: Sequence[Any], shapes: Sequence[float]) -> dict[str, float]:
+        computed, compiling, called = list[int](), 0.0, self._since
+        for (update, _, _, traces, at), shape in zip(pending, shapes, strict=True):
+            if (traces, shape) in self._compiled:
+                computed.append(update)
+            else:
+                compiling += at - called
+            self._compiled.add((traces, shape))
+            called = at
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, self._since = now - self._since - compiling, now
+        self.compile_seconds += compiling
+        examples = sum(map(self.plan.batch_size, computed))
+        speed = (
+            {"update_seconds": seconds / len(computed), "examples_per_second": examples / seconds} if computed else {}
+        )
         return {
-            "update_seconds": seconds / len(updates),
-            "examples_per_second": sum(map(self.plan.batch_size, updates)) / seconds,
+            **speed,  # not known where all of them were compiled
+            "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": self.peak_memory(),
             **({"micro_batch_size": self.plan.batching.micro_batch_size} if self.plan.before else {}),
         }

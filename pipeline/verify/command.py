@@ -11,7 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.common import imports
+from pipeline.common import imports, nvidia
 from pipeline.common.errors import ConfigError, Parser, described, exits_as_failures, refused, say
 from pipeline.common.secrets import mask
 from pipeline.config import compose, sizes
@@ -175,6 +175,8 @@ def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
         lines.append(f"  {what:{width}}  {each.error:8.1e}  {each.bound:8.1e}  {proof}".rstrip())
     if (coarsest := max(each.bound for each in rows.values() if each.bound < math.inf)) > COARSE:
         lines.append(f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision")
+    if any(title.startswith("float32") for title in found) and nvidia.computes_in_tf32():
+        lines.append("products of float32 are in TF32 here, which sets the rounding; hardware.tf32=false leaves it out")
     say(f"{parts.devices.description}; {cut}", verdict, *lines, to=sys.stdout)
 
 

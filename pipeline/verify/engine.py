@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipeline import accumulation
 from pipeline.accumulation import Evaluation, Update
+from pipeline.common import nvidia
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def unit(update: Update | Evaluation) -> float:
     computing = {layer.compute_dtype for layer in accumulation.layers_of(update.model)}
     names = {"float64", *computing, *(loss.dtype for loss in losses)}
     dtypes = [dtype for dtype in map(tf.as_dtype, names) if dtype.is_floating]
-    return max(2.0 ** -{"float64": 53, "float32": 24, "float16": 11}.get(dtype.name, 8) for dtype in dtypes)
+    bits = {"float64": 53, "float32": 11 if nvidia.computes_in_tf32() else 24, "float16": 11}
+    return max(2.0 ** -bits.get(dtype.name, 8) for dtype in dtypes)
 
 
 def examples(batch: Any) -> int:

@@ -66,7 +66,7 @@ def test_every_metric_is_there_once_on_every_update(main_job):
     assert set(histories) == {
         *("train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),
         *("train/effective_batch_size", "train/micro_steps", "train/examples_seen", "train/epoch"),
-        *("perf/update_seconds", "perf/examples_per_second", "perf/peak_memory_bytes"),
+        *("perf/update_seconds", "perf/examples_per_second", "perf/compile_seconds", "perf/peak_memory_bytes"),
     }
     for key, history in histories.items():
         assert list(history) == list(range(1, UPDATES + 1)), key

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -25,10 +28,12 @@ class Rows:
 
     def __init__(self) -> None:
         self.updates: list[tuple[int, dict]] = []
+        self.performance: list[dict] = []
         self.validations: list[tuple[int, dict]] = []
 
     def update(self, update, results, performance, at) -> None:
         self.updates.append((update, dict(results)))
+        self.performance.append(dict(performance))
 
     def validation(self, update, results) -> None:
         self.validations.append((update, dict(results)))
@@ -64,11 +69,12 @@ class Run:
         through=lambda batches: batches,
         stop=lambda: None,
         fit=True,
+        middle=(),
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
         examples = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
-        self.model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        self.model = keras.Sequential([keras.Input((3,)), *middle, layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1, use_ema=use_ema, ema_momentum=0.9)
         optimizer.build(self.model.trainable_variables)
         loss = keras.losses.MeanSquaredError()
@@ -189,10 +195,64 @@ def recorder(rows: Rows, losses: list[float]) -> Recorder:
     """With the results of these updates still on the device."""
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, len(losses) + 1)
     made = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=("loss", "gradient_norm", "learning_rate"))
-    made.add(1, tf.constant([1.0, 1.0, 0.1], tf.float64))  # a group of its own
+    made.add(1, tf.constant([1.0, 1.0, 0.1, 0.0], tf.float64), traces=1)
     for update, loss in enumerate(losses, start=2):
-        made.add(update, tf.constant([loss, 1.0, 0.1], tf.float64))
+        made.add(update, tf.constant([loss, 1.0, 0.1, 0.0], tf.float64), traces=1)
     return made
+
+
+class SlowToTrace(layers.Layer):
+    def call(self, x):
+        time.sleep(tf.inside_function())  # 1 s
+        return x
+
+
+def test_the_seconds_of_updates_are_without_those_of_tracing_them():
+    performance = Run(middle=[SlowToTrace()]).rows.performance
+    assert len(performance) == 4 * PER_EPOCH
+    assert all(each["update_seconds"] < 1 for each in performance)  # milliseconds, on a machine with nothing else to do
+    assert all(1 <= each["compile_seconds"] == performance[0]["compile_seconds"] for each in performance)
+
+
+def test_an_update_that_is_traced_again_is_no_other_either():
+    trainer = (run := Run(middle=[SlowToTrace()], fit=False)).trainer
+    other = trainer.batches.map(lambda x, y: (tf.cast(x, tf.float64), y))
+    for batches in (trainer.batches, other):
+        iterator = iter(batches)
+        for _ in range(3):
+            trainer.record(trainer.update_once(iterator))
+    trainer.recorder.finish()
+    assert all(each["update_seconds"] < 1 for each in run.rows.performance)
+    assert run.rows.performance[-1]["compile_seconds"] >= 2
+
+
+def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkeypatch):
+    now, rows = [0.0], Rows()
+    clock = SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr("pipeline.training.recorder.time", clock)
+    names, plan = ("loss", "gradient_norm", "learning_rate"), Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100)
+    kept = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=names)
+    kept.restart_clock()
+
+    def add(update, at, shapes, traces=1):
+        now[0] = at
+        kept.add(update, tf.constant([1.0, 1.0, 0.1, shapes], tf.float64), traces)
+
+    def seconds():
+        return [(each.get("update_seconds"), each["compile_seconds"]) for each in rows.performance]
+
+    add(2, at=10.0, shapes=7.0)
+    assert seconds() == []  # it is traced, and waits for the next one
+    add(3, at=12.0, shapes=7.0)
+    assert seconds() == [(2.0, 10.0)] * 2
+    add(4, at=17.0, shapes=8.0)
+    assert seconds()[2:] == [(None, 15.0)]
+    monkeypatch.setattr("pipeline.training.recorder.FETCH_SECONDS", 100.0)
+    for update, at, shapes, traces in ((5, 20.0, 7.0, 1), (6, 60.0, 9.0, 1), (7, 62.0, 9.0, 1), (8, 92.0, 9.0, 2)):
+        add(update, at, shapes, traces)
+    add(9, at=93.0, shapes=9.0, traces=2)
+    kept.fetch()
+    assert seconds()[3:] == [(2.0, 85.0)] * 5  # 3 + 2 + 1 seconds for three updates; 40 + 30 more to compile
 
 
 def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
