@@ -97,12 +97,16 @@ def adam_moments(adam: keras.optimizers.Adam, variable: tf.Variable) -> tuple[tf
 
 
 @contextmanager
-def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
-    """Compute the learning rate once, for all who read it inside the `with` block; yield it."""
+def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
+    """Compute the learning rate once, for all who read it inside the `with` block; yield it.
+
+    It is computed on the host and waits for nothing of this update. NaN for a `MultiOptimizer`, which has none.
+    """
     before = optimizer._learning_rate
-    rate = getattr(optimizer, "learning_rate", math.nan)  # a `MultiOptimizer` has none
-    if callable(before):  # a schedule, or a function that may have state
-        object.__setattr__(optimizer, "_learning_rate", lambda: rate)  # bypasses its own, which tracks attributes
+    with tf.control_dependencies(None), tf.device("CPU:0"):
+        rate = tf.convert_to_tensor(getattr(optimizer, "learning_rate", math.nan))
+    # Adafactor asks whether it is callable. Bypasses the optimizer's own, which tracks attributes.
+    object.__setattr__(optimizer, "_learning_rate", (lambda: rate) if callable(before) else rate)
     try:
         yield rate
     finally:

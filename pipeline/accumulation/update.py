@@ -257,8 +257,7 @@ class Update:
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> tf.Tensor:
         """Take one step of the optimizer, and one of the moving statistics; return the learning rate of that step."""
-        with applying_sums(self.optimizer), fused_adam(self.optimizer) as rate:
-            learning_rate = tf.identity(tf.convert_to_tensor(rate))  # before apply moves on
+        with applying_sums(self.optimizer), fused_adam(self.optimizer) as learning_rate:
             self.optimizer.apply(gradients, self.model.trainable_variables)
         if self.hold_statistics:
             assign_moving_statistics(self.model, sums.moves)
