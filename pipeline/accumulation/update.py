@@ -41,7 +41,7 @@ from .keras_internals import applying_sums
 from .loss_sums import divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .objective import Losses, Metrics, Objective, by_name
-from .same_noise import drawn, keys_of, noisy_layers
+from .same_noise import Key, drawn, keys_of, noisy_layers
 
 
 @tf.autograph.experimental.do_not_convert  # as in `fit`; converting all that follows took most of the tracing
@@ -106,6 +106,7 @@ def accumulate_gradients(
     goal = loss if isinstance(loss, Objective) else Objective(loss, loss_weights, metrics, weighted_metrics)
     totals = batch_totals(batch) if whole is None else whole
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
+    keys = [Key.of(seed) for seed in noise_keys]  # for all micro-batches
     wide = [] if jit_compile or model is None else wide_layers(model, micro_batch_size)
     held = normalising_layers(model) if hold_statistics else []
     asked = model.trainable_variables if variables is None and model is not None else variables or ()
@@ -115,7 +116,7 @@ def accumulate_gradients(
         x, y, sample_weight = parts
         examples = examples_in(x)
         with tf.GradientTape(persistent=True) as tape:
-            drawing = drawn(noisy, noise_keys, place + start, examples)
+            drawing = drawn(noisy, keys, place + start, examples)
             with transposed_gradients(wide), drawing, observed(held) as moves:
                 if model is None:
                     losses, added, minimised = function_losses(loss, parts, totals)

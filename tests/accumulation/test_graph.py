@@ -151,6 +151,19 @@ def test_a_schedule_is_computed_once_on_the_host_and_waits_for_nothing(precision
     assert len([node for node in waited_for if node.op == "ReadVariableOp"]) == 1  # the optimizer's counter
 
 
+def test_noise_is_keyed_on_the_host_once_an_update():
+    """A key is made of values in host memory, wherever its operation is: those of a GPU are waited for."""
+    noisy = [layers.Dropout(0.1), layers.GaussianNoise(0.1), layers.Dropout(0.2)]
+    graph = traced(built(small_model(*noisy), same_noise=True))
+    keys = [node for node in graph.node if node.op == "StatelessRandomGetKeyCounter"]
+    assert [devices(needed(graph, key)) for key in keys] == [{"CPU:0"}] * len(noisy)
+    inside = [node for function in graph.library.function for node in function.node_def]
+    assert not [node for node in inside if node.op == "StatelessRandomGetKeyCounter"]
+    draws = [node for node in inside if node.op == "StatelessRandomUniformV2"]
+    counters = {draw.input[2].partition(":")[0] for draw in draws}
+    assert [node.device[-5:] for node in inside if node.name in counters] == ["CPU:0"] * len(noisy)
+
+
 @pytest.mark.parametrize("kind", ["schedule", "function", "variable"])
 def test_the_rate_is_that_of_keras_to_the_bit(precision, kind):
     """RMSprop's step is Keras' own: variable by variable, each with a rate of its own where it applies alone."""
