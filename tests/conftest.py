@@ -76,8 +76,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_devices() -> None:
-    """Two logical CPU devices, for MirroredStrategy in this process.
+def three_devices() -> None:
+    """Three logical CPU devices, for a MirroredStrategy in this process: the host, or two replicas beside it.
 
     TensorFlow takes them only before its first operation. A module that needs them imports TensorFlow at its
     top, so it is loaded by now, and builds nothing there.
@@ -87,7 +87,7 @@ def two_devices() -> None:
 
         tf.config.set_visible_devices([], "GPU")
         (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -156,15 +156,45 @@ def global_batch_totals(
         weights = batch_totals(share_of(batch, strategy.num_replicas_in_sync)[0]).weights
         return tuple(weight for weight in tf.nest.flatten(weights) if weight is not None)
 
-    sums = iter(reduce(strategy, strategy.run(of_replica), reductions_ready))
+    sums = iter(of_first_replica(strategy, reduce(strategy, strategy.run(of_replica), reductions_ready)))
     weights = tf.nest.map_structure(lambda weight: None if weight is None else next(sums), totals.weights)
     return totals._replace(weights=weights)
 
 
 def reduce(strategy: tf.distribute.Strategy, sums: Nest, reductions_ready: tf.Variable | None = None) -> Nest:
-    """Sum over replicas, for each of them; `reductions_ready` counts the calls for which this process has its sums."""
+    """Sum over replicas; each of them has the sums on its own device.
+
+    `tf.IndexedSlices` are concatenated: an index may be in the rows of several replicas. `reductions_ready` counts the
+    calls for which this process has its sums.
+    """
+    values = tf.nest.flatten(sums)
+    of_here = strategy.experimental_local_results(values[0])
     if reductions_ready is not None:
-        scalar, *_ = tf.nest.flatten(sums)  # the others come with it
-        with tf.control_dependencies(tf.nest.flatten(strategy.experimental_local_results(scalar))):
+        with tf.control_dependencies(list(of_here)):  # the others come with it
             reductions_ready.assign_add(1)
-    return tf.nest.map_structure(lambda value: strategy.reduce("SUM", value, axis=None), sums)
+    if strategy.num_replicas_in_sync == 1:
+        return sums
+    # CPUs of one process need no collective: TensorFlow's fail from the second MirroredStrategy on that a process has
+    # (tensorflow/tensorflow#62790).
+    if len(of_here) == strategy.num_replicas_in_sync and "CPU" in of_here[0].device:
+        summed = [strategy.extended.reduce_to("SUM", value, value) for value in values]
+    else:
+        summed = all_reduced(strategy, values)
+    return tf.nest.pack_sequence_as(sums, summed)
+
+
+def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
+    """Return the sums of `values` over replicas, those of one dtype by one collective, on the devices they are on."""
+    dtypes = [strategy.experimental_local_results(value)[0].dtype for value in values]
+    summed = list(values)
+    for dtype in dict.fromkeys(dtypes):  # TensorFlow concatenates all that it is given
+        places = [place for place, other in enumerate(dtypes) if other == dtype]
+        pairs = [(values[place], values[place]) for place in places]
+        for place, value in zip(places, strategy.extended.batch_reduce_to("SUM", pairs), strict=True):
+            summed[place] = value
+    return summed
+
+
+def of_first_replica(strategy: tf.distribute.Strategy, values: Nest) -> Nest:
+    """Return the values that the first replica of this process has."""
+    return strategy.experimental_local_results(values)[0]

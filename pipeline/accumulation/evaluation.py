@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from .batch import Nest, Share, batch_totals, examples_in, reduce, share_of
+from .batch import Nest, Share, batch_totals, examples_in, of_first_replica, reduce, share_of
 from .gradient_sums import GradientSums, sum_over_micro_batches
 from .loss_sums import micro_batch_losses
 from .objective import Losses, Objective, by_name
@@ -33,7 +33,8 @@ class Evaluation:
     @tf.autograph.experimental.do_not_convert
     def __call__(self, batch: Nest | Share) -> GradientSums:
         """Add `batch`, as an `Update` takes it, to the metrics; return its loss and weight, without gradients."""
-        return reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)), self.reductions_ready)
+        sums = reduce(self.strategy, self.strategy.run(self._evaluate, args=(batch,)), self.reductions_ready)
+        return of_first_replica(self.strategy, sums)
 
     def _evaluate(self, batch: Nest | Share) -> GradientSums:
         share, _ = share_of(batch, self.strategy.num_replicas_in_sync)

@@ -67,6 +67,11 @@ class GradientSums(NamedTuple):
         """
         return means(self.gradient_sums, self.weights)
 
+    def divided(self, weights: tuple[Any, ...]) -> GradientSums:
+        """Return the sums with one gradient, that of all groups, each divided by its weight."""
+        gradients = tuple(() if each is None else each for each in means(self.gradient_sums, weights))
+        return self._replace(gradient_sums=(gradients,), weights=((),))
+
 
 def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor | None]:
     """Return Σ sum/weight for each variable, where `()` divides by nothing; None where no sum depends on it."""
@@ -114,6 +119,13 @@ def add(total: Any, value: Any) -> Any:
     indices, places = tf.unique(tf.concat([indices, value.indices], 0))
     rows = tf.math.unsorted_segment_sum(tf.concat([rows, value.values], 0), places, tf.size(indices))
     return rows, indices
+
+
+def rows_once(rows: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
+    """Return rows of a tensor of `shape`, those of one index added."""
+    indices, places = tf.unique(rows.indices)
+    values = tf.math.unsorted_segment_sum(rows.values, places, tf.size(indices))
+    return tf.IndexedSlices(tf.ensure_shape(values, [None, *shape[1:]]), indices, tf.constant(list(shape)))
 
 
 def as_output(output: Any, total: Any) -> Any:

@@ -11,6 +11,8 @@ _compile_loss, _flat_losses, _compile_metrics, _flat_metrics, _flat_weighted_met
                   `EarlyStopping` looks for its metric there
 _momentums, _velocities, _get_variable_index   of `Adam`: its moments, and which of them are a variable's; without them
                   an update of a model with many weights takes up to 2.5 times as long
+_all_reduce_sum_gradients     of an optimizer: outside of a replica it sums nothing, and takes the first one's gradients
+                  for all
 _learning_rate    of an optimizer: what `learning_rate` computes a value from each time that it is read
 model_supports_jit        whether `fit` would have XLA compile a model, by its layers, the platform and determinism
 get_loss          the loss that `compile` makes of a name or a function
@@ -97,16 +99,31 @@ def adam_moments(adam: keras.optimizers.Adam, variable: tf.Variable) -> tuple[tf
 
 
 @contextmanager
-def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
-    """Compute the learning rate once, for all who read it inside the `with` block; yield it."""
+def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
+    """Compute the learning rate once, for all who read it inside the `with` block; yield it.
+
+    It is computed on the host and waits for nothing of this update. NaN for a `MultiOptimizer`, which has none.
+    """
     before = optimizer._learning_rate
-    rate = getattr(optimizer, "learning_rate", math.nan)  # a `MultiOptimizer` has none
-    if callable(before):  # a schedule, or a function that may have state
-        object.__setattr__(optimizer, "_learning_rate", lambda: rate)  # bypasses its own, which tracks attributes
+    with tf.control_dependencies(None), tf.device("CPU:0"):
+        rate = tf.convert_to_tensor(getattr(optimizer, "learning_rate", math.nan))
+    # Adafactor asks whether it is callable. Bypasses the optimizer's own, which tracks attributes.
+    object.__setattr__(optimizer, "_learning_rate", (lambda: rate) if callable(before) else rate)
     try:
         yield rate
     finally:
         object.__setattr__(optimizer, "_learning_rate", before)
+
+
+@contextmanager
+def applying_sums(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Have `apply` use the gradients on each replica as they are, inside the `with` block: they are sums already."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    object.__setattr__(inner, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
+    try:
+        yield
+    finally:
+        object.__delattr__(inner, "_all_reduce_sum_gradients")
 
 
 @contextmanager

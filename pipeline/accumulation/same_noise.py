@@ -11,10 +11,12 @@ So any micro-batch of any replica draws the rows of its own examples, as one dra
 and nothing of that size is ever held. Noise is drawn in float32, whatever the precision of the layer.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,6 +27,21 @@ from .keras_internals import calling, graph, keeps_call_of, layers_of
 Draw = Callable[[Sequence[Any]], tf.Tensor]  # a shape, whose sizes may be scalars → float32 in [0, 1)
 _BLOCK = 4  # 32-bit values in a block
 _PHILOX = 1  # its number in raw operations
+
+
+class Key(NamedTuple):
+    """What a layer draws by, on the host: made on a GPU, the host would wait for it at every draw."""
+
+    seed: tf.Tensor  # int64 of shape (2,)
+    key: tf.Tensor  # of Philox, made of the seed; uint64 of shape (1,)
+    counter: tf.Tensor  # its first block; uint64 of shape (2,)
+
+    @classmethod
+    def of(cls, seed: tf.Tensor, calls: int = 0) -> Key:
+        """Return the key of a seed, or another one for each of several calls of a layer in a forward pass."""
+        with tf.device("CPU:0"):
+            seed = tf.random.experimental.stateless_fold_in(seed, calls) if calls else seed
+            return cls(seed, *tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed))
 
 
 def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
@@ -39,18 +56,24 @@ def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:
 
 def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
     """Take a key from the seed of each noisy layer, once an update, as one call of the layer takes one."""
-    return [layer.seed_generator.next() for layer in noisy]
+    with tf.device("CPU:0"):
+        return [layer.seed_generator.next() for layer in noisy]
 
 
 def drawn(
-    noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor, jit_compile: bool = False
+    noisy: Sequence[keras.Layer],
+    keys: Sequence[tf.Tensor | Key],
+    place: Any,
+    examples: tf.Tensor,
+    jit_compile: bool = False,
 ) -> AbstractContextManager[None]:
     """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`.
 
     The numbers are the same with `jit_compile`, which is for where XLA compiles.
     """
     draw = _uniform_by_xla if jit_compile else tf.raw_ops.StatelessRandomUniformV2
-    return calling((layer, _call(layer, key, place, examples, draw)) for layer, key in zip(noisy, keys, strict=True))
+    made = [key if isinstance(key, Key) else Key.of(key) for key in keys]
+    return calling((layer, _call(layer, key, place, examples, draw)) for layer, key in zip(noisy, made, strict=True))
 
 
 def _uniform_by_xla(**given: Any) -> tf.Tensor:
@@ -60,7 +83,7 @@ def _uniform_by_xla(**given: Any) -> tf.Tensor:
 
 
 def _call(
-    layer: keras.Layer, key: tf.Tensor, place: Any, examples: tf.Tensor, uniform: Callable[..., tf.Tensor]
+    layer: keras.Layer, key: Key, place: Any, examples: tf.Tensor, draw: Callable[..., tf.Tensor]
 ) -> Callable[..., tf.Tensor]:
     formula, here, calls = _formula(layer), graph(), 0
     assert formula is not None
@@ -73,18 +96,18 @@ def _call(
         if not training or graph() is not here or (inputs.shape[0] is not None and not shared):
             return type(layer).call(layer, inputs, training=training)
         # A layer that is called twice in a forward pass draws twice.
-        seed = tf.random.experimental.stateless_fold_in(key, calls) if calls else key
+        of_call = Key.of(key.seed, calls) if calls else key
         calls += 1
 
-        return formula(layer, inputs, lambda sizes: _drawn(sizes, shared, seed, place, examples, uniform))
+        return formula(layer, inputs, lambda sizes: _drawn(sizes, shared, of_call, place, examples, draw))
 
     return call
 
 
 def _drawn(
-    sizes: Sequence[Any], shared: bool, seed: tf.Tensor, place: Any, examples: tf.Tensor, draw: Callable[..., tf.Tensor]
+    sizes: Sequence[Any], shared: bool, of_call: Key, place: Any, examples: tf.Tensor, draw: Callable[..., tf.Tensor]
 ) -> tf.Tensor:
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    _, key, counter = of_call
     if shared:  # by all examples: the same noise in every micro-batch
         return draw(shape=sizes, key=key, counter=counter, alg=_PHILOX)
     values = math.prod(sizes[1:])
@@ -96,8 +119,9 @@ def _drawn(
             row = tf.cast(place, tf.int64) * tf.cast(sizes[0] // examples, tf.int64)
         first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
         start = tf.stack([first, tf.zeros((), tf.uint64)])
-    # The counter's lower half is zero: TensorFlow makes the upper one of the seed.
-    noise = draw(shape=[sizes[0], blocks * _BLOCK], key=key, counter=counter + start, alg=_PHILOX)
+        # The counter's lower half is zero: TensorFlow makes the upper one of the seed.
+        counter += start
+    noise = draw(shape=[sizes[0], blocks * _BLOCK], key=key, counter=counter, alg=_PHILOX)
     full = any(isinstance(size, int) and size % _BLOCK == 0 for size in sizes[1:])
     return tf.reshape(noise if full else noise[:, :values], sizes)
 

@@ -22,14 +22,26 @@ import tensorflow as tf
 
 from . import noise_scale
 from .adam import fused_adam
-from .batch import BatchTotals, Nest, Share, batch_totals, examples_in, global_batch_totals, parts_of, reduce, share_of
+from .batch import (
+    BatchTotals,
+    Nest,
+    Share,
+    batch_totals,
+    examples_in,
+    global_batch_totals,
+    of_first_replica,
+    parts_of,
+    reduce,
+    share_of,
+)
 from .dense import transposed_gradients, wide_layers
 from .forward_effects import trace_forward, unsupported
-from .gradient_sums import GradientSums, gradients_by, sum_over_micro_batches
+from .gradient_sums import GradientSums, gradients_by, rows_once, sum_over_micro_batches
+from .keras_internals import applying_sums
 from .loss_sums import divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .objective import Losses, Metrics, Objective, by_name
-from .same_noise import drawn, keys_of, noisy_layers
+from .same_noise import Key, drawn, keys_of, noisy_layers
 from .xla import compiled_by_xla, without_cudnn
 
 
@@ -95,6 +107,7 @@ def accumulate_gradients(
     goal = loss if isinstance(loss, Objective) else Objective(loss, loss_weights, metrics, weighted_metrics)
     totals = batch_totals(batch) if whole is None else whole
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
+    keys = [Key.of(seed) for seed in noise_keys]  # for all micro-batches
     wide = [] if jit_compile or model is None else wide_layers(model, micro_batch_size)
     held = normalising_layers(model) if hold_statistics else []
     asked = model.trainable_variables if variables is None and model is not None else variables or ()
@@ -104,7 +117,7 @@ def accumulate_gradients(
         x, y, sample_weight = parts
         examples = examples_in(x)
         with tf.GradientTape(persistent=True) as tape:
-            drawing = drawn(noisy, noise_keys, place + start, examples, jit_compile)
+            drawing = drawn(noisy, keys, place + start, examples, jit_compile)
             with transposed_gradients(wide), without_cudnn(model, jit_compile), drawing, observed(held) as moves:
                 if model is None:
                     losses, added, minimised = function_losses(loss, parts, totals)
@@ -228,12 +241,26 @@ class Update:
         keys = keys_of(noisy_layers(self.model, x)) if self.same_noise else []
         totals = global_batch_totals(self.strategy, batch, self.objective.loss, self.reductions_ready)
         of_batch = {"whole": totals, "measure_noise": measure_noise, "noise_keys": keys}
-        return reduce(self.strategy, self.strategy.run(self._accumulate, (batch,), of_batch), self.reductions_ready)
+        sums = self.strategy.run(self._accumulate, (batch,), of_batch)
+        if self.strategy.num_replicas_in_sync == 1:
+            return reduce(self.strategy, sums, self.reductions_ready)
+        if tf.nest.flatten(sums.weights):  # before the gradients, which each replica divides: they go over once
+            weights = reduce(self.strategy, sums.weights, self.reductions_ready)
+            sums = self.strategy.run(GradientSums.divided, (sums, weights))
+        sums = reduce(self.strategy, sums, self.reductions_ready)
+        first = of_first_replica(self.strategy, sums)
+
+        def gradient(of_each: Any, of_first: Any, variable: keras.Variable) -> Any:
+            """Return the gradient on each replica, which applies it there, or rows that the first one has added."""
+            return rows_once(of_first, variable.shape) if isinstance(of_first, tf.IndexedSlices) else of_each
+
+        groups = zip(sums.gradient_sums, first.gradient_sums, strict=True)
+        gradients = [tuple(map(gradient, *group, self.model.trainable_variables)) for group in groups]
+        return first._replace(gradient_sums=tuple(gradients))
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> tf.Tensor:
         """Take one step of the optimizer, and one of the moving statistics; return the learning rate of that step."""
-        with fused_adam(self.optimizer) as rate:
-            learning_rate = tf.identity(tf.convert_to_tensor(rate))  # before apply moves on
+        with applying_sums(self.optimizer), fused_adam(self.optimizer) as learning_rate:
             self.optimizer.apply(gradients, self.model.trainable_variables)
         if self.hold_statistics:
             assign_moving_statistics(self.model, sums.moves)
@@ -246,7 +273,8 @@ class Update:
         self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.compiled}
         sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
-        if replicas == 1 and self._scale_loss is None:
+        if self._scale_loss is None and (replicas == 1 or not isinstance(batch, Share)):
             return sums
-        # Mirrored variables take no rows from outside of a replica, and Keras divides no rows by a scale.
+        # Keras divides no rows by a scale. Each worker would add rows of one index in an order of its own, and the
+        # copies of a weight would part.
         return tf.nest.map_structure(tf.convert_to_tensor, sums)

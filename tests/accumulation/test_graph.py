@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Update
+from pipeline.accumulation import Update, accumulate_gradients
 
 EFFECTIVE, MICRO, WIDTH = 96, 8, 5
 PASSED_ON = {"PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While"}  # to a function that is looked at
@@ -17,7 +20,7 @@ def loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def traced(update: Update, size: int | None = EFFECTIVE) -> tf.compat.v1.GraphDef:
+def traced(update: Callable, size: int | None = EFFECTIVE) -> tf.compat.v1.GraphDef:
     """The graph of an update whose batch alone has an axis of size `EFFECTIVE`, or of a size that is not known."""
     shapes = [size, WIDTH], [size], [size]
     specs = [tf.TensorSpec(shape, dtype) for shape, dtype in zip(shapes, ("float32", "int64", "float32"), strict=True)]
@@ -103,6 +106,104 @@ def test_whether_the_noise_is_measured_is_decided_on_the_host():
     assert len(deciding) == 1
     assert deciding[0].device.endswith("CPU:0")
     assert update.begun.device.endswith("CPU:0")
+
+
+def cosine() -> keras.optimizers.schedules.LearningRateSchedule:
+    return keras.optimizers.schedules.CosineDecay(1e-3, 20, warmup_steps=2, warmup_target=1e-2)
+
+
+def beside_the_host(rate, optimizer=keras.optimizers.AdamW, **options) -> tf.compat.v1.GraphDef:
+    """The graph of an update that computes on CPU:1, as on a GPU, with its optimizer's counter on the host."""
+    with tf.device("CPU:1"):
+        model = small_model(*options.pop("layers", ()))
+        with tf.device("CPU:0"):
+            made = optimizer(rate, weight_decay=0.004)
+        made.build(model.trainable_variables)
+        update = Update(model, loss(), made, MICRO, **options)
+        return traced(update)
+
+
+def needed(graph: tf.compat.v1.GraphDef, node: tf.compat.v1.NodeDef) -> list[tf.compat.v1.NodeDef]:
+    """All that an operation waits for, itself included."""
+    of, found, ahead = {each.name: each for each in graph.node}, {}, [node]
+    while ahead:
+        node = ahead.pop()
+        if node.name not in found:
+            found[node.name] = node
+            ahead += [of[name.lstrip("^").partition(":")[0]] for name in node.input]
+    return list(found.values())
+
+
+def devices(nodes: list[tf.compat.v1.NodeDef]) -> set[str]:
+    """Those that operations ask for; a variable is read where it is."""
+    return {node.device[-5:] for node in nodes if node.op not in ("Const", "Placeholder", "ReadVariableOp")}
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.AdamW, keras.optimizers.RMSprop])
+def test_a_schedule_is_computed_once_on_the_host_and_waits_for_nothing(precision, optimizer):
+    """Each choice by what a GPU holds makes the host wait for it; Keras makes one for each variable."""
+    precision("float32")
+    graph = beside_the_host(cosine(), optimizer)
+    choices = [node for node in graph.node if node.op in ("If", "StatelessIf")]
+    assert len(choices) == 1
+    waited_for = needed(graph, choices[0])
+    assert devices(waited_for) == {"CPU:0"}
+    assert len([node for node in waited_for if node.op == "ReadVariableOp"]) == 1  # the optimizer's counter
+
+
+def test_noise_is_keyed_on_the_host_once_an_update():
+    """A key is made of values in host memory, wherever its operation is: those of a GPU are waited for."""
+    noisy = [layers.Dropout(0.1), layers.GaussianNoise(0.1), layers.Dropout(0.2)]
+    graph = traced(built(small_model(*noisy), same_noise=True))
+    keys = [node for node in graph.node if node.op == "StatelessRandomGetKeyCounter"]
+    assert [devices(needed(graph, key)) for key in keys] == [{"CPU:0"}] * len(noisy)
+    inside = [node for function in graph.library.function for node in function.node_def]
+    assert not [node for node in inside if node.op == "StatelessRandomGetKeyCounter"]
+    draws = [node for node in inside if node.op == "StatelessRandomUniformV2"]
+    counters = {draw.input[2].partition(":")[0] for draw in draws}
+    assert [node.device[-5:] for node in inside if node.name in counters] == ["CPU:0"] * len(noisy)
+
+
+@pytest.mark.parametrize("kind", ["schedule", "function", "variable"])
+def test_the_rate_is_that_of_keras_to_the_bit(precision, kind):
+    """RMSprop's step is Keras' own: variable by variable, each with a rate of its own where it applies alone."""
+    precision("float32")
+    calls = tf.Variable(0.0, trainable=False)
+
+    def function():
+        return 0.01 / (1 + calls)
+
+    def trained(step):
+        keras.utils.set_random_seed(0)
+        model = small_model()
+        rate = {"schedule": cosine(), "function": function, "variable": 0.01}[kind]
+        optimizer = keras.optimizers.RMSprop(rate, weight_decay=0.01)
+        optimizer.build(model.trainable_variables)
+        rates, taken = [], tf.function(step(model, optimizer), autograph=False)
+        for number in range(5):
+            if kind == "variable":
+                optimizer.learning_rate = 0.01 * 0.3**number  # as ReduceLROnPlateau does
+            calls.assign(number)
+            rates.append(float(taken()["learning_rate"]))
+        return [*rates, *map(np.ndarray.tobytes, model.get_weights())]
+
+    x, y = tf.random.stateless_normal([MICRO, WIDTH], [0, 0]), tf.zeros([MICRO], tf.int64)
+
+    def by_keras(model, optimizer):
+        def step():
+            rate = keras.ops.convert_to_tensor(optimizer.learning_rate) + 0
+            optimizer.apply(accumulate_gradients(model, loss(), (x, y), MICRO).gradients(), model.trainable_variables)
+            return {"learning_rate": rate}
+
+        return step
+
+    def by_update(model, optimizer):
+        update = Update(model, loss(), optimizer, MICRO)
+        return lambda: update((x, y))
+
+    ours = trained(by_update)
+    assert ours == trained(by_keras)
+    assert len(set(ours[:5])) == 5
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -92,7 +92,7 @@ def test_a_rate_that_is_a_function_is_called_once():
     calls = []
     optimizer = keras.optimizers.SGD(lambda: calls.append(0) or len(calls))
     with keras_internals.constant_rate(optimizer) as rate:
-        assert (rate, optimizer.learning_rate, len(calls)) == (1, 1, 1), WHERE
+        assert (int(rate), int(optimizer.learning_rate), len(calls)) == (1, 1, 1), WHERE
     assert optimizer.learning_rate == 2, WHERE
 
 

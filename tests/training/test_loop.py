@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -115,6 +116,33 @@ def test_every_validation_is_of_the_averaged_weights():
     assert [whole.rows.validations[0], whole.rows.validations[-1]] == ended
     assert whole.rows.validations[0] != Run(epochs=1).rows.validations[0]  # of the weights themselves
     assert whole.rows.updates == Run().rows.updates
+
+
+def test_results_are_copied_to_the_host_in_groups(monkeypatch):
+    """Each copy waits for the device: there is one in so many updates, and none by anything else of the loop."""
+    monkeypatch.setattr("pipeline.training.recorder.FETCH_SECONDS", math.inf)
+    monkeypatch.setattr("pipeline.training.recorder.FETCH_UPDATES", 10)
+    copies: list[str] = []
+    kind = type(tf.constant(0))
+    for name in ("numpy", "__array__", "__float__", "__int__", "__bool__", "__index__"):
+        monkeypatch.setattr(kind, name, _counted(getattr(kind, name), copies, name), raising=True)
+
+    def copied(epochs: int) -> int:
+        run = Run(epochs=epochs, log_every=10, validate=False, fit=False)
+        copies.clear()
+        run.trainer.fit()
+        return len(copies)
+
+    once = copied(2)
+    assert [copied(2 + 2 * more) - once for more in (1, 2, 5)] == [1, 2, 5]  # of 10 updates each
+
+
+def _counted(method, copies, name):
+    def counted(self, *given, **more):
+        copies.append(name)
+        return method(self, *given, **more)
+
+    return counted
 
 
 @pytest.mark.parametrize(("epochs", "stop"), [(2, []), (4, [StopAt(1)])])
