@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from .gradient_accumulator import Gradient, GradientAccumulator
-from .keras_internals import already_reduced
+from .keras_internals import applying_sums
 
 
 @keras.saving.register_keras_serializable("pipeline")
@@ -25,12 +25,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     `AccumulatingModel` is where they have not. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last
     gradients are applied although they are fewer.
 
-    Under `MirroredStrategy` the gradients of a call are those of each replica's share, as Keras' losses make them: their
-    sum over replicas is that of the call. They are summed over replicas once an update.
+    Under `MirroredStrategy` the gradients of a call are those of each replica's share, as Keras' losses make them:
+    their sum over replicas is that of the call. They are summed over replicas once an update.
 
     Args:
-        inner: any optimizer; around one with a loss scale, such as `LossScaleOptimizer`, a part that is not finite skips
-            the whole update.
+        inner: any optimizer; if it is a `LossScaleOptimizer`, a part that is not finite skips the whole update.
         factor: gradients in an update, at least 1.
         name: of this optimizer.
 
@@ -166,7 +165,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def _step(self) -> None:
         sums = self.accumulator.reduced()
         if self.accumulator.strategy.num_replicas_in_sync > 1:
-            with already_reduced(self.inner):
+            with applying_sums(self.inner):
                 self.accumulator.strategy.run(self._apply, (sums,))
         else:
             self._apply(sums)

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .batch import reduce
+from .batch import of_first_replica, reduce
 from .loss_sums import divide
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -80,10 +80,10 @@ class GradientAccumulator:
 
         Call it outside of `strategy.run`. Without parts, and where all weights are zero, it is zero.
         """
-        return self.of_sums(self.reduced())
+        return self.of_sums(of_first_replica(self.strategy, self.reduced()))
 
     def reduced(self) -> list[Any]:
-        """Return the values of `variables` over all replicas; under a strategy call it outside of `strategy.run`."""
+        """Return the values of `variables` over all replicas, on each of them; call it outside of `strategy.run`."""
         values = [variable.value for variable in self.variables]
         if self.strategy.num_replicas_in_sync > 1:
             return reduce(self.strategy, values)

@@ -149,17 +149,3 @@ def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
 
 
 graph = tf.compat.v1.get_default_graph  # that is being traced: a layer's own loop or function has one of its own
-
-
-@contextmanager
-def already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Make `optimizer.apply` take gradients that are the same on each replica: else, in a replica, it adds them up.
-
-    Outside of replicas it adds nothing, but there Keras clips no gradients that lie on several devices.
-    """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    object.__setattr__(inner, "_all_reduce_sum_gradients", lambda pairs: pairs)
-    try:
-        yield
-    finally:
-        object.__delattr__(inner, "_all_reduce_sum_gradients")

@@ -221,7 +221,7 @@ def test_a_model_that_is_saved_between_two_steps_goes_on_from_there(float64, tmp
 def test_what_it_cannot_be_made_of():
     sgd = keras.optimizers.SGD()
     for factor in (0, True, 2.0, None):
-        with pytest.raises(ValueError, match="factor must be an integer of at least 1. Received: "):
+        with pytest.raises(ValueError, match=r"factor must be an integer of at least 1\. Received: "):
             AccumulatingOptimizer(sgd, factor)
     for inner in (AccumulatingOptimizer(sgd, 2), keras.optimizers.SGD(gradient_accumulation_steps=2)):
         with pytest.raises(ValueError, match="inner must not accumulate itself"):
@@ -258,5 +258,5 @@ def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
         assert half.dtype == "float32"
         accumulator.reset()
     assert accumulator.average()[0].numpy().tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match="gradients must be 3, one a variable. Received: 1"):
+    with pytest.raises(ValueError, match=r"gradients must be 3, one a variable\. Received: 1"):
         accumulator.add([tf.zeros(2)])
