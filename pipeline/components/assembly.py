@@ -170,8 +170,7 @@ def assemble(
     with used.strategy.scope():
         network = model.build(spec.node("model"), data)
         goal = objective.build(spec.node("training"))
-        with tf.device("CPU:0"):  # its counter and its rate: a schedule on the host would wait for a GPU's
-            stepping = optimizer.build(spec, plan.updates)
+        stepping = optimizer.build(spec, plan.updates)
         first = _first_batch(spec, data, files, used)
         labels, outputs, goal = objective_checks.check(goal, network, data, first, spec)
         notes += added_losses.check(network, first[0], goal.training.added_losses)

@@ -24,7 +24,8 @@ def build(spec: RunSpec, updates: int) -> keras.optimizers.Optimizer:
     """Return the optimizer of a run of so many `updates`; raise a `ConfigError` for a wrong target or argument."""
     node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), updates)
     schedule = scaled(schedule, spec.config.scaling, spec.batching.effective_batch_size, updates)
-    optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
+    with tf.device("CPU:0"):  # its counter: the schedule, on the host, would wait for a GPU's
+        optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError("optimizer._target_", "must name a keras.optimizers.Optimizer", node.get("_target_"))
     if optimizer.gradient_accumulation_steps:

@@ -29,6 +29,14 @@ def build(config, effective_batch_size):
     return optimizer.build(replace(spec, batching=derive(effective_batch_size, 1, None)), HORIZON)
 
 
+def test_the_counter_is_on_the_host_and_the_moments_are_with_the_weights():
+    with tf.device("CPU:1"):
+        made, weight = build(compose(), 128), keras.Variable(np.ones(2))
+        made.build([weight])
+    on = [made.iterations, *(each for each in made.variables if each.shape == (2,))]
+    assert [each.value.device[-5:] for each in on] == ["CPU:0", "CPU:1", "CPU:1"]
+
+
 def rates(*overrides):
     schedule = optimizer.build_schedule(compose(*overrides).schedule, HORIZON)
     return [float(schedule(update)) for update in range(HORIZON + 1)]

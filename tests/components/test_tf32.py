@@ -26,7 +26,7 @@ def gpu(monkeypatch):
     details, config = {"device_name": "A100", "compute_capability": (8, 0)}, tf.config
     for listing in (config, config.experimental):
         for name in ("list_physical_devices", "get_visible_devices"):
-            monkeypatch.setattr(listing, name, lambda kind=None: ["a GPU"] if kind == "GPU" else ["a CPU"])
+            monkeypatch.setattr(listing, name, lambda kind=None: [SimpleNamespace(name=f"{kind}:0")])
     monkeypatch.setattr(config, "set_visible_devices", lambda *_: None)
     monkeypatch.setattr(config.experimental, "set_memory_growth", lambda *_: None)
     monkeypatch.setattr(config.experimental, "get_device_details", lambda _: details)
