@@ -92,6 +92,7 @@ class HardwareConfig(_SetOnce):
     memory: Any = None  # (bytes | text | null) what `auto` may fill on a CPU, such as `8GiB`; null: what is available
     xla: Any = False  # (true | false) compile each micro-step with XLA; measure first, it is slower on a CPU
     deterministic: Any = False  # (true | false) two runs on the same machine are bit-identical
+    profile: Any = None  # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the 10th on
 
 
 @dataclass

@@ -49,6 +49,14 @@ def _is_padding(value: Any) -> bool:
     )
 
 
+def _is_profile(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, DictConfig)
+        and set(value) == {"start", "updates"}
+        and all(_is_integer(count) and count >= 1 for count in value.values())
+    )
+
+
 def _are_class_weights(node: Any) -> bool:
     return node is None or (
         isinstance(node, Mapping)
@@ -98,6 +106,7 @@ _CHECKS: dict[str, Check] = {
     "accumulation.micro_batch_size": _or_null(
         (f"an integer, {' or '.join(sizes.SEARCHED)}", lambda value: _is_integer(value) or value in sizes.SEARCHED)
     ),
+    "hardware.profile": ("null, or the first update and how many: {start: 10, updates: 5}", _is_profile),
     "hardware.memory": _or_null(("a size such as 8GiB", lambda value: memory_budget.parsed(value) is not None)),
     "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FETCH_SECONDS = 1.0  # for which results stay on the device, at most
 FETCH_UPDATES = 200  # whose results stay there, at most
+TOKENS = "tokens"  # a result of an update that is logged by the second
 
 
 class NonFiniteError(ArithmeticError):
@@ -37,6 +38,7 @@ class Recorder:
     progress: Progress
     skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
     raises: bool = True  # if a loss is not finite; a worker other than the chief leaves that to it
+    share_of_peak: float = 0.0  # of the devices' FLOP/s, that one example a second takes; 0 if unknown
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
     _traced: bool = False  # an update with these micro-batches was
@@ -63,10 +65,11 @@ class Recorder:
             return
         pending = list(self._pending)
         fetched = tf.stack([results for _, _, results in pending]).numpy().tolist()
-        performance = self._performance([update for update, _, _ in pending])
+        performance = self._performance([update for update, _, _ in pending], fetched)
         for (update, at, _), values in zip(pending, fetched, strict=True):
             del self._pending[0]  # one at a time: what an interrupt leaves here is fetched at the end of the run
             self.last = dict(zip(self.names, values, strict=True))
+            self.last.pop(TOKENS, None)
             if "gradient_variance" in self.last:
                 self._noise.add(self.last.pop("gradient_variance"), self.last.pop("gradient_square"))
                 if self._noise.value is not None:
@@ -138,15 +141,22 @@ class Recorder:
         self._unlogged = tuple(state["unlogged"])
         self._epoch_sums, self._epoch_examples = dict(state["epoch_sums"]), state["epoch_examples"]
 
-    def _performance(self, updates: list[int]) -> dict[str, float]:
+    def _performance(self, updates: list[int], results: list[list[float]]) -> dict[str, float]:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        return {
+        examples_per_second = sum(map(self.plan.batch_size, updates)) / seconds
+        found = {
             "update_seconds": seconds / len(updates),
-            "examples_per_second": sum(map(self.plan.batch_size, updates)) / seconds,
+            "examples_per_second": examples_per_second,
             "peak_memory_bytes": self.peak_memory(),
-            **({"micro_batch_size": self.plan.batching.micro_batch_size} if self.plan.before else {}),
         }
+        if TOKENS in self.names:
+            found["tokens_per_second"] = sum(row[self.names.index(TOKENS)] for row in results) / seconds
+        if self.share_of_peak:
+            found["model_flops_utilization"] = self.share_of_peak * examples_per_second
+        if self.plan.before:
+            found["micro_batch_size"] = self.plan.batching.micro_batch_size
+        return found
 
     def _non_finite(self, results: dict[str, float]) -> list[str]:
         """Return which results end the run; a skipped update, which ends none, is counted in `results`."""
