@@ -68,7 +68,7 @@ def measure(
         table = json.loads((folder / "search" / TABLE).read_text())
         tries = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
         fastest = min(row["update_seconds"] for row in tries if row["update_seconds"])
-        sizes = [effective >> power for power in range(2 if tiny else 4)]
+        sizes = [effective >> power for power in range(1 if tiny else 4)]
         updates = max(5, math.ceil((0.1 if tiny else SECONDS) / fastest))
         turns = ["auto_fastest", *sizes]
         order = [turn for _, turn in processes.in_turns(turns, rounds)]
@@ -83,7 +83,7 @@ def measure(
     shown = {f"auto {taken}": median(found), **dict(zip(map(str, sizes), map(median, by_hand), strict=True))}
     target = None if tiny else 0.97
     yield Figure(
-        "auto", "cnn", "auto_fastest ÷ best by hand", ratios(found, best), "", shown, "examples/s", at_least=target
+        "limits", "cnn", "auto_fastest ÷ best by hand", ratios(found, best), "", shown, "examples/s", at_least=target
     )
 
 
