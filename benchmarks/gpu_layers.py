@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,8 +76,12 @@ def two(tiny: bool) -> Iterator[Figure]:
         update = Update(model, models.loss(), optimizer, MICRO, strategy=strategy)
         with tf.device("CPU:0"):
             batches = iter(tf.data.Dataset.from_tensors(tuple(map(tf.constant, examples))).repeat())
-        step = tf.function(lambda batches, update=update: update(next(batches)), autograph=False)
-        turns[name] = lambda step=step, batches=batches: step(batches)
+
+        @tf.function(autograph=False)
+        def step(batches: Iterator[Any], update: Update = update) -> dict[str, tf.Tensor]:
+            return update(next(batches))
+
+        turns[name] = functools.partial(step, batches)
         turns[name]()
         weights[name] = model.get_weights()
         if name == "two":
