@@ -93,7 +93,7 @@ def _main(connection: Connection, function: str, arguments: dict[str, Any], seco
             connection.send((False, value))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        why = f"{type(error).__name__}: {lines[0][:120]}"
+        why = f"{type(error).__name__}: {lines[0][:400]}"
     connection.send((True, why))
 
 

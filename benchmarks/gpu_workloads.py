@@ -5,6 +5,7 @@ The micro-batches of the large ones fit into 40 GB in float32; where they do not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import models, networks
+from benchmarks.figures import Figure
 from pipeline.accumulation import Update
 from pipeline.components import devices
 from pipeline.config.schema import Device, HardwareConfig, Precision
@@ -89,6 +91,13 @@ def facts() -> Iterator[dict[str, Any]]:
     yield {"device": machine.description.partition(",")[0], "on_gpu": machine.on_gpu, "details": details}
 
 
+def found(tiny: bool) -> Iterator[Figure]:
+    """Yield the seconds in which this process got the device and its first result, and the device's name."""
+    begun = time.perf_counter()
+    (seen,) = facts()
+    yield Figure("found", seen["device"], "first result", [time.perf_counter() - begun], "s", note=str(seen["details"]))
+
+
 def optimizer() -> keras.optimizers.Optimizer:
     """Return Adam, with a scaled loss where float16 needs it."""
     adam = models.optimizer()
@@ -97,12 +106,16 @@ def optimizer() -> keras.optimizers.Optimizer:
 
 
 def updates(
-    model: keras.Model, batch: tuple[np.ndarray, np.ndarray], micro_batch_size: int, xla: bool = False
+    model: keras.Model,
+    batch: tuple[np.ndarray, np.ndarray],
+    micro_batch_size: int,
+    xla: bool = False,
+    same_noise: bool = False,
 ) -> Callable[[], dict[str, tf.Tensor]]:
     """Return a function that makes one update of `batch`, which comes from the host each time, as in training."""
     stepping = optimizer()
     stepping.build(model.trainable_variables)
-    update = Update(model, models.loss(), stepping, micro_batch_size, jit_compile=xla)
+    update = Update(model, models.loss(), stepping, micro_batch_size, jit_compile=xla, same_noise=same_noise)
     with tf.device("CPU:0"):
         batches = iter(tf.data.Dataset.from_tensors(tuple(map(tf.constant, batch))).repeat())
 

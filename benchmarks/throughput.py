@@ -1,48 +1,78 @@
 """How fast a network trains on a device: examples/s, and the share of the device's own measured peak.
 
 The matrix-product peak is measured in the same process, just after, in the precision of the run: in float32 with TF32
-where the GPU has it, as TensorFlow and so a run leave it on. FLOPs are those of the model, as `benchmarks.flops` counts
+where the GPU has it, as TensorFlow and so a run leave it on. FLOPs are those of the model, as `training_flops` counts
 them. One apply of Adam reads a gradient, a weight and two moments of float32, and writes the latter three: 28 bytes a
 weight, whose share of the copy bandwidth says how far the apply is from the least that it could take.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
+import time
 from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
-from benchmarks import flops, peak, tracking, update
+from benchmarks import models, peak, update
 from benchmarks.figures import Figure, ratios
 from benchmarks.gpu_workloads import FACTOR, Workload, setup, updates, workload
 from benchmarks.turns import alternate, repeats
+from pipeline.accumulation import training_flops
 from pipeline.common.memory_budget import readable
 from pipeline.components import devices
 
 ROUNDS = 5
 SECONDS = 3.0  # of all turns of a network, about
+SIZES = (1, 4, 16, 64, 256)  # micro-batches
 APPLY = 28  # bytes a weight
 SHARE = {"transformer350m bfloat16": 0.45}  # of the matrix-product peak, at least
 
 
-def measure(name: str, precision: str, xla: bool, tiny: bool) -> Iterator[Figure]:
-    """Yield the speed of training `name`, whose best is in examples/s, as share of the matrix-product peak."""
+def measure(name: str, precision: str, xla: bool, tiny: bool, micro: int | None = None) -> Iterator[Figure]:
+    """Yield the speed of training `name`, whose best is in examples/s, as share of the matrix-product peak.
+
+    `micro` is the micro-batch size, halved until it fits. The first update, which is traced and compiled, is apart.
+    """
     machine = setup(precision)
     of = workload(name, tiny)
+    of = of if micro is None or tiny else dataclasses.replace(of, micro=micro)
     model = of.build()
     weights = sum(math.prod(weight.shape) for weight in model.trainable_weights)
-    micro, rates = _rates(of, model, xla, 0.1 if tiny else SECONDS)
+    subject = f"{name} {precision}{', XLA' if xla else ''}"
+    begun = time.perf_counter()
+    fitting, rates = _rates(of, model, xla, 0.1 if tiny else SECONDS)
+    compiled = time.perf_counter() - begun - ROUNDS * FACTOR * fitting / max(rates)
     memory = devices.peak_memory(machine)
+    yield Figure("large", subject, "seconds before it is measured: traced, compiled, tried", [max(0.0, compiled)], "s")
     possible = max(peak.products(precision, tiny))
-    shares = [rate * flops.of_training(model) / possible for rate in rates]
+    flops, unknown = training_flops(model, models.loss(), of.examples(2))
+    assert not unknown, unknown
     best = {"examples/s": max(rates)} | ({"tokens/s": of.tokens * max(rates)} if of.tokens else {})
-    note = f"{micro} × {FACTOR}, {weights / 1e6:.1f} M weights, {readable(memory)}, peak {possible / 1e12:.4g} TFLOP/s"
-    subject = f"{precision}{', XLA' if xla else ''}"
+    note = f"{fitting} × {FACTOR}, {weights / 1e6:.1f} M weights, {readable(memory)}, {possible / 1e12:.4g} TFLOP/s"
     target = None if tiny else SHARE.get(f"{name} {precision}")
-    yield Figure(name, subject, "share of matrix-product peak", shares, "", best, at_least=target, note=note)
+    shares = [rate * flops / possible for rate in rates]
+    yield Figure("large", subject, "share of matrix-product peak", shares, "", best, at_least=target, note=note)
+
+
+def by_size(name: str, precision: str, xla: bool, tiny: bool) -> Iterator[Figure]:
+    """Yield examples/s for each micro-batch size, at factor 1; the first that does not fit ends it."""
+    setup(precision)
+    of = workload(name, tiny)
+    model = of.build()
+    for micro in SIZES[:2] if tiny else SIZES:
+        begun = time.perf_counter()
+        step = updates(model, of.examples(micro), micro, xla)
+        step()["loss"].numpy()
+        first = time.perf_counter() - begun
+        count = repeats(step, 0.02 if tiny else 0.3)
+        times = alternate({"": update.repeated(step, count)}, ROUNDS)[""]
+        subject = f"{name} {precision}{', XLA' if xla else ''}, micro-batch {micro}"
+        rates = [count * micro / each for each in times]
+        yield Figure("sizes", subject, "examples per second", rates, "1/s", {"first update": first}, "s")
 
 
 def of_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
@@ -74,17 +104,6 @@ def of_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
     shares = [count * moved / seconds / possible for seconds in times["apply"]]
     note = f"{1e3 * min(times['apply']) / count:.3g} ms for {readable(moved)}, of {possible / 1e9:.4g} GB/s"
     yield Figure("update", subject, "apply, share of copy bandwidth", shares, note=note)
-
-
-def logging(tiny: bool) -> Iterator[Figure]:
-    """Yield what it costs to log every update."""
-    setup("float32")
-    rounds, seconds = (2, 0.05) if tiny else (4, 1.0)
-    for figure in tracking.measure("mlp" if tiny else "cnn", rounds, seconds):
-        figure.part = "logging"
-        if tiny:
-            figure.at_least = figure.at_most = None
-        yield figure
 
 
 def _rates(of: Workload, model: keras.Model, xla: bool, seconds: float) -> tuple[int, list[float]]:

@@ -12,6 +12,7 @@ from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slic
 from .cuda_libraries import load_cuda_libraries
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
+from .flops import training_flops
 from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras, unsupported
 from .gradient_accumulator import GradientAccumulator
 from .gradient_sums import GradientSums
@@ -66,6 +67,7 @@ __all__ = [
     "slice_specs",
     "spread",
     "trace_forward",
+    "training_flops",
     "transposed_gradients",
     "unknown_to_keras",
     "unsupported",

@@ -16,6 +16,7 @@ _all_reduce_sum_gradients     of an optimizer: outside of a replica it sums noth
 _learning_rate    of an optimizer: what `learning_rate` computes a value from each time that it is read
 model_supports_jit        whether `fit` would have XLA compile a model, by its layers, the platform and determinism
 get_loss          the loss that `compile` makes of a name or a function
+_get_function     of a TensorFlow graph: the graphs of loops, branches and calls, whose operations are counted
 record_operation, stop_recording, pack_tangents     of TensorFlow: declare a gradient, where `tf.custom_gradient` would
                   keep each trace forever, with all that it captures; and what forward accumulators hold for a tensor
 """
@@ -149,3 +150,8 @@ def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
 
 
 graph = tf.compat.v1.get_default_graph  # that is being traced: a layer's own loop or function has one of its own
+
+
+def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph:
+    """Return the graph of the function that an operation calls by an attribute, such as a loop by its `body`."""
+    return operation.graph._get_function(operation.get_attr(attribute).name).graph

@@ -21,7 +21,7 @@ from pipeline.config import sizes
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
 from pipeline.config.sizes import Plan
-from pipeline.dataset import cache, load
+from pipeline.dataset import cache, load, tokens
 from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import Reader, effective_batches, in_order, one_class, weigher
 from pipeline.dataset.checksums import Files
@@ -121,6 +121,14 @@ class Parts:
         of_keras = [variable.value for variable in (*seen, *([] if seed is None else [seed]))]
         found = [*of_keras, *(variable for _, variable in accumulation.unknown_to_keras(self.model))]
         return [copy for each in found for copy in self.devices.strategy.experimental_local_results(each)]
+
+    def tokens(self) -> Callable[[Any], tf.Tensor] | None:
+        """Return what counts the tokens of an effective batch; None if there are none, or workers see theirs alone."""
+        pad, layers = self.spec.dataset.get("pad"), accumulation.layers_of(self.model)
+        masked = any(getattr(layer, "mask_zero", False) for layer in layers)
+        if masked and self.reader is not None:
+            return None
+        return tokens.counter(self.data.train.element_spec[0], None if pad is None else pad["value"], masked)
 
     @cached_property  # one reading and one trace: data or a layer may draw while they are
     def forward(self) -> accumulation.Forward:

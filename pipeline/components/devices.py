@@ -3,7 +3,7 @@
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,7 @@ class Devices:
     description: str  # one line for a person
     workers: int = 1  # processes
     reductions_ready: tf.Variable | None = None  # of several workers: the all-reduces that this one was ready for
+    gpus: Sequence[int] = ()  # places among those that this process sees
 
     def agree(self, holds: bool) -> bool:
         """Return whether `holds` is true on every worker; all workers have to call it."""
@@ -92,16 +93,16 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
         tf.config.experimental.enable_op_determinism()
     what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
     if used:
-        what = ", ".join(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in used)
+        what = ", ".join(gpu_names())
     products = " (products in TF32)" if precision == "float32" and nvidia.computes_in_tf32() else ""
     what = f"{what}{missing and f' ({missing})'}, {precision}{products}"
-    strategy = _strategy(replicas, bool(used), workers)
+    strategy, places = _strategy(replicas, bool(used), workers), [gpus.index(gpu) for gpu in used]
     if workers is None:
-        return Devices(strategy, bool(used), what)
+        return Devices(strategy, bool(used), what, gpus=places)
     with tf.device("CPU:0"):
         reductions_ready = tf.Variable(0, dtype=tf.int64, trainable=False)
     count = len(workers.addresses)
-    return Devices(strategy, bool(used), f"{count} workers, each with {what}", count, reductions_ready)
+    return Devices(strategy, bool(used), f"{count} workers, each with {what}", count, reductions_ready, places)
 
 
 def _named(gpus: list[Any], named: int | list[int] | None) -> list[Any]:
@@ -146,6 +147,12 @@ def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distri
 def uses_gpu(config: HardwareConfig) -> bool:
     """Return whether a run with this `hardware` group computes on a GPU."""
     return config.device != Device.cpu and bool(tf.config.list_physical_devices("GPU"))
+
+
+def gpu_names() -> list[str]:
+    """Return TensorFlow's names of the GPUs that this process uses."""
+    used = tf.config.get_visible_devices("GPU")
+    return [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in used]
 
 
 def peak_memory(used: Devices) -> int:

@@ -7,13 +7,14 @@ from typing import Any
 from pipeline.accumulation import Update
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork
-from pipeline.components import devices
+from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.dataset import bad_example
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Evaluations
 from pipeline.training.loop import Trainer
 from pipeline.training.oom_retry import OomRetry
+from pipeline.training.profiler import Profiler
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
@@ -27,7 +28,8 @@ def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     progress, skips = Progress(parts.plan.updates, shown=logs), config.hardware.precision.name == "mixed_float16"
     peak_memory = (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0)
     of_run = tracker, parts.plan, config.tracking.log_every, peak_memory, progress
-    return Recorder(*of_run, skips=skips, raises=logs)
+    share = utilization.share_of_peak(parts, devices.gpu_names()) if logs and parts.devices.on_gpu else 0.0
+    return Recorder(*of_run, skips=skips, raises=logs, share_of_peak=share)
 
 
 def checkpoints(parts: Parts, run_dir: Path, *, writes: bool = True) -> Checkpoints:
@@ -53,12 +55,15 @@ def fit(
     with bad_example.located(parts.data, parts.files):
         changed, callbacks = parts.assigned_by_forward(), parts.objective.callbacks
         told: tuple[Any, ...] = ()
-        retry = None
+        retry = profiler = None
         if tracker is None:
             kinds = {name: {kind.__name__ for kind in type(each).__mro__} for name, each in callbacks.items()}
             callbacks = {name: each for name, each in callbacks.items() if WRITING.isdisjoint(kinds[name])}
         else:
             told = tracker.evaluation_halved, changed
+            if (asked := parts.spec.config.hardware.profile) is not None:
+                log = lambda name: tracker.journal.write({"artifact": name})  # noqa: E731
+                profiler = Profiler(tracker.run_dir, asked["start"], asked["updates"], log)
             retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)
         validation, test = (parts.evaluate(name, *told) for name in ("validation", "test"))
         evaluations = Evaluations(validation, test, parts.spec.config.training.evaluate_every, parts.best)
@@ -72,5 +77,7 @@ def fit(
             checkpoints=checkpoints,
             oom_retry=retry,
             stop=stop,
+            tokens=parts.tokens(),
+            profiler=profiler,
             agree=parts.devices.agree,
         ).fit(start)

@@ -96,6 +96,7 @@ class HardwareConfig(_SetOnce):
     xla: Any = False  # (auto | true | false) compile each micro-step with XLA; auto: on one GPU, as Keras' `fit` does
     tf32: Any = True  # (true | false) GPUs since Ampere multiply float32 with 10 bits of mantissa; see docs/exact.md
     deterministic: Any = False  # (true | false) two runs on the same machine are bit-identical
+    profile: Any = None  # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the 10th on
 
 
 @dataclass

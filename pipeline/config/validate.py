@@ -49,6 +49,14 @@ def _is_padding(value: Any) -> bool:
     )
 
 
+def _is_profile(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, DictConfig)
+        and set(value) == {"start", "updates"}
+        and all(_is_integer(count) and count >= 1 for count in value.values())
+    )
+
+
 def _are_class_weights(node: Any) -> bool:
     return node is None or (
         isinstance(node, Mapping)
@@ -106,6 +114,7 @@ _CHECKS: dict[str, Check] = {
     ),
     **dict.fromkeys(("hardware.memory", "hardware.gpu_memory"), _or_null(_SIZE)),
     "hardware.gpu": _or_null(("the index of a GPU from 0 on, or a list of different ones", _are_indices)),
+    "hardware.profile": ("null, or the first update and how many: {start: 10, updates: 5}", _is_profile),
     "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }
 _COUNTING = re.compile(

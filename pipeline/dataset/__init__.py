@@ -6,7 +6,19 @@ its files.
 
 from typing import Any
 
-__all__ = ["Data", "Stored", "bad_example", "batches", "cache", "checksums", "load", "longest_batch", "splits"]
+__all__ = [
+    "Data",
+    "Stored",
+    "bad_example",
+    "batches",
+    "cache",
+    "checksums",
+    "load",
+    "longest_batch",
+    "source",
+    "splits",
+    "tokens",
+]
 
 _AT_THE_DOOR = {
     **dict.fromkeys(("Data", "Stored"), "splits"),

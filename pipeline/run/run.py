@@ -167,7 +167,7 @@ class _Beginning:
                 "model.cut_dependent_noise": ", ".join(parts.forward.cut_dependent_noise) or "none",
             }
             forked = self.start.tags if isinstance(self.start, Fork) else {}
-            tracker.start(*record, *data, parts.model, {**dependent, **forked, **self.tags})
+            tracker.start(*record, *data, parts.model, {**dependent, **forked, **self.tags}, parts.devices.gpus)
             lines = [*parts.notes, *parts.differences_from_large_batch()]
         else:
             tracker.resume(self.before.past, *record, *data)

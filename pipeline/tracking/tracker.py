@@ -50,11 +50,19 @@ class Tracker:
         self._late_checksums = False
 
     def start(
-        self, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any], model: keras.Model, tags: dict[str, str]
+        self,
+        after: int,
+        spec: RunSpec,
+        data: Data,
+        dataset: dict[str, Any],
+        model: keras.Model,
+        tags: dict[str, str],
+        gpus: Sequence[int] = (),
     ) -> None:
         """Create the run with its params, tags, inputs and the artifacts that exist before it trains.
 
-        `after` updates were completed before; `dataset` is what `provenance.dataset` returned of `data`.
+        `after` updates were completed before; `dataset` is what `provenance.dataset` returned of `data`; `gpus` are the
+        run's, by their places among those that this process sees.
         """
         resolved, tracking = spec.recorded, spec.config.tracking
         values = leaves(resolved).items()
@@ -75,6 +83,7 @@ class Tracker:
             "params": params | derived,
             "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **tags},
             "system_metrics": tracking.system_metrics,
+            "gpus": list(gpus),
             "segment": provenance.segment(after, spec),
         }
         # The dataset's name and tags may hold a secret as well as the config.

@@ -15,11 +15,11 @@ from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.exceptions import MlflowException
-from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.tracking.journal_file import SHIPPER, DamagedError, Reader, lock
 from pipeline.tracking.store import Store
+from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
 
 AT_ONCE = 1000  # metrics per request, at most; MLflow's limit
@@ -168,7 +168,8 @@ class Uploader:
             params = [Param(key, value) for key, value in new.items()]
             for first in range(0, len(params), PARAMS_AT_ONCE):
                 self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
-            self._system = system_sampler(self._store.uri, self.run_id) if start["system_metrics"] else None
+            of_run = self._store.uri, self.run_id, start.get("gpus")
+            self._system = system_sampler(*of_run) if start["system_metrics"] else None
         except Exception:
             if not may_exist:
                 with contextlib.suppress(Exception):  # the trainer is told of the first failure
@@ -256,7 +257,9 @@ class Uploader:
             except (OSError, ValueError) as error:
                 self._note(f"{name}: {getattr(error, 'strerror', error)}")
             else:
-                self.client.log_artifact(self.run_id, str(file))
+                # TensorBoard finds a profile in such a folder alone.
+                place = f"plugins/profile/{name.partition('.')[0]}" if name.endswith(".xplane.pb") else None
+                self.client.log_artifact(self.run_id, str(file), place)
         if "resume" in line:
             with contextlib.suppress(MlflowException):  # it may have none
                 self.client.delete_tag(self.run_id, "failure")
@@ -278,21 +281,3 @@ def _without_retries() -> Iterator[None]:
         yield
     finally:
         os.environ[name] = before
-
-
-def system_sampler(uri: str, run_id: str) -> Callable[[], dict[str, float]]:
-    """Return a function that samples MLflow's system metrics, by name.
-
-    MLflow's own thread would read the whole run before each of its writes. What is called here is private, as of MLflow
-    3.17.2: tests/tracking/test_mlflow_internals.py fails if another version differs.
-    """
-    monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
-
-    def sample() -> dict[str, float]:
-        monitor.collect_metrics()
-        sampled: dict[str, float] = monitor.aggregate_metrics()
-        for part in monitor.monitors:
-            part.clear_metrics()
-        return sampled
-
-    return sample

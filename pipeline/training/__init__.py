@@ -3,4 +3,4 @@
 In: an update, effective batches, a recorder. Out: rows for the tracker, checkpoints, the last loss.
 """
 
-__all__ = ["evaluator", "loop", "oom_retry", "progress", "recorder"]
+__all__ = ["evaluator", "loop", "oom_retry", "profiler", "progress", "recorder"]

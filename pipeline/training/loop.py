@@ -16,7 +16,8 @@ from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.common.errors import say
 from pipeline.training.evaluator import Evaluations, averaged_weights
 from pipeline.training.oom_retry import OomRetry
-from pipeline.training.recorder import Recorder
+from pipeline.training.profiler import Profiler
+from pipeline.training.recorder import TOKENS, Recorder
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.fork import Fork
@@ -41,6 +42,8 @@ class Trainer:
         oom_retry: runs an update that does not fit into memory again. Without it, such an update ends the run.
         stop: called after each update and each batch of an evaluation. If it returns an exception, that is raised once
             the rows so far are logged and a checkpoint is written.
+        tokens: counts those of an effective batch, where examples are sequences.
+        profiler: traces some of the updates.
         agree: returns, once each of several workers has called it, whether its argument is true for all of them.
     """
 
@@ -55,11 +58,14 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         oom_retry: OomRetry | None = None,
         stop: Callable[[], BaseException | None] = lambda: None,
+        tokens: Callable[[Any], tf.Tensor] | None = None,
+        profiler: Profiler | None = None,
         agree: Callable[[bool], bool] = bool,
     ):
         self.update, self.model, self.batches, self.recorder = update, update.model, batches, recorder
         self.evaluations, self.callbacks, self.checkpoints = evaluations or Evaluations(), callbacks, checkpoints
         self._oom_retry, self._stop, self._agree = oom_retry, stop, agree
+        self._tokens, self._profiler = tokens, profiler or Profiler()
         self.done = 0  # completed updates
         self.pending = False  # whether the evaluation and the callbacks after the last update are still to come
         self.validation = dict[str, float]()  # of the evaluation after the last update; empty if there was none
@@ -79,13 +85,14 @@ class Trainer:
         """
         self.model.stop_training = False
         self._hooks.on_train_begin()
-        with self._checkpoint_on_interruption():
+        with self._profiler, self._checkpoint_on_interruption():
             iterator = iter(self.batches)
             if start is not None:
                 self.restore(start, iterator)
             while self.pending or not self.ended:
                 if not self.pending:
-                    self.record(self.update_once(iterator))
+                    with self._profiler.update(self.done + 1, self.recorder):
+                        self.record(self.update_once(iterator))
                     self.raise_if_stopped()
                 self.evaluate()
                 self.checkpoint(last=self.ended)
@@ -214,7 +221,7 @@ class Trainer:
         return self._oom_retry.hold_batch(iterator, self._step)
 
     def _step(self, batch: Any) -> tf.Tensor:
-        results = self.update(batch)
+        results = self.update(batch) | ({} if self._tokens is None else {TOKENS: self._tokens(batch)})
         self.recorder.names = tuple(results)
         compiled = shapes_compiled(batch) if self.update.compiled else 0
         return tf.stack([tf.cast(value, tf.float64) for value in (*results.values(), compiled)])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FETCH_SECONDS = 1.0  # for which results stay on the device, at most
 FETCH_UPDATES = 200  # whose results stay there, at most
+TOKENS = "tokens"  # a result of an update that is logged by the second
 
 
 class NonFiniteError(ArithmeticError):
@@ -37,6 +38,7 @@ class Recorder:
     progress: Progress
     skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
     raises: bool = True  # if a loss is not finite; a worker other than the chief leaves that to it
+    share_of_peak: float = 0.0  # of the devices' FLOP/s, that one example a second takes; 0 if unknown
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
     compile_seconds: float = 0.0  # of all updates that were traced or compiled
@@ -66,10 +68,11 @@ class Recorder:
             return
         pending = list(self._pending)
         fetched = tf.stack([results for _, _, results, *_ in pending]).numpy().tolist()
-        performance = self._performance(pending, [values.pop() for values in fetched])
+        performance = self._performance(pending, [values.pop() for values in fetched], fetched)
         for (update, at, *_), values in zip(pending, fetched, strict=True):
             del self._pending[0]  # one at a time: what an interrupt leaves here is fetched at the end of the run
             self.last = dict(zip(self.names, values, strict=True))
+            self.last.pop(TOKENS, None)
             if "gradient_variance" in self.last:
                 self._noise.add(self.last.pop("gradient_variance"), self.last.pop("gradient_square"))
                 if self._noise.value is not None:
@@ -141,11 +144,13 @@ class Recorder:
         self._unlogged = tuple(state["unlogged"])
         self._epoch_sums, self._epoch_examples = dict(state["epoch_sums"]), state["epoch_examples"]
 
-    def _performance(self, pending: Sequence[Any], shapes: Sequence[float]) -> dict[str, float]:
+    def _performance(
+        self, pending: Sequence[Any], shapes: Sequence[float], results: Sequence[Sequence[float]]
+    ) -> dict[str, float]:
         computed, compiling, called = list[int](), 0.0, self._since
-        for (update, _, _, traces, at), shape in zip(pending, shapes, strict=True):
+        for place, ((_, _, _, traces, at), shape) in enumerate(zip(pending, shapes, strict=True)):
             if (traces, shape) in self._compiled:
-                computed.append(update)
+                computed.append(place)
             else:
                 compiling += at - called
             self._compiled.add((traces, shape))
@@ -153,16 +158,18 @@ class Recorder:
         now = time.perf_counter()
         seconds, self._since = now - self._since - compiling, now
         self.compile_seconds += compiling
-        examples = sum(map(self.plan.batch_size, computed))
-        speed = (
-            {"update_seconds": seconds / len(computed), "examples_per_second": examples / seconds} if computed else {}
-        )
-        return {
-            **speed,  # not known where all of them were compiled
-            "compile_seconds": self.compile_seconds,
-            "peak_memory_bytes": self.peak_memory(),
-            **({"micro_batch_size": self.plan.batching.micro_batch_size} if self.plan.before else {}),
-        }
+        found = {"compile_seconds": self.compile_seconds, "peak_memory_bytes": self.peak_memory()}
+        if computed:  # how fast they were is not known of those that were compiled
+            examples = sum(self.plan.batch_size(pending[place][0]) for place in computed)
+            found |= {"update_seconds": seconds / len(computed), "examples_per_second": examples / seconds}
+            if TOKENS in self.names:
+                tokens = self.names.index(TOKENS)
+                found["tokens_per_second"] = sum(results[place][tokens] for place in computed) / seconds
+            if self.share_of_peak:
+                found["model_flops_utilization"] = self.share_of_peak * examples / seconds
+        if self.plan.before:
+            found["micro_batch_size"] = self.plan.batching.micro_batch_size
+        return found
 
     def _non_finite(self, results: dict[str, float]) -> list[str]:
         """Return which results end the run; a skipped update, which ends none, is counted in `results`."""

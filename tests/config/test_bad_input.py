@@ -155,6 +155,8 @@ CONFIG = {
     "{multiple: 8, value: 0}. Received: {multiple: 0, value: 0}.",
     "train dataset.pad=8": "dataset.pad must be null, or a multiple of at least 1 and a value: "
     "{multiple: 8, value: 0}. Received: 8.",
+    "train hardware.profile={start:0,updates:5}": "hardware.profile must be null, or the first update and how many: "
+    "{start: 10, updates: 5}. Received: {start: 0, updates: 5}.",
     "train tracking.log_every=0": "tracking.log_every must be at least 1. Received: 0.",
     f"train seed={'9' * 5000}": "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9….",
     f"train -m seed={'9' * 5000},1": "arguments must be what Hydra takes (…4300 digits…). Received: 'seed=99…9….",

@@ -71,6 +71,8 @@ class Run:
         stop=lambda: None,
         fit=True,
         middle=(),
+        micro_batch_size=SIZE,
+        tokens=None,
     ):
         keras.utils.set_random_seed(0)
         x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
@@ -85,12 +87,13 @@ class Run:
         recorder = Recorder(self.rows, plan, log_every, lambda: 0, Progress(plan.updates))
         self.evaluate = Evaluator(Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE)))
         self.trainer = Trainer(
-            Update(self.model, loss, optimizer, SIZE),
+            Update(self.model, loss, optimizer, micro_batch_size),
             through(examples.batch(SIZE)).repeat(),
             recorder,
             evaluations=Evaluations(self.evaluate if validate else None, every=evaluate_every),
             callbacks={str(number): callback for number, callback in enumerate(callbacks)},
             stop=stop,
+            tokens=tokens,
         )
         self.loss = self.trainer.fit() if fit else None
 
@@ -290,6 +293,33 @@ def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
         kept.fetch()
     kept.fetch()  # as the end of the run does
     assert [update for update, _ in rows.updates] == list(range(1, 8))
+
+
+def test_tokens_are_logged_by_the_second_and_not_as_a_result():
+    rows = {}
+    tracker = SimpleNamespace(
+        update=lambda update, results, performance, at: rows.update({update: (results, performance)})
+    )
+    plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 4)
+    made = Recorder(
+        tracker, plan, 1, lambda: 0, Progress(4), names=("loss", "gradient_norm", "learning_rate", "tokens")
+    )
+    for update, tokens in ((1, 5), (2, 2**24 + 1), (3, 7), (4, 1)):
+        made.add(update, tf.constant([1.0, 1.0, 0.1, tokens], tf.float64))
+    made.finish()
+    assert all("tokens" not in results for results, _ in rows.values())
+    counted = {update: row["tokens_per_second"] * row["update_seconds"] for update, (_, row) in rows.items()}
+    assert counted[1] == pytest.approx(5, rel=1e-14)  # one division and one product
+    # A group: the mean of three updates.
+    assert [counted[update] for update in (2, 3, 4)] == pytest.approx([(2**24 + 9) / 3] * 3, rel=1e-14)
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 1])
+def test_the_tokens_of_a_training_are_those_of_its_examples(micro_batch_size):
+    rows = Run(micro_batch_size=micro_batch_size, tokens=lambda batch: tf.reduce_sum(tf.shape(batch[0]))).rows
+    counted = [row["tokens_per_second"] * row["update_seconds"] for row in rows.performance]
+    assert sum(counted) == pytest.approx(len(counted) * (SIZE + 3), rel=1e-13)
+    assert all("tokens" not in results for _, results in rows.updates)
 
 
 def test_what_is_not_finite_ends_the_rows_with_its_own():

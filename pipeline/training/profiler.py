@@ -1,0 +1,82 @@
+"""Traces some updates of a run, as `hardware.profile` asks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from pipeline.training.recorder import Recorder
+
+
+@dataclass
+class Profiler:
+    """Traces `updates` updates from number `start` on, those of them that this process runs; leaving it ends the trace.
+
+    In `folder` they are `profile_<first update>.xplane.pb` for TensorBoard and `profile_<…>.trace.json.gz` for
+    Perfetto; `log` gets these names.
+    """
+
+    folder: Path = Path()
+    start: int = 0
+    updates: int = 0
+    log: Callable[[str], object] = print
+    _first: int = 0  # update of the trace; 0 while there is none
+
+    @contextmanager
+    def update(self, number: int, recorder: Recorder) -> Iterator[None]:
+        """Run update `number` inside; beginning and ending a trace is not in the update times."""
+        traced = self.start <= number < self.start + self.updates
+        if traced != bool(self._first):
+            recorder.fetch()
+            if traced:
+                tf.profiler.experimental.start(str(self.folder))
+                self._first = number
+            else:
+                self._stop()
+            recorder.restart_clock()
+        with tf.profiler.experimental.Trace("update", step_num=number, _r=1) if traced else nullcontext():
+            yield
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._first:
+            self._stop()
+
+    def _stop(self) -> None:
+        name, self._first = f"profile_{self._first}", 0
+        tf.profiler.experimental.stop()
+        # `tensorboard --logdir` finds it by this path, in the run directory and among the artifacts.
+        written = max(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        shutil.copy(written, self.folder / f"{name}.xplane.pb")
+        with gzip.open(self.folder / f"{name}.trace.json.gz", "wt", encoding="utf-8") as file:
+            json.dump({"traceEvents": list(_events(written.read_bytes()))}, file)
+        self.log(f"{name}.xplane.pb")
+        self.log(f"{name}.trace.json.gz")
+
+
+def _events(written: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the events of TensorFlow's trace in Chrome's format, a device or the host as a process; times are in µs."""
+    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace  # the file's format, of which TensorBoard is public
+
+    planes = XSpace.FromString(written).planes
+    begin = min((line.timestamp_ns for plane in planes for line in plane.lines if line.events), default=0)
+    for process, plane in enumerate(planes):
+        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": plane.name}}
+        for thread, line in enumerate(plane.lines):
+            place = {"pid": process, "tid": thread}
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": line.display_name or line.name}}
+            for event in line.events:
+                at = (line.timestamp_ns - begin) / 1e3 + event.offset_ps / 1e6
+                name = plane.event_metadata[event.metadata_id].name
+                yield {"ph": "X", "name": name, **place, "ts": at, "dur": event.duration_ps / 1e6}

@@ -1,0 +1,83 @@
+"""The share of the peak: by the device's name, and of a whole update however it is cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from pipeline.components import assembly, fitting, utilization
+from pipeline.config.compose import composed
+from pipeline.config.resolve import resolve
+from pipeline.training import recorder as recording
+
+A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tf32", "teraflops"),
+    [
+        (A100, "mixed_bfloat16", True, 312),
+        (A100, "mixed_float16", True, 312),
+        (A100, "float32", True, 156),
+        (A100, "float32", False, 19.5),
+        (A100, "float64", True, 19.5),
+        ("NVIDIA H100 80GB HBM3", "mixed_bfloat16", True, 989),
+        ("NVIDIA H100 PCIe", "mixed_bfloat16", True, 756),
+        ("NVIDIA H100 NVL", "mixed_bfloat16", True, 835),
+        ("NVIDIA H200", "mixed_bfloat16", True, 989),
+        ("NVIDIA L4", "float32", True, 60),
+        ("NVIDIA L40S", "float32", True, 183),
+        (T4, "mixed_float16", True, 65),
+        (T4, "float32", True, 8.1),
+        (T4, "mixed_bfloat16", True, None),  # it has none
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "float32", True, None),  # a part of one
+        ("NVIDIA A1000", "float32", True, None),
+        ("GPU", "float32", True, None),
+    ],
+)
+def test_the_peak_is_that_of_the_name_and_the_precision(name, precision, tf32, teraflops):
+    found = utilization.peak_flops(name, precision, tf32)
+    assert found is None if teraflops is None else found == pytest.approx(teraflops * 1e12, rel=1e-12)
+
+
+def parts_of(*overrides):
+    return assembly.assemble(resolve(composed(["model=mlp", "model.hidden=[16]", "hardware.device=cpu", *overrides])))
+
+
+def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
+    """One layer of 64 × 16, which has no gradient by its inputs, and one of 16 × 10; a tail of 29 examples."""
+    of_example = 2 * (2 * 64 * 16 + 3 * 16 * 10)
+    monkeypatch.setattr(recording, "FETCH_UPDATES", 1)
+    monkeypatch.setattr(fitting.devices, "gpu_names", lambda: [A100, A100])
+    for factor in (1, 8):
+        parts = parts_of("accumulation.effective_batch_size=128", f"accumulation.factor={factor}")
+        parts = parts.__class__(**{**vars(parts), "devices": SimpleNamespace(on_gpu=True, workers=2)})
+        rows = {}
+        tracker = SimpleNamespace(
+            update=lambda update, _, performance, at, rows=rows: rows.update({update: performance})
+        )
+        monkeypatch.setattr(fitting.devices, "peak_memory", lambda used: 0)
+        made = fitting.recorder(parts, tracker)
+        made.names = ("loss", "gradient_norm", "learning_rate")
+        for update in (1, 12):
+            made.add(update, tf.constant([1.0, 1.0, 1.0], tf.float64))
+        for update, examples in ((1, 128), (12, 29)):
+            row = rows[update]
+            peak = 2 * 2 * 156e12  # of two GPUs of each of two workers, in TF32
+            found = row["model_flops_utilization"] * row["update_seconds"] * peak
+            assert found == pytest.approx(of_example * examples, rel=1e-12), (factor, update)
+
+
+def test_it_is_left_out_where_flops_or_the_peak_are_unknown(capsys):
+    parts = parts_of()
+    assert utilization.share_of_peak(parts, []) == 0
+    assert utilization.share_of_peak(parts, [A100, "GPU"]) == 0
+    assert capsys.readouterr().err == ""
+    parts = assembly.assemble(resolve(composed(["experiment=text", "hardware.device=cpu"])))
+    assert utilization.share_of_peak(parts, [A100]) == 0
+    line = (
+        "pipeline: perf/model_flops_utilization is left out, as the FLOPs are not known of examples of unequal length"
+    )
+    assert capsys.readouterr().err.strip() in (line, line.removeprefix("pipeline: "))

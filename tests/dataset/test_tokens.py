@@ -1,0 +1,67 @@
+"""Tokens are the positions of sequences that are no padding, of the whole effective batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipeline.accumulation import Share
+from pipeline.dataset import tokens
+from pipeline.dataset.batches import in_order
+
+LENGTHS = (3, 1, 4, 2)
+IDS = [list(range(1, length + 1)) for length in LENGTHS]
+
+
+def ragged(dtype, frame=()):
+    def examples():
+        for length in LENGTHS:
+            yield np.ones((length, *frame), dtype), 0
+
+    spec = tf.TensorSpec((None, *frame), dtype), tf.TensorSpec((), tf.int32)
+    made = tf.data.Dataset.from_generator(examples, output_signature=spec)
+    return made.apply(tf.data.experimental.assert_cardinality(len(LENGTHS)))
+
+
+def count(examples, pad=None, **given):
+    value = None if pad is None else pad["value"]
+    counter = tokens.counter(examples.element_spec[0], value, **given)
+    return None if counter is None else int(tf.function(counter)(next(iter(in_order(examples, len(LENGTHS), pad)))))
+
+
+@pytest.mark.parametrize("pad", [None, {"multiple": 8, "value": 0}])
+@pytest.mark.parametrize(("dtype", "frame"), [("int32", ()), ("float32", (5,))])
+def test_padding_does_not_count(dtype, frame, pad):
+    assert count(ragged(dtype, frame), pad) == sum(LENGTHS)
+
+
+def test_the_first_sequence_of_several_inputs_counts():
+    inputs = {"pixels": tf.zeros((4, 3, 3)), "word": tf.zeros((4, 7), tf.int32), "z": tf.zeros((4, 9), tf.int32)}
+    assert count(tf.data.Dataset.from_tensor_slices((inputs, tf.zeros(4)))) == 4 * 7
+
+
+def test_zeros_that_the_model_masks_do_not_count():
+    ids = tf.keras.utils.pad_sequences(IDS, padding="post")
+    examples = tf.data.Dataset.from_tensor_slices((ids, tf.zeros(4)))
+    assert count(examples, masked=True) == sum(LENGTHS)
+    assert count(examples) == 4 * max(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [np.zeros((4, 3)), np.zeros((4, 3, 3, 1)), np.zeros((4, 1), "int32"), np.zeros((4, 3, 3), "uint8")],
+    ids=["features", "images", "a number", "bytes of an image"],
+)
+def test_other_examples_have_none(x):
+    assert count(tf.data.Dataset.from_tensor_slices((x, tf.zeros(4)))) is None
+
+
+def test_images_of_unequal_size_have_none():
+    assert tokens.counter(tf.TensorSpec((None, None, 3), tf.float32)) is None
+
+
+def test_every_worker_counts_those_of_all():
+    batch = tf.zeros((10, 7), tf.int32), tf.zeros(10)
+    counter = tokens.counter(tf.TensorSpec((7,), tf.int32))
+    assert [int(counter(Share.of(batch, first, 1, 3))) for first in range(3)] == [70, 70, 70]
