@@ -75,6 +75,24 @@ def test_a_workload_is_exact(tmp_path, name):
     assert all(abs(other["train/loss"][6] / whole["train/loss"][6] - 1) > 1e-6 for other in others)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quick", "exact", *sorted({*RESULTS} - {"images"})])  # its network is that of exact
+def test_a_workload_computes_the_same_by_xla(tmp_path, name):
+    """In float64 at each of two updates, with noise that does not depend on XLA; `auto` compiles nothing on a CPU."""
+    few = ("hardware.precision=float64", "training.updates=2", "training.epochs=null", "training.evaluate_every=2")
+    free = ("accumulation.same_noise=auto", "hardware.deterministic=false")  # XLA lacks deterministic kernels
+    small = ("model.blocks=1", "model.width=16") if name == "text" else ()
+    for xla in ("auto", "true"):
+        given = (f"experiment={name}", *few, *QUIET, *free, *small, f"hardware.xla={xla}")
+        pipeline("train", *given, f"hydra.run.dir={xla}", cwd=tmp_path)
+    store = Store(tmp_path)
+    plain, compiled = (store.histories(run, "train/", "val/") for run in store.runs())
+    assert compiled.keys() == plain.keys()
+    for key, values in plain.items():
+        # 1e-15 in the first update, which an optimizer may amplify where a gradient is next to zero.
+        np.testing.assert_allclose(list(compiled[key].values()), list(values.values()), rtol=1e-10, atol=1e-10)
+
+
 def folder_like(folder: Path, name: str, shape: tuple[int, ...]) -> None:
     """A TFDS folder with the features of a dataset that nobody can download here."""
     features = tfds.features.FeaturesDict(

@@ -76,10 +76,15 @@ def test_a_run_traces_the_model_three_times_whatever_the_lengths(tmp_path):
 
 @pytest.mark.slow
 def test_xla_compiles_once_a_padded_length(tmp_path):
-    dump = tmp_path / "xla"
-    traces(tmp_path, "hardware.xla=true", XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text")
+    """Micro-batches of 4 and 3, of which the former are compiled: one module a length, and one more for evaluations."""
+    dump, sizes = tmp_path / "xla", "accumulation.effective_batch_size=7"
+    found = traces(tmp_path, "hardware.xla=true", sizes, XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text")
+    assert sum(training and shape == [None, None, 1] for training, shape, inside in found if inside) == 1
     modules = [path.read_text() for path in dump.glob("*before_optimizations.txt")]
-    lengths = [int(re.search(r"f32\[4,(\d+),1\]\S* parameter\(", module)[1]) for module in modules]
-    assert len(lengths) >= 2
-    assert len(set(lengths)) == len(lengths)
-    assert set(lengths) <= {4, 8, 12, 16}
+    shapes = [tuple(map(int, re.search(r"f32\[(\d+),(\d+),1\]\S* parameter\(", each).groups())) for each in modules]
+    assert {size for size, _ in shapes} == {4}
+    lengths = [length for _, length in shapes]
+    assert {4, 8} <= set(lengths) <= {4, 8, 12, 16}
+    # That of an update gives more than that of an evaluation.
+    assert len(set(lengths)) < len(lengths) <= 2 * len(set(lengths))
+    assert max(map(lengths.count, lengths)) == 2
