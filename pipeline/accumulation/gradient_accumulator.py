@@ -10,7 +10,7 @@ is the gradient of the mean over all parts, whatever their sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,7 @@ import tensorflow as tf
 from .batch import of_first_replica, reduce
 from .loss_sums import divide
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = Any  # a tensor, `tf.IndexedSlices` or None
 
 
 class GradientAccumulator:
