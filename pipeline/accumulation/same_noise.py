@@ -45,10 +45,7 @@ def keys_of(noisy: Sequence[keras.Layer]) -> list[tf.Tensor]:
 def drawn(
     noisy: Sequence[keras.Layer], keys: Sequence[tf.Tensor], place: Any, examples: tf.Tensor, jit_compile: bool = False
 ) -> AbstractContextManager[None]:
-    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`.
-
-    The numbers are the same with `jit_compile`, which is for where XLA compiles.
-    """
+    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`."""
     draw = _uniform_by_xla if jit_compile else tf.raw_ops.StatelessRandomUniformV2
     return calling((layer, _call(layer, key, place, examples, draw)) for layer, key in zip(noisy, keys, strict=True))
 

@@ -153,10 +153,8 @@ class Recorder:
         now = time.perf_counter()
         seconds, self._since = now - self._since - compiling, now
         self.compile_seconds += compiling
-        examples = sum(map(self.plan.batch_size, computed))
-        speed = (
-            {"update_seconds": seconds / len(computed), "examples_per_second": examples / seconds} if computed else {}
-        )
+        count, examples = len(computed), sum(map(self.plan.batch_size, computed))
+        speed = {"update_seconds": seconds / count, "examples_per_second": examples / seconds} if count else {}
         return {
             **speed,  # not known where all of them were compiled
             "compile_seconds": self.compile_seconds,
