@@ -67,10 +67,7 @@ def drawn(
     examples: tf.Tensor,
     jit_compile: bool = False,
 ) -> AbstractContextManager[None]:
-    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`.
-
-    The numbers are the same with `jit_compile`, which is for where XLA compiles.
-    """
+    """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`."""
     draw = _uniform_by_xla if jit_compile else tf.raw_ops.StatelessRandomUniformV2
     made = [key if isinstance(key, Key) else Key.of(key) for key in keys]
     return calling((layer, _call(layer, key, place, examples, draw)) for layer, key in zip(noisy, made, strict=True))

@@ -1,5 +1,6 @@
 """MLflow's system metrics, sampled; of the GPUs those of the run alone."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,8 @@ def system_sampler(uri: str, run_id: str, gpus: Sequence[int] | None = None) -> 
     """
     monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
     for part in monitor.monitors:
-        if gpus is not None and hasattr(part, "gpu_handles"):  # NVIDIA's
-            import pynvml
-
-            part.gpu_handles = gpu_handles(pynvml, nvidia.visible(), gpus)
+        if gpus is not None and hasattr(part, "gpu_handles"):  # NVIDIA's, by the library that MLflow has imported
+            part.gpu_handles = gpu_handles(sys.modules["pynvml"], nvidia.visible(), gpus)
 
     def sample() -> dict[str, float]:
         monitor.collect_metrics()

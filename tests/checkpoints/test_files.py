@@ -215,9 +215,9 @@ class Counting(Recorder):
 
     done = 0
 
-    def add(self, update, results):
+    def add(self, update, *given):
         self.done = update
-        super().add(update, results)
+        super().add(update, *given)
 
 
 def written(folder: Path, update: int) -> State:

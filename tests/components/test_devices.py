@@ -24,6 +24,7 @@ def asked(tmp_path, monkeypatch):
     config, grow = tf.config, tf.config.experimental
     monkeypatch.setattr(config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else [])
     monkeypatch.setattr(config, "set_visible_devices", lambda used, kind: made.visible.extend(used))
+    monkeypatch.setattr(config, "get_visible_devices", lambda kind: made.visible)
     monkeypatch.setattr(grow, "set_memory_growth", lambda gpu, grows: made.limits.update({gpu.name[-5:]: None}))
     monkeypatch.setattr(
         config,

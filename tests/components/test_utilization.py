@@ -61,9 +61,9 @@ def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
         monkeypatch.setattr(fitting.devices, "peak_memory", lambda used: 0)
         made = fitting.recorder(parts, tracker)
         made.names = ("loss", "gradient_norm", "learning_rate")
-        for update in (1, 12):
-            made.add(update, tf.constant([1.0, 1.0, 1.0], tf.float64))
-        for update, examples in ((1, 128), (12, 29)):
+        for update in (1, 2, 12):  # of the first one, which is traced, the seconds are not those of an update
+            made.add(update, tf.constant([1.0, 1.0, 1.0, 0.0], tf.float64), traces=1)
+        for update, examples in ((2, 128), (12, 29)):
             row = rows[update]
             peak = 2 * 2 * 156e12  # of two GPUs of each of two workers, in TF32
             found = row["model_flops_utilization"] * row["update_seconds"] * peak
