@@ -20,6 +20,7 @@ CLOSE = 1e-12  # of how far the weights have gone: sums of 28 terms in another o
 RATE = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
 AT_ONCE = {"learning_rate": RATE, "weight_decay": 0.1, "use_ema": True, "ema_momentum": 0.5, "clipnorm": 0.05}
 QUICK = ("SGD", "AdamW")
+SLOW = [pytest.param(name, marks=[] if name == "SGD" else pytest.mark.slow) for name in OPTIMIZERS]
 EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in OPTIMIZERS]
 
 
@@ -145,7 +146,7 @@ def strategies(number: int) -> tf.distribute.Strategy:
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", SLOW)
 def test_equal_batches_in_fit(float64, name, replicas):
     """3 batches of 8 are an update, and the 2 that are left over in each epoch another one."""
     start = values(network(rows=False))

@@ -143,6 +143,7 @@ def test_whole_micro_batches_are_compiled_and_a_short_last_one_is_not(gpu, jit_c
                 step(*batch(size))
 
 
+@pytest.mark.slow
 def test_a_network_that_can_use_cudnn_does_without(gpu):
     inside = keras.Sequential([keras.Input((None, 3)), recurrent := Seen(2)])
     model = keras.Sequential([keras.Input((None, 3)), inside, layers.Dense(1)])

@@ -70,6 +70,7 @@ def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
             assert found == pytest.approx(of_example * examples, rel=1e-12), (factor, update)
 
 
+@pytest.mark.slow
 def test_it_is_left_out_where_flops_or_the_peak_are_unknown(capsys):
     parts = parts_of()
     assert utilization.share_of_peak(parts, []) == 0

@@ -106,7 +106,7 @@ class Shown:
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     """The store alone, with short curves: neither a server nor a browser."""
-    return made(tmp_path_factory.mktemp("stored"), EXAMPLES // 5)
+    return made(tmp_path_factory.mktemp("stored"), EXAMPLES // 10)
 
 
 def made(folder: Path, examples: int) -> Shown:
@@ -121,7 +121,7 @@ def made(folder: Path, examples: int) -> Shown:
             seen = batch * np.arange(1, examples // batch + 1)
             loss = losses[factor, seed] = 2 * np.exp(-seen / 3000) + 0.1 * seed + 0.05 * np.log2(factor)
             # Not on any step that is a round part of the whole: most of them fall out of a thinned-out `train/` row.
-            at = [int(step) for step in np.linspace(0.19, 0.99, EVALUATIONS) * len(seen)]
+            at = [max(1, int(step)) for step in np.linspace(0.19, 0.99, EVALUATIONS) * len(seen)]
             curves: dict[str, Any] = {"train/loss": loss, "val/loss": {step: loss[step - 1] for step in at}}
             curves["val/accuracy"] = {step: 1 - loss[step - 1] / 3 for step in at}
             curves["val/examples_seen"] = {step: seen[step - 1] for step in at}
