@@ -13,7 +13,6 @@ from .gradient_accumulator import Gradient, GradientAccumulator
 from .keras_internals import applying_sums
 
 
-@keras.saving.register_keras_serializable("pipeline")
 class AccumulatingOptimizer(keras.optimizers.Optimizer):
     """Applies the weighted mean of `factor` successive gradients by one step of another optimizer.
 
@@ -176,3 +175,6 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         # The replicas' gradients add up to that of a call, so that their average is to be taken as often.
         replicas = self.accumulator.strategy.num_replicas_in_sync
         self.inner.apply(self.accumulator.of_sums(sums, replicas), self.of)
+
+
+keras.saving.register_keras_serializable("accumulation")(AccumulatingOptimizer)

@@ -28,17 +28,6 @@ class GradientAccumulator:
 
     Args:
         variables: those that the gradients are of, in their order.
-
-    Example:
-        ```python
-        accumulator = GradientAccumulator(model.trainable_variables)
-        for x, y in parts:
-            with tf.GradientTape() as tape:
-                loss = mean_loss(y, model(x))
-            accumulator.add(tape.gradient(loss, model.trainable_variables), weight=len(x))
-        optimizer.apply(accumulator.average(), model.trainable_variables)
-        accumulator.reset()
-        ```
     """
 
     def __init__(self, variables: Sequence[keras.Variable | tf.Variable]):
