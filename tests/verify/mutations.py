@@ -81,7 +81,9 @@ def clip_before_the_sum(patch):
 
 def divide_by_replicas(patch):
     means = gradient_sums.means
-    patch.setattr(gradient_sums, "means", lambda *given: [gradient / 2 for gradient in means(*given)])
+    patch.setattr(
+        gradient_sums, "means", lambda *given: [loss_sums.divide(each, tf.constant(2.0)) for each in means(*given)]
+    )
 
 
 def dropped_mask(patch):
