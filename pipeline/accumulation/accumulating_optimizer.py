@@ -41,9 +41,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         inner = keras.optimizers.get(inner)
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
             raise ValueError(f"factor must be an integer of at least 1. Received: {factor!r}")
-        if isinstance(inner, AccumulatingOptimizer) or getattr(inner, "gradient_accumulation_steps", None):
+        if getattr(inner, "gradient_accumulation_steps", None):
             raise ValueError(f"inner must not accumulate itself. Received: {inner.name}")
         self.inner, self.factor = inner, factor
+        self.gradient_accumulation_steps = factor  # where Keras' own accumulation is refused, this one is
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and "inner" in vars(self):  # what a LossScaleOptimizer does to its inner one

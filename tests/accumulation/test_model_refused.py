@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import AccumulatingModel, accumulate_gradients
+from pipeline.accumulation import AccumulatingModel, AccumulatingOptimizer, accumulate_gradients
 
 X, Y = np.ones((8, 6), "float32"), np.zeros(8, int)
 
@@ -121,6 +121,10 @@ def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
         (lambda: {"run_eagerly": True}, "run_eagerly must be False: micro-steps are traced"),
         (
             lambda: {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)},
+            "the optimizer must not accumulate a second time",
+        ),
+        (
+            lambda: {"optimizer": AccumulatingOptimizer(keras.optimizers.SGD(), 2)},
             "the optimizer must not accumulate a second time",
         ),
         (dict, "No loss to compute"),
