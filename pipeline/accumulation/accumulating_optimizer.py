@@ -152,8 +152,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return [by_variable[id(variable)] for variable in self.of]
 
     def _merged(self, function: Callable[[], None]) -> None:
-        # TensorFlow takes no condition inside of a replica if a branch merges the replicas, as a step does.
-        if self.accumulator.strategy.num_replicas_in_sync > 1:
+        # Under a strategy, also of one replica, no condition may have a branch that merges replicas, as a step does.
+        if tf.distribute.has_strategy():
             tf.distribute.get_replica_context().merge_call(lambda _: function())
         else:
             function()
@@ -164,7 +164,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     def _step(self) -> None:
         sums = self.accumulator.reduced()
-        if self.accumulator.strategy.num_replicas_in_sync > 1:
+        if tf.distribute.has_strategy():
             with applying_sums(self.inner):
                 self.accumulator.strategy.run(self._apply, (sums,))
         else:

@@ -162,6 +162,22 @@ def test_equal_batches_in_fit(float64, name, replicas):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: tf.distribute.MirroredStrategy(["CPU:0"]),
+        pytest.param(lambda: tf.distribute.OneDeviceStrategy("CPU:0"), marks=pytest.mark.slow),
+    ],
+    ids=["mirrored", "one device"],
+)
+def test_a_strategy_of_one_replica(float64, strategy):
+    start = values(network(rows=False))
+    expected = values(in_fit(lambda: optimizer("SGD"), 24, strategies(1)))
+    model = in_fit(lambda: AccumulatingOptimizer(optimizer("SGD"), 3), 8, strategy())
+    assert np.linalg.norm(values(model) - expected) < CLOSE * np.linalg.norm(expected - start)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_is_not_finite_in_one_part_skips_the_whole_update(replicas):
     strategy = strategies(replicas)
