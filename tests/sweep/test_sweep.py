@@ -20,7 +20,7 @@ from pipeline.sweep import parent_run
 from tests.running import ROOT, TINY, Store, one_process, pipeline, start, wait
 
 MINE = """
-import fcntl, os, resource, signal
+import fcntl, os, resource, signal, time
 from pathlib import Path
 import keras
 
@@ -37,6 +37,8 @@ class Trouble(keras.callbacks.Callback):
             fcntl.flock(self.place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another job holds it
 
     def on_train_batch_end(self, batch, logs=None):
+        if self.mode == "slow":
+            time.sleep(0.2)
         if batch < 5:
             return
         if self.mode == "raise":
