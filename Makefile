@@ -35,7 +35,7 @@ test: $(STAMP) ## what is guaranteed, each at its cheapest place: five minutes o
 test-all: $(STAMP) ## with what takes long: a browser, Slurm, benchmarks, whole experiments
 	$(PYTEST) $(SLOWLY) -m "not soak" $(ARGS)
 
-soak: $(STAMP) ## hundreds of kills and outages
+soak: $(STAMP) ## hundreds of kills and outages, and the rest of long tables
 	$(PYTEST) -m soak $(ARGS)
 
 check: $(STAMP) ## formatter, linter and type checker, changing nothing

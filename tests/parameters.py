@@ -1,4 +1,4 @@
-"""Parameters of which `make test` takes a few, and `make test-all` all."""
+"""Parameters of which `make test` takes a few, `make test-all` more, and `make soak` the rest of long tables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 
-def mostly_slow(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Return the values as parameters; those not in `fast` are marked slow. A tuple holds several arguments."""
+def mostly_slow(values: Iterable[Any], fast: Collection[Any], slow: Collection[Any] | None = None) -> list[Any]:
+    """Return the values as parameters. A tuple holds several arguments.
+
+    Those not in `fast` are marked slow; of these, where `slow` is given, those not in it are marked soak.
+    """
     values = list(values)
-    assert all(value in values for value in fast), "a parameter that was renamed would be tested by nobody"
-    return [value if value in fast else _slow(value) for value in values]
+    assert all(value in values for value in (*fast, *(slow or ()))), "a renamed parameter would be tested by nobody"
 
+    def parameter(value: Any) -> Any:
+        if value in fast:
+            return value
+        mark = pytest.mark.slow if slow is None or value in slow else pytest.mark.soak
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
 
-def _slow(value: Any) -> Any:
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+    return [parameter(value) for value in values]

@@ -50,12 +50,19 @@ def test_every_mistake_is_a_control_somewhere():
     assert names >= {"mean_of_means", "last_one_dropped", "regularised_in_each"}
 
 
+DRAWN = ("Muon", "Lion", "AdamW")  # the others are left to `make soak`
 ON_REPLICAS = [Case(name, "dense", "ragged", "two replicas") for name in OPTIMIZERS if name != "SGD"]
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in (*ROWS, *ON_REPLICAS)],
+    [
+        *(pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in ROWS),
+        *(
+            pytest.param(case, marks=pytest.mark.slow if case.optimizer in DRAWN else pytest.mark.soak)
+            for case in ON_REPLICAS
+        ),
+    ],
     ids="-".join,
 )
 def test_updates_are_those_of_whole_batches(float64, case):

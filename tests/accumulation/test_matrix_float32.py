@@ -47,7 +47,7 @@ def test_every_value_is_in_a_row():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [*ROWS, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)], ids="-".join
+    "case", [*ROWS, *(pytest.param(case, marks=pytest.mark.soak) for case in OTHERS)], ids="-".join
 )
 def test_one_update_is_that_of_the_whole_batch(precision, case):
     precision("float32")

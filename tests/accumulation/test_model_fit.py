@@ -166,8 +166,10 @@ def assert_equal(ours, theirs, tolerance=EXACT):
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        *mostly_slow(((name, 1) for name in CASES), [("sample_weights", 1), ("regularised", 1)]),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("sample_weights", "masked", "built_late")),
+        *mostly_slow(
+            ((name, 1) for name in CASES), [("sample_weights", 1), ("regularised", 1)], [("two_in_a_dict", 1)]
+        ),
+        *mostly_slow(((name, 2) for name in ("sample_weights", "masked", "built_late")), [], [("masked", 2)]),
     ],
 )
 def test_fit_is_that_of_the_large_batches(name, devices):

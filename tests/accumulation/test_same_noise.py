@@ -88,7 +88,7 @@ def test_otherwise_each_micro_batch_has_noise_of_its_own(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["images", pytest.param("sequences", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["images", pytest.param("sequences", marks=pytest.mark.soak)])
 def test_noise_is_that_of_one_piece_where_it_is_compiled(name):
     whole, cut = (losses(name, size, jit_compile=True) for size in (48, 16))
     np.testing.assert_allclose(cut, whole, rtol=EXACT)

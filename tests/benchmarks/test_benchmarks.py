@@ -55,7 +55,7 @@ def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
     assert all(len(figure["values"]) == 2 and len(figure["best"]) == 2 for figure in ratios)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_start_is_measured_on_a_new_and_on_an_existing_store(tmp_path):
     path = tmp_path / "result.json"
     done = bench("startup", *TINY, "--output", str(path))
@@ -120,7 +120,7 @@ def test_a_workload_in_pytorch_is_that_in_keras(name):
     assert float(models.loss()(y, outputs)) == pytest.approx(chance, rel=0.7)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory(monkeypatch):
     monkeypatch.setattr(memory, "FACTORS", (1, 64))
     *peaks, growth = memory.measure("mlp", 1)

@@ -28,6 +28,7 @@ from benchmarks.conformance.cases import (
 from benchmarks.conformance.outcome import RIGHT, Outcome, by_log, by_weights, measured
 from benchmarks.conformance.ways import LIBRARIES
 from benchmarks.processes import PEERS
+from tests.parameters import mostly_slow
 from tests.running import ROOT
 
 BY_NAME = {case.name: case for case in CASES}
@@ -198,8 +199,11 @@ def test_parts_are_measured_alone_and_the_rest_stays(tmp_path, monkeypatch, caps
     assert "LIBRARY must be one of ours, keras_fit, " in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.module)
+@pytest.mark.parametrize(
+    "library",
+    mostly_slow(LIBRARIES, [], [each for each in LIBRARIES if each.module == "ours"]),
+    ids=lambda library: library.module,
+)
 def test_a_library_does_what_the_page_says(library):
     if library.peer and not PEERS.exists():
         pytest.skip("others are run where `make peers` has set them up, which takes 6 GB")

@@ -17,6 +17,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
 from pipeline.tracking import journal_file
+from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline
 
 MINE = """
@@ -87,8 +88,8 @@ def check_equal(folder, undisturbed):
     assert {name: array.tobytes() for name, array in now.items()} == {n: a.tobytes() for n, a in then.items()}
 
 
-@pytest.mark.slow  # `make test` has `resume` after SIGTERM, in test_fork.py
-@pytest.mark.parametrize("by", [2, 9, 12, 15])
+# `make test` has `resume` after SIGTERM, in test_fork.py.
+@pytest.mark.parametrize("by", mostly_slow([2, 9, 12, 15], [], [9, 15]))
 def test_the_same_command_goes_on_to_the_same_result(tmp_path, undisturbed, by):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, by, *AUTO)

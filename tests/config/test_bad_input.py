@@ -659,7 +659,7 @@ def some(lines: dict[str, str], step: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "lines", [some(CONFIG, 4), pytest.param(CONFIG, marks=pytest.mark.slow)], ids=["every fourth", "all"]
+    "lines", [some(CONFIG, 4), pytest.param(CONFIG, marks=pytest.mark.soak)], ids=["every fourth", "all"]
 )
 def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder, lines):
     said = one_process(dict(zip(lines, lines, strict=True)), folder, warm=False)
@@ -672,7 +672,7 @@ def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder, lines):
     [
         some(PREPARED, 8),
         pytest.param(PREPARED, marks=pytest.mark.slow),
-        pytest.param(PREPARED_TOO, marks=pytest.mark.slow),
+        pytest.param(PREPARED_TOO, marks=pytest.mark.soak),
     ],
     ids=["every eighth kind", "one of each kind", "more"],
 )

@@ -426,7 +426,7 @@ def test_what_cannot_be_found_is_refused_in_one_line(project):
     assert not list((project / "cache").rglob("micro_batch_size/*[!k]"))  # but locks
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_under_a_limit_of_the_address_space_it_is_what_an_exhaustive_search_finds_within_one_step(project):
     def run(size):
         line = (*OWN, "accumulation.effective_batch_size=256", f"accumulation.micro_batch_size={size}")

@@ -210,7 +210,7 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     [
         (signal.SIGINT, "KILLED", 130),
         pytest.param(signal.SIGTERM, "KILLED", 143, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, "KILLED", 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "KILLED", 143, marks=pytest.mark.soak),
         pytest.param(signal.SIGKILL, "KILLED", -9, marks=pytest.mark.slow),
     ],
 )

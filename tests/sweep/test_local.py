@@ -150,7 +150,7 @@ if __name__ == "__main__":
     ("file", "more"),
     [
         ("pipeline.py", None),
-        pytest.param("pipeline.py", (), marks=pytest.mark.slow),
+        pytest.param("pipeline.py", (), marks=pytest.mark.soak),
         pytest.param("pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.slow),
     ],
 )

@@ -319,7 +319,12 @@ def layer(name, arguments):
 
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 @pytest.mark.parametrize(
-    "shape", [(6,), *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYERS if shape != (6,))], ids=str
+    "shape",
+    [
+        pytest.param(shape, marks={(6,): [], (5, 5, 5, 2): pytest.mark.soak}.get(shape, pytest.mark.slow))
+        for shape in LAYERS
+    ],
+    ids=str,
 )
 def test_every_layer(shape, micro_batch_size):
     def model():

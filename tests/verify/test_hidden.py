@@ -263,7 +263,9 @@ def verified(given, added_losses="mean"):
     return findings, said or state
 
 
-@pytest.mark.parametrize("name", mostly_slow(BREAKING, ["the mean straight through", "keeps a mean"]))
+@pytest.mark.parametrize(
+    "name", mostly_slow(BREAKING, ["the mean straight through", "keeps a mean"], list(BREAKING)[::3])
+)
 def test_what_breaks_is_found_and_named(name):
     given, named = BREAKING[name]
     findings, said = verified(given)
@@ -271,7 +273,7 @@ def test_what_breaks_is_found_and_named(name):
     assert named in said
 
 
-@pytest.mark.parametrize("name", mostly_slow(ONLY_LOOKING, ["nothing is left to learn"]))
+@pytest.mark.parametrize("name", mostly_slow(ONLY_LOOKING, ["nothing is left to learn"], list(ONLY_LOOKING)[::3]))
 def test_what_only_looks_so_is_no_fault(name):
     assert verified(ONLY_LOOKING[name]) == ([], "")
 

@@ -23,7 +23,7 @@ QUICK = ["mean_of_means"]
 OTHERS = ["none"] + [mutation.__name__ for mutation in MUTATIONS if mutation.__name__ not in QUICK]
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "the others"])
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["some", "the others"])
 def test_the_command_ends_with_3_for_each_mutation_and_with_0_without_one(tmp_path, names):
     process = python("-m", "tests.verify.mutations", *names, cwd=tmp_path)
     out, err = process.communicate()
