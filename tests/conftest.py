@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
         shared.begin()
         if config.getoption("numprocesses", None):
             shared.warm_server()  # while the workers collect
+
+
+def pytest_collection_finish() -> None:
+    """Let Python's garbage collection look no more at what was imported: a tenth of a worker's time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -60,6 +60,7 @@ training:
   callbacks:
     trouble: {_target_: mine.Trouble, mode: none}
 tracking: {log_model: false, system_metrics: false}
+hardware: {parallel_jobs: 2}
 hydra:
   sweeper:
     params:
@@ -108,14 +109,13 @@ def troubles(tmp_path_factory):
     (folder / "sweeps" / "troubles.yaml").write_text(TROUBLES)
     (folder / "my conf").mkdir()
     call = ("sweep", "troubles", "--config-dir", "my conf", "hydra.sweep.dir=its own")
-    first = pipeline(*call, cwd=folder, status=1, **gpus(folder, "3,GPU-beef,-1,7"))
+    first = pipeline(*call, cwd=folder, status=1)
     store = Store(folder)
     before = parent_and_children(store)
-    places = {file.name for file in folder.glob("place *")}
     (folder / "healed").touch()
     (rest,) = re.findall("^run what is missing with: pipeline (.+)$", first.stderr, re.MULTILINE)
     again = pipeline(*shlex.split(rest), cwd=folder)  # as it was printed
-    return first.stderr, before, places, again.stderr, parent_and_children(store)
+    return first.stderr, before, again.stderr, parent_and_children(store)
 
 
 def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
@@ -140,7 +140,7 @@ def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
 
 
 def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
-    _, (_, before), _, printed, (parent, after) = troubles
+    _, (_, before), printed, (parent, after) = troubles
     assert parent.info.status == "FINISHED"
     assert set(table(printed).values()) == {"FINISHED"}
     for name, runs in after.items():
@@ -151,9 +151,13 @@ def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
         assert finished[0].data.metrics["train/examples_seen"] == 1437
 
 
-def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(troubles):
-    printed, _, places, *_ = troubles
-    assert places == {"place 3", "place GPU-beef"}
+@pytest.mark.slow
+def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    lasting = [*TINY, "training.epochs=10", "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}"]
+    call = ("train", "-m", *lasting, "seed=0,1,2", "hydra.sweep.dir=jobs")
+    printed = pipeline(*call, cwd=tmp_path, **gpus(tmp_path, "3,GPU-beef,-1,7")).stderr
+    assert {file.name for file in tmp_path.glob("place *")} == {"place 3", "place GPU-beef"}
     running, most = 0, 0
     for line in printed.splitlines():
         running += line.endswith(": started") - bool(re.fullmatch(r"  \S+: .+ after \d+ s", line))
