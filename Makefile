@@ -9,10 +9,11 @@ LOCK   := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements-gpu.lock || ec
 STAMP  := .venv/$(LOCK).installed
 PEERS  := .venv-peers/requirements-peers.lock.installed
 RUN    := .venv/bin/python -m
-# Tests that share something go to one worker, see tests/conftest.py; all others to the first that is free.
-PYTEST := $(RUN) pytest -n auto --maxprocesses 4 --dist loadscope --durations 10
-# Slow tests wait for a third of their time, so there are more workers than cores. The longest are found first.
-SLOWLY := -n $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') --no-loadscope-reorder
+# Tests that share something go to one worker, see tests/conftest.py; all others to the first that is free. Tests wait
+# for processes of theirs, so there are more workers than cores.
+PYTEST := $(RUN) pytest -n $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') --maxprocesses 4 \
+	--dist loadscope --durations 10
+SLOWLY := --no-loadscope-reorder # the longest are found first
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links
 # PyTorch for Linux on PyPI links CUDA's libraries and is not imported without them; it runs on a CPU without these.

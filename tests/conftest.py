@@ -31,12 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
             shared.warm_server()  # while the workers collect
 
 
-def pytest_collection_finish() -> None:
-    """Let Python's garbage collection look no more at what was imported: a tenth of a worker's time."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave what needs a browser to `make test-all`."""
@@ -80,6 +74,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shared.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Collect each module's garbage at its end, and look no more at what stays: a worker's heap is large."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -198,6 +198,7 @@ def test_the_loss_of_each_output():
     assert {"kind_loss", "size_loss", "kind_accuracy", "size_mae"} < ours[0].keys()
 
 
+@pytest.mark.slow
 def test_several_outputs_are_evaluated_as_in_keras_also_when_compiled_again():
     make, data, compiled = CASES["two_in_a_list"]
     plain = made(make)
@@ -221,6 +222,7 @@ def test_the_accumulation_of_keras_is_far_from_it():
     assert max(np.abs(a - b).max() for a, b in zip(weights, theirs[1], strict=True)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_short_batch_in_the_middle_of_a_dataset(devices):
     make, data, compiled = CASES["regularised"]
@@ -231,7 +233,8 @@ def test_a_short_batch_in_the_middle_of_a_dataset(devices):
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_several_steps_an_execution(devices):
     make, data, compiled = CASES["sample_weights"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
@@ -333,6 +336,7 @@ def test_weights_that_a_callback_has_saved_load_into_the_plain_model(tmp_path):
         assert all(map(np.array_equal, other.get_weights(), model.inner.get_weights()))
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_backed_up_goes_on_with_its_optimizer(tmp_path):
     make, data, compiled = CASES["sample_weights"]
     model, other = AccumulatingModel(made(make), 5), AccumulatingModel(made(make), 5)

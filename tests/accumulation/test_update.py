@@ -286,6 +286,7 @@ def test_a_rate_that_counts_its_calls_is_computed_once_an_update(float64, make, 
     np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-7)  # a rate in float32
 
 
+@pytest.mark.slow
 def test_a_model_is_traced_in_several_threads(precision):
     precision("float32")
     inputs = keras.Input((512,))

@@ -250,6 +250,7 @@ def best_of(folder, name="run"):
     return step
 
 
+@pytest.mark.slow
 def test_which_callback_stopped_a_run_and_what_was_best(stopping):
     run = run_in(stopping, "run")
     done = max(histories(stopping, "run")["train/loss"])

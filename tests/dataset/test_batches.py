@@ -251,7 +251,10 @@ def digits(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("small", [2**16, 0], ids=["a batch at a time", "one by one"])
+@pytest.mark.parametrize(
+    "small",
+    [pytest.param(2**16, id="a batch at a time", marks=pytest.mark.slow), pytest.param(0, id="one by one")],
+)
 @pytest.mark.parametrize(
     "augment", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(SHIFT, id="augmented")]
 )

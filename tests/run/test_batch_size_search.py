@@ -331,6 +331,7 @@ def test_a_run_that_goes_on_keeps_its_micro_batch(project):
     assert "64 = 32 × 1 × 2 replicas" in said
 
 
+@pytest.mark.slow
 def test_the_number_is_recorded(project):
     line = ("train", *OWN, AUTO, "accumulation.effective_batch_size=4", "training.updates=1")
     cache = {"XDG_CACHE_HOME": str(project / "cache")}

@@ -205,13 +205,14 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow  # `make test` interrupts in tests/training/test_loop.py
 @pytest.mark.parametrize(
     ("number", "status", "exit_status"),
     [
         (signal.SIGINT, "KILLED", 130),
-        pytest.param(signal.SIGTERM, "KILLED", 143, marks=pytest.mark.slow),
+        (signal.SIGTERM, "KILLED", 143),
         pytest.param(signal.SIGHUP, "KILLED", 143, marks=pytest.mark.soak),
-        pytest.param(signal.SIGKILL, "KILLED", -9, marks=pytest.mark.slow),
+        (signal.SIGKILL, "KILLED", -9),
     ],
 )
 def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, status, exit_status):
