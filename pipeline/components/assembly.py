@@ -46,6 +46,7 @@ class Parts:
     best: Best | None = None  # tracks the best evaluation, where its checkpoint is to be kept
     notes: Sequence[str] = ()  # lines about the data that are printed when the run begins
     reader: Reader | None = None  # with several workers the replicas that this one reads for
+    scaled: str = ""  # what `scaling` changed
 
     def update(self) -> accumulation.Update:
         """Return the update, which applies one effective batch."""
@@ -178,7 +179,7 @@ def assemble(
     with used.strategy.scope():
         network = model.build(spec.node("model"), data)
         goal = objective.build(spec.node("training"))
-        stepping = optimizer.build(spec, plan.updates)
+        stepping, scaled = optimizer.build(spec, plan.updates)
         first = _first_batch(spec, data, files, used)
         labels, outputs, goal = objective_checks.check(goal, network, data, first, spec)
         notes += added_losses.check(network, first[0], goal.training.added_losses)
@@ -186,7 +187,7 @@ def assemble(
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(spec.config.training.keep_best, goal.evaluation, data, list(accumulation.by_name(network, outputs)))
-    parts = Parts(spec, used, data, recorded_data, plan, batches, network, goal, files, best, notes, reader)
+    parts = Parts(spec, used, data, recorded_data, plan, batches, network, goal, files, best, notes, reader, scaled)
     if spec.config.accumulation.same_noise is True and (layers := parts.forward.cut_dependent_noise):
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +11,34 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
+from pipeline.components import scaling
 from pipeline.config.resolve import RunSpec
-from pipeline.config.schema import Rule, ScalingConfig
+from pipeline.config.schema import Rule
 from pipeline.trust import instantiate
 
 # The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
 _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
 
 
-def build(spec: RunSpec, updates: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a run of so many `updates`; raise a `ConfigError` for a wrong target or argument."""
-    node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), updates)
-    schedule = scaled(schedule, spec.config.scaling, spec.batching.effective_batch_size, updates)
+def build(spec: RunSpec, updates: int) -> tuple[keras.optimizers.Optimizer, str]:
+    """Return the optimizer of a run of so many `updates`, and a line that says what `scaling` changed, if anything.
+
+    Raises:
+        ConfigError: a target or an argument is wrong.
+    """
+    scale, batch = spec.config.scaling, spec.batching.effective_batch_size
+    scaling.check(scale)
+    # An update of the reference batch is this share of one, as a warm-up counts them.
+    reference = scale.reference_batch_size / batch if scale.rule == Rule.sde else 1.0
+    node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), updates, reference)
+    factor = scaling.rate_factor(scale, batch)
+    if scale.rule != Rule.none:
+        warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
+        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+            rule = "must be a number of updates, or a share of the horizon such as 5%"
+            raise ConfigError("scaling.warmup", rule, warmup)
+        if factor != 1 or scale.rule in (Rule.linear, Rule.sqrt):  # else callbacks may still set the rate
+            schedule = scaling.Scaled(schedule, factor, warmup)
     with tf.device("CPU:0"):  # its counter: the schedule, on the host, would wait for a GPU's
         optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -31,15 +46,21 @@ def build(spec: RunSpec, updates: int) -> keras.optimizers.Optimizer:
     if optimizer.gradient_accumulation_steps:
         rule = "must be left out: the pipeline accumulates; set accumulation.factor"
         raise ConfigError("optimizer.gradient_accumulation_steps", rule, optimizer.gradient_accumulation_steps)
+    changed = scaling.rescale(getattr(optimizer, "inner_optimizer", optimizer), scale, batch)
+    changes = [*([f"learning rate × {factor:g}"] if factor != 1 else []), *changed]
+    said = f"scaling.rule={scale.rule.name}: {', '.join(changes)}" if changes else ""
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if spec.config.hardware.precision.name != "mixed_float16" or scales:
-        return optimizer
-    return keras.optimizers.LossScaleOptimizer(optimizer)
+        return optimizer, said
+    return keras.optimizers.LossScaleOptimizer(optimizer), said
 
 
-def build_schedule(node: DictConfig, updates: int) -> Any:
-    """Return the schedule of the `schedule` group, or a constant; `5%` stands for that share of the `updates`."""
-    lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule"))
+def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> Any:
+    """Return the schedule of the `schedule` group, or a constant; `5%` stands for that share of the `updates`.
+
+    A warm-up by a number counts updates of which each is `reference` of one.
+    """
+    lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule", reference))
     assert isinstance(lengths, DictConfig)
     if isinstance(node.get("boundaries"), ListConfig) and list(lengths.boundaries) != sorted(lengths.boundaries):
         raise ConfigError("schedule.boundaries", "must rise", list(node.boundaries))
@@ -63,54 +84,9 @@ def check(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Varia
         raise ConfigError("schedule", "must start at a learning rate that is finite and not negative", rate)
 
 
-def scaled(schedule: Any, scaling: ScalingConfig, effective_batch_size: int, updates: int) -> Any:
-    """Return `schedule` with its rates multiplied, for r = effective batch / `scaling.reference_batch_size`, by
-
-    none    1
-    linear  r, which keeps the step an example takes: Krizhevsky 2014 (arXiv:1404.5997, section 5);
-            Goyal et al. 2017 (arXiv:1706.02677, section 2.1)
-    sqrt    √r, which keeps the variance of an update: Krizhevsky 2014; Hoffer et al. 2017 (arXiv:1705.08741)
-    """
-    if scaling.rule == Rule.none:
-        return schedule
-    ratio = effective_batch_size / scaling.reference_batch_size
-    factor = math.sqrt(ratio) if scaling.rule == Rule.sqrt else ratio
-    warmup = _in_updates(scaling.warmup, updates, "scaling.warmup")
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise ConfigError("scaling.warmup", "must be a number of updates, or a share of the horizon such as 5%", warmup)
-    return Scaled(schedule, factor, warmup)
-
-
 def constant(learning_rate: float) -> float:
     """Return the same learning rate for every update; callbacks may still set it."""
     return learning_rate
-
-
-@keras.saving.register_keras_serializable("pipeline")
-class Scaled(keras.optimizers.schedules.LearningRateSchedule):
-    """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)): Goyal et al. 2017, section 2.2, gradual warm-up.
-
-    It starts at the rate of the reference batch and rises to the scaled one. A factor below 1 has nothing to rise to:
-    it applies from the first update on. `schedule` may be a number; a `warmup` of 0 updates scales from the first one.
-    """
-
-    def __init__(self, schedule: Any, factor: float, warmup: int):
-        self.schedule, self.factor, self.warmup = schedule, factor, warmup
-
-    def __call__(self, step: Any) -> Any:
-        rate = ops.convert_to_tensor(self.schedule(step) if callable(self.schedule) else self.schedule)
-        if not self.warmup or self.factor <= 1:
-            return rate * self.factor
-        share = ops.minimum(1.0, (ops.cast(step, rate.dtype) + 1) / self.warmup)
-        return rate * (1 + (self.factor - 1) * ops.cast(share, rate.dtype))
-
-    def get_config(self) -> dict[str, Any]:
-        schedule = keras.saving.serialize_keras_object(self.schedule)
-        return {"schedule": schedule, "factor": self.factor, "warmup": self.warmup}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Scaled:
-        return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})
 
 
 @keras.saving.register_keras_serializable("pipeline")
@@ -137,11 +113,11 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
         return {"learning_rate": self.learning_rate, "warmup_steps": self.warmup_steps}
 
 
-def _in_updates(value: Any, updates: int, key: str) -> Any:
+def _in_updates(value: Any, updates: int, key: str, reference: float = 1.0) -> Any:
     if isinstance(value, dict):
-        return {name: _in_updates(entry, updates, f"{key}.{name}") for name, entry in value.items()}
+        return {name: _in_updates(entry, updates, f"{key}.{name}", reference) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_in_updates(entry, updates, f"{key}[{index}]") for index, entry in enumerate(value)]
+        return [_in_updates(entry, updates, f"{key}[{index}]", reference) for index, entry in enumerate(value)]
     if isinstance(value, str) and value.endswith("%"):
         try:
             share = float(value[:-1]) / 100
@@ -154,6 +130,8 @@ def _in_updates(value: Any, updates: int, key: str) -> Any:
     if isinstance(value, int | float) and name in _LEAST:  # Keras would accept any
         warms_up = name.startswith("warmup")
         whole = not isinstance(value, bool) and value % 1 == 0
+        if whole and warms_up and value > 0 and reference != 1:
+            value = max(1, round(value * reference))
         if not whole or value < _LEAST[name] or (warms_up and value > updates):
             most = f" to the horizon's {updates}" if warms_up else " on"
             raise ConfigError(key, f"must be a whole number of updates from {_LEAST[name]}{most}", value)

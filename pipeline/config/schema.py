@@ -13,7 +13,7 @@ from omegaconf import MISSING, OmegaConf
 
 from pipeline.common.errors import ConfigError
 
-Rule = Enum("Rule", ["none", "linear", "sqrt"])
+Rule = Enum("Rule", ["none", "linear", "sqrt", "sde", "half_life", "timescale", "surge"])
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])
@@ -35,9 +35,12 @@ class _SetOnce:
 
 @dataclass
 class ScalingConfig(_SetOnce):
-    rule: Rule = Rule.none  # how the learning rate follows the effective batch
+    rule: Rule = Rule.none  # how the learning rate and the optimizer's other arguments follow the effective batch
     reference_batch_size: int = 128  # the effective batch size that `optimizer.learning_rate` is for
     warmup: Any = 0  # (int | share) updates until the scaled rate is reached, or a share of the horizon such as `5%`
+    rate: Any = None  # (sqrt | null) of `half_life` and `timescale`: the rate × √κ too; null: it is kept
+    peak_batch_size: int | None = None  # of `surge`: the batch of the largest rate, not the gradient noise scale
+    ema: Any = False  # (true | false) the optimizer's weight averaging follows too: its momentum to the power of κ
 
 
 @dataclass

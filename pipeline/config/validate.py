@@ -90,7 +90,8 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("optimizer.learning_rate", "schedule.decay_rate", "tracking.patience"), _POSITIVE),
     **dict.fromkeys(("tracking.log_every", "tracking.noise_every"), _COUNT),
     **dict.fromkeys(("hardware.gpus_per_job", "hardware.jobs_per_gpu", "scaling.reference_batch_size"), _COUNT),
-    **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer"), _or_null(_COUNT)),
+    **dict.fromkeys(("hardware.parallel_jobs", "dataset.shuffle_buffer", "scaling.peak_batch_size"), _or_null(_COUNT)),
+    "scaling.rate": ("sqrt or null", lambda value: value in ("sqrt", None)),
     "training.class_weight": ("null, or a number of at least 0 for each class, a whole number", _are_class_weights),
     "training.loss_weights": (
         "null, or a number for each output",
@@ -98,7 +99,7 @@ _CHECKS: dict[str, Check] = {
     ),
     **dict.fromkeys(("dataset.in_memory", "accumulation.same_noise", "hardware.xla"), _SWITCH),
     **dict.fromkeys(("dataset.shuffle_files", "hardware.deterministic", "hardware.tf32"), _FLAG),
-    **dict.fromkeys(("tracking.log_model", "tracking.system_metrics", "start.weights_only"), _FLAG),
+    **dict.fromkeys(("tracking.log_model", "tracking.system_metrics", "start.weights_only", "scaling.ema"), _FLAG),
     "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
     "dataset.pad": ("null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}", _is_padding),
     "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),

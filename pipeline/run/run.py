@@ -166,9 +166,11 @@ class _Beginning:
                 "model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none",
                 "model.cut_dependent_noise": ", ".join(parts.forward.cut_dependent_noise) or "none",
             }
+            if parts.scaled:
+                dependent["scaling"] = parts.scaled
             forked = self.start.tags if isinstance(self.start, Fork) else {}
             tracker.start(*record, *data, parts.model, {**dependent, **forked, **self.tags}, parts.devices.gpus)
-            lines = [*parts.notes, *parts.differences_from_large_batch()]
+            lines = [*([parts.scaled] if parts.scaled else []), *parts.notes, *parts.differences_from_large_batch()]
         else:
             tracker.resume(self.before.past, *record, *data)
             lines = self.before.said(callbacks)

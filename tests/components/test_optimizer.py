@@ -26,7 +26,7 @@ def compose(*overrides):
 
 def build(config, effective_batch_size):
     spec = resolve(config)
-    return optimizer.build(replace(spec, batching=derive(effective_batch_size, 1, None)), HORIZON)
+    return optimizer.build(replace(spec, batching=derive(effective_batch_size, 1, None)), HORIZON)[0]
 
 
 def test_the_counter_is_on_the_host_and_the_moments_are_with_the_weights():

@@ -1,0 +1,152 @@
+"""What each rule of `scaling` makes of an optimizer, against its formula computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipeline.common.errors import ConfigError
+from pipeline.components import optimizer
+from pipeline.config.compose import composed
+from pipeline.config.resolve import resolve
+from pipeline.config.sizes import derive
+
+HORIZON = 200
+ADAMW = ("optimizer=adamw", "optimizer.learning_rate=0.01", "schedule=constant")  # λ 0.004, β 0.9 and 0.999, ε 1e-7
+
+
+def build(batch, *overrides):
+    spec = resolve(composed(overrides))
+    return optimizer.build(replace(spec, batching=derive(batch, 1, None)), HORIZON)
+
+
+# By κ = 512 / 128 = 4: 1 − 4 · 0.1 = 0.6; 1 − 4 · 0.001 = 0.996; 0.004 · √4; 0.999⁴ = 0.996005996; surge with its peak
+# at 512: (√4 + √¼) / (1 + 1) = 1.25.
+@pytest.mark.parametrize(
+    ("overrides", "rate", "arguments"),
+    [
+        (["scaling=sde"], 2, {"beta_1": 0.6, "beta_2": 0.996, "epsilon": 5e-8, "weight_decay": 0.008}),
+        (["scaling=half_life"], 1, {"beta_1": 0.9, "beta_2": 0.996005996001, "epsilon": 1e-7, "weight_decay": 0.004}),
+        (["scaling=half_life", "scaling.rate=sqrt"], 2, {"beta_1": 0.9, "beta_2": 0.996005996001}),
+        (["scaling=timescale"], 1, {"beta_2": 0.999, "weight_decay": 0.016}),
+        (["scaling=timescale", "scaling.rate=sqrt"], 2, {"beta_2": 0.999, "weight_decay": 0.008}),
+        (["scaling=surge", "scaling.peak_batch_size=512"], 1.25, {"beta_2": 0.999, "weight_decay": 0.004}),
+        (["scaling=linear", "scaling.warmup=0", "+optimizer.use_ema=true"], 4, {"ema_momentum": 0.96059601}),  # 0.99⁴
+        (
+            ["scaling=linear", "scaling.warmup=0", "+optimizer.use_ema=true", "scaling.ema=false"],
+            4,
+            {"ema_momentum": 0.99},
+        ),
+        (["scaling=none", "+optimizer.use_ema=true"], 1, {"ema_momentum": 0.99}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_each_rule_is_its_formula(overrides, rate, arguments):
+    made, said = build(512, *ADAMW, *overrides)
+    assert float(made.learning_rate) == pytest.approx(0.01 * rate, rel=1e-6)  # float32
+    assert {key: getattr(made, key) for key in arguments} == pytest.approx(arguments, rel=1e-9)
+    before = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "weight_decay": 0.004, "ema_momentum": 0.99}
+    changed = [key for key, value in arguments.items() if value != before[key]]
+    assert [key for key in before if f"{key} " in said] == [key for key in before if key in changed]
+    assert ("learning rate × " in said) == (rate != 1)
+
+
+def test_at_the_reference_batch_nothing_changes():
+    for rule in ("linear", "sqrt", "sde", "half_life", "timescale"):
+        made, said = build(128, *ADAMW, f"scaling={rule}")
+        assert (made.beta_1, made.beta_2, made.epsilon, made.weight_decay, said) == (0.9, 0.999, 1e-7, 0.004, "")
+
+
+def test_rmsprop_adds_epsilon_to_the_square():
+    made, _ = build(512, "optimizer=rmsprop", "scaling=sde")
+    assert (made.rho, made.epsilon) == pytest.approx((0.6, 1e-7 / 4))
+
+
+def test_a_warm_up_counts_updates_of_the_reference_batch():
+    made, _ = build(512, "optimizer=adamw", "schedule=cosine", "schedule.warmup_steps=40", "scaling=sde")
+    assert made._learning_rate.schedule.warmup_steps == 10
+    made, _ = build(512, "optimizer=adamw", "schedule=cosine", "schedule.warmup_steps=10%", "scaling=sde")
+    assert made._learning_rate.schedule.warmup_steps == 20
+
+
+@pytest.mark.parametrize(
+    ("batch", "overrides", "line"),
+    [
+        (
+            512,
+            ["optimizer=sgd", "scaling=sde"],
+            "scaling.rule must fit the optimizer: sde is for Adam, AdamW, RMSprop; for",
+        ),
+        (
+            512,
+            ["optimizer=lion", "scaling=half_life"],
+            "scaling.rule must fit the optimizer: half_life is for Adam, AdamW",
+        ),
+        (
+            512,
+            ["optimizer=sgd", "scaling=surge", "scaling.peak_batch_size=9"],
+            "scaling.rule must fit the optimizer: surge",
+        ),
+        (
+            512,
+            ["optimizer=adam", "scaling=timescale"],
+            "optimizer.weight_decay must be a number for scaling.rule=timescale",
+        ),
+        (
+            2048,
+            ["scaling=sde"],
+            "optimizer.beta_1 must be at least 0.9375 for scaling.rule=sde at κ = 16: κ(1 − β) ≤ 1",
+        ),
+        (512, ["scaling=surge"], "scaling.peak_batch_size must be a number of examples for scaling.rule=surge"),
+        (512, ["scaling.peak_batch_size=9"], "scaling.peak_batch_size must be null for scaling.rule=none: only surge"),
+        (
+            512,
+            ["scaling=sqrt", "scaling.rate=sqrt"],
+            "scaling.rate must be null for scaling.rule=sqrt: only half_life and",
+        ),
+        (512, ["scaling.rate=half"], "scaling.rate must be sqrt or null"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_refused(batch, overrides, line):
+    with pytest.raises(ConfigError) as refused:
+        build(batch, *overrides)
+    assert str(refused.value).startswith(line)
+
+
+SEEDS = 200
+
+
+def after(kappa: int, rule: str, seed: int) -> np.ndarray:
+    """Return weights of a noisy quadratic after 1600 examples, one per seed; the noise is four times less from half on.
+
+    Adam takes the step of each entry by itself, so one variable holds all seeds.
+    """
+    overrides = ["optimizer=adam", "optimizer.learning_rate=0.02", "optimizer.beta_1=0.98", "schedule=constant"]
+    made, _ = build(kappa, *overrides, f"scaling={rule}", "scaling.warmup=0", "scaling.reference_batch_size=1")
+    variable = keras.Variable(np.ones(SEEDS), dtype="float64")
+    made.build([variable])
+    apply = tf.function(lambda gradient: made.apply([gradient], [variable]))
+    random, updates = np.random.default_rng(seed), 1600 // kappa
+    for update in range(updates):
+        noise = (40 if update < updates // 2 else 10) / np.sqrt(kappa) * random.normal(size=SEEDS)
+        apply(variable.value + noise)
+    return keras.ops.convert_to_numpy(variable)
+
+
+def test_by_sde_a_batch_leaves_the_distribution_where_it_was():
+    """Mean and variance within three standard errors; those of `sqrt` and of `linear` alone are not."""
+    expected = after(1, "none", 0)
+
+    def errors(found: np.ndarray) -> tuple[float, float]:
+        # Of the means' difference, and of the logarithms of the variances: each has a variance of about 2 / (n − 1).
+        of_means = (found.mean() - expected.mean()) / np.sqrt((found.var(ddof=1) + expected.var(ddof=1)) / SEEDS)
+        return abs(of_means), abs(np.log(found.var(ddof=1) / expected.var(ddof=1))) / np.sqrt(4 / (SEEDS - 1))
+
+    assert max(errors(after(8, "sde", 1))) < 3
+    assert max(errors(after(8, "sqrt", 1))) > 3
+    assert max(errors(after(8, "linear", 1))) > 3
