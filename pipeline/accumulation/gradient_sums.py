@@ -44,6 +44,10 @@ class GradientSums(NamedTuple):
     noise: tuple[tf.Tensor, ...] = ()
     moves: Moves = ()
 
+    def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
+        """Return the sums with losses that are known for the whole effective batch."""
+        return self._replace(losses=losses, added=tf.cast(self.added, next(iter(losses.values())).total.dtype))
+
     def mean_loss(self) -> tf.Tensor:
         """Return the loss that one large batch would have shown, scalar."""
         means = [divide(loss.scaled, loss.weight) for loss in self.losses.values()]
@@ -83,8 +87,19 @@ def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor |
     return found
 
 
-def gradients_by(tape: tf.GradientTape, target: tf.Tensor, times: Any, variables: Sequence[tf.Variable]) -> Gradients:
-    """Return the gradient of `target` by each variable, in float32 at least, times a scalar unless it is `()`."""
+def gradients_by(
+    tape: tf.GradientTape,
+    target: tf.Tensor,
+    times: Any,
+    variables: Sequence[tf.Variable],
+    outputs: Sequence[tuple[tf.Tensor, tf.Tensor]] = (),
+) -> Gradients:
+    """Return the gradient of `target` by each variable, in float32 at least, times a scalar unless it is `()`.
+
+    To the target's is added that of a loss of the `outputs`, each of which comes with the loss' gradient by it.
+    """
+    targets = [target, *(output for output, _ in outputs)]
+    by_target = [None, *(gradient for _, gradient in outputs)]
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
         gradient = tf.cast(gradient, tf.float32) if gradient.dtype in (tf.float16, tf.bfloat16) else gradient
@@ -98,11 +113,19 @@ def gradients_by(tape: tf.GradientTape, target: tf.Tensor, times: Any, variables
         gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
         return scaled(gradient)
 
-    return tuple(map(shaped, tape.gradient(target, variables), variables))
+    return tuple(map(shaped, tape.gradient(targets, variables, output_gradients=by_target), variables))
+
+
+def has_examples(output: Any) -> bool:
+    """Return whether a tensor has the examples on axis 0, whose number is unknown: such are concatenated, not summed."""
+    return isinstance(output, tf.Tensor) and output.shape.rank != 0 and output.shape[0] is None
 
 
 def empty_sum(output: Any) -> tuple[Any, Any]:
     """Return the sum of no micro-batches, and the shapes of a sum: of rows and their indices, or of a dense tensor."""
+    if has_examples(output):
+        rows = tf.TensorArray(output.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=output.shape)
+        return rows, tf.TensorShape([])
     if not isinstance(output, tf.IndexedSlices):  # zeros of its size would take the memory of a second gradient
         rank = output.shape.rank
         return tf.zeros([1] * rank, output.dtype), tf.TensorShape([None] * rank)
@@ -113,6 +136,8 @@ def empty_sum(output: Any) -> tuple[Any, Any]:
 
 def add(total: Any, value: Any) -> Any:
     """Return a sum, as `empty_sum` began it, with one micro-batch more."""
+    if isinstance(total, tf.TensorArray):
+        return total.write(total.size(), value)
     if not isinstance(value, tf.IndexedSlices):
         return total + value
     rows, indices = total
@@ -130,6 +155,8 @@ def rows_once(rows: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
 
 def as_output(output: Any, total: Any) -> Any:
     """Return a sum in the form of the outputs that were summed."""
+    if isinstance(total, tf.TensorArray):
+        return total.concat()
     if not isinstance(output, tf.IndexedSlices):
         return tf.broadcast_to(total, output.shape)  # for a share without an example: else it has that shape
     return tf.IndexedSlices(*total, tf.constant(output.shape.as_list()))
@@ -143,6 +170,7 @@ def sum_over_micro_batches(
 ) -> Nest:
     """Sum `micro_step(start, x, y, sample_weight)`, tensors of known shapes, over the micro-batches of `batch`.
 
+    Tensors with an unknown number of examples on axis 0 are concatenated.
     `start` is the position in `batch` of a micro-batch's first example. The batch stays on the host. While one
     micro-batch is computed, the next one is copied to the device, which holds two of them and never the batch.
     TensorFlow keeps 32-bit integers on the host until they are used.
