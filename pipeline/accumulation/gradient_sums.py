@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import Nest, examples_in, parts_of, slice_of, slice_specs
+from .batch import Nest, examples_in, of_first_replica, parts_of, reduce, slice_of, slice_specs
 from .loss_sums import LossSum, divide
 from .moving_statistics import Moves
 
@@ -99,7 +99,7 @@ def gradients_by(
     To the target's is added that of a loss of the `outputs`, each of which comes with the loss' gradient by it.
     """
     targets = [target, *(output for output, _ in outputs)]
-    by_target = [None, *(gradient for _, gradient in outputs)]
+    by_target = [tf.ones_like(target), *(gradient for _, gradient in outputs)]  # None would count for zero
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
         gradient = tf.cast(gradient, tf.float32) if gradient.dtype in (tf.float16, tf.bfloat16) else gradient
@@ -151,6 +151,27 @@ def rows_once(rows: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
     indices, places = tf.unique(rows.indices)
     values = tf.math.unsorted_segment_sum(rows.values, places, tf.size(indices))
     return tf.IndexedSlices(tf.ensure_shape(values, [None, *shape[1:]]), indices, tf.constant(list(shape)))
+
+
+def over_replicas(
+    strategy: tf.distribute.Strategy, sums: GradientSums, variables: Sequence[Any], ready: tf.Variable | None
+) -> GradientSums:
+    """Return the sums over replicas, with the gradients on each of them; arguments as for `reduce`."""
+    if strategy.num_replicas_in_sync == 1:
+        return reduce(strategy, sums, ready)
+    if tf.nest.flatten(sums.weights):  # before the gradients, which each replica divides: they go over once
+        weights = reduce(strategy, sums.weights, ready)
+        sums = strategy.run(GradientSums.divided, (sums, weights))
+    sums = reduce(strategy, sums, ready)
+    first = of_first_replica(strategy, sums)
+
+    def gradient(of_each: Any, of_first: Any, variable: keras.Variable) -> Any:
+        """Return the gradient on each replica, which applies it there, or rows that the first one has added."""
+        return rows_once(of_first, variable.shape) if isinstance(of_first, tf.IndexedSlices) else of_each
+
+    groups = zip(sums.gradient_sums, first.gradient_sums, strict=True)
+    gradients = [tuple(map(gradient, *group, variables)) for group in groups]
+    return first._replace(gradient_sums=tuple(gradients))
 
 
 def as_output(output: Any, total: Any) -> Any:

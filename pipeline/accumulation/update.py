@@ -30,17 +30,15 @@ from .batch import (
     batch_totals,
     examples_in,
     global_batch_totals,
-    of_first_replica,
     parts_of,
-    reduce,
     share_of,
     slice_of,
 )
 from .dense import transposed_gradients, wide_layers
 from .forward_effects import trace_forward, unsupported
-from .gradient_sums import GradientSums, gradients_by, rows_once, sum_over_micro_batches
+from .gradient_sums import GradientSums, gradients_by, over_replicas, sum_over_micro_batches
 from .keras_internals import applying_sums
-from .loss_sums import divide, function_losses, micro_batch_losses, nonzero
+from .loss_sums import LossSum, divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .objective import Losses, Metrics, Objective, by_name
 from .over_effective_batch import (
@@ -273,30 +271,14 @@ class Update:
         keys = keys_of(noisy_layers(self.model, x)) if self.same_noise else []
         totals = global_batch_totals(self.strategy, batch, self.objective.loss, self.reductions_ready)
         of_batch = {"whole": totals, "measure_noise": measure_noise, "noise_keys": keys}
-        if not self.objective.over_batch:
-            return self._summed(batch, of_batch)
-        outputs = self.strategy.run(self._outputs, (batch, keys))
-        whole = gathered(self.strategy, batch, outputs, self.reductions_ready)
-        losses, gradients = output_gradients(self.objective, *whole, self._scale_loss)
-        return self._summed(batch, {**of_batch, "output_gradients": gradients}).with_losses(losses)
-
-    def _summed(self, batch: Nest | Share, of_batch: dict[str, Any]) -> GradientSums:
+        losses: dict[str, LossSum] = {}
+        if self.objective.over_batch:
+            outputs = self.strategy.run(self._outputs, (batch, keys))
+            whole = gathered(self.strategy, batch, outputs, self.reductions_ready)
+            losses, of_batch["output_gradients"] = output_gradients(self.objective, *whole, self._scale_loss)
         sums = self.strategy.run(self._accumulate, (batch,), of_batch)
-        if self.strategy.num_replicas_in_sync == 1:
-            return reduce(self.strategy, sums, self.reductions_ready)
-        if tf.nest.flatten(sums.weights):  # before the gradients, which each replica divides: they go over once
-            weights = reduce(self.strategy, sums.weights, self.reductions_ready)
-            sums = self.strategy.run(GradientSums.divided, (sums, weights))
-        sums = reduce(self.strategy, sums, self.reductions_ready)
-        first = of_first_replica(self.strategy, sums)
-
-        def gradient(of_each: Any, of_first: Any, variable: keras.Variable) -> Any:
-            """Return the gradient on each replica, which applies it there, or rows that the first one has added."""
-            return rows_once(of_first, variable.shape) if isinstance(of_first, tf.IndexedSlices) else of_each
-
-        groups = zip(sums.gradient_sums, first.gradient_sums, strict=True)
-        gradients = [tuple(map(gradient, *group, self.model.trainable_variables)) for group in groups]
-        return first._replace(gradient_sums=tuple(gradients))
+        sums = over_replicas(self.strategy, sums, self.model.trainable_variables, self.reductions_ready)
+        return sums.with_losses(losses) if losses else sums
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> tf.Tensor:
         """Take one step of the optimizer, and one of the moving statistics; return the learning rate of that step."""
