@@ -117,7 +117,7 @@ def gradients_by(
 
 
 def has_examples(output: Any) -> bool:
-    """Return whether a tensor has the examples on axis 0, whose number is unknown: such are concatenated, not summed."""
+    """Return whether a tensor has examples on axis 0, in an unknown number: it is concatenated, not summed."""
     return isinstance(output, tf.Tensor) and output.shape.rank != 0 and output.shape[0] is None
 
 

@@ -17,9 +17,6 @@ Losses = Any
 Metrics = Sequence[keras.metrics.Metric] | Mapping[str, Sequence[keras.metrics.Metric]]
 
 
-LOSS_OVER = ("example", "effective_batch")
-
-
 class Term(NamedTuple):
     """One output's part of the loss."""
 
@@ -55,9 +52,9 @@ class Objective:
     loss_over: str = "example"
 
     def __post_init__(self) -> None:
-        if self.loss_over not in LOSS_OVER:
-            rule = "loss_over must be the same for all outputs"
-            raise ValueError(f"{rule}. Received: {self.loss_over!r}. Choices: {', '.join(LOSS_OVER)}")
+        if self.loss_over not in ("example", "effective_batch"):
+            rule, choices = "loss_over must be the same for all outputs", "example, effective_batch"
+            raise ValueError(f"{rule}. Received: {self.loss_over!r}. Choices: {choices}")
         if self.over_batch and self.loss is None:
             raise ValueError("loss_over must be example without a loss: add_loss is of micro-batches. Received: None")
 
@@ -71,9 +68,10 @@ class Objective:
         return replace(self, loss=None, loss_over="example") if self.over_batch else self
 
     @classmethod
-    def of(cls, loss: Losses | Objective) -> Objective:
-        """Return `loss` as an objective without metrics, or as it is if it is an objective."""
-        return loss if isinstance(loss, Objective) else cls(loss)
+    def of(cls, loss: Losses | Objective, loss_over: str | None = None) -> Objective:
+        """Return `loss` as an objective without metrics, or as it is if it is an objective; `loss_over` changes it."""
+        found = loss if isinstance(loss, Objective) else cls(loss)
+        return found if loss_over is None else replace(found, loss_over=loss_over)
 
     def terms(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None) -> list[Term]:
         """Return the parts of the loss as `compile` has them, in the order of the outputs, which `by_name` returns.

@@ -53,15 +53,10 @@ def kept(outputs: Mapping[str, Nest]) -> Outputs:
         if not isinstance(output, tf.Tensor) or not output.shape.rank:
             rule = "loss_over must be example for outputs that are no dense tensors with the examples on axis 0"
             raise ValueError(f"{rule}. Received: {name or type(output).__name__}")
-    masks, logits = ({name: of(output) for name, output in outputs.items()} for of in (mask_of, logits_of))
-    return {
-        name: Kept(
-            output,
-            () if masks[name] is None else tf.cast(masks[name], tf.float32),
-            () if logits[name] is None else logits[name],
-        )
-        for name, output in outputs.items()
-    }
+    found = {name: (mask_of(output), logits_of(output)) for name, output in outputs.items()}
+    masks = {name: () if mask is None else tf.cast(mask, tf.float32) for name, (mask, _) in found.items()}
+    logits = {name: () if of_output is None else of_output for name, (_, of_output) in found.items()}
+    return {name: Kept(output, masks[name], logits[name]) for name, output in outputs.items()}
 
 
 @tf.autograph.experimental.do_not_convert
@@ -129,27 +124,21 @@ def gathered(
     One sum over replicas, in which each has zeros in place of the others' examples. Call it in the cross-replica
     context, with the outputs of each replica's share; the first replica's device gets them all.
     """
-    _, y, sample_weight = parts_of(batch)
+    _, *labels = parts_of(batch)  # of a `Share`, only those that this process has read
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
-        return outputs, y, sample_weight
-    labels = (y, sample_weight) if isinstance(batch, Share) else None  # of the other processes, which have their own
+        return outputs, labels[0], labels[1]
 
     def placed(own: Outputs) -> list[tf.Tensor]:
-        (x, *of_share), place = share_of(batch, replicas)
+        (x, *own_labels), place = share_of(batch, replicas)
         examples = batch.examples if isinstance(batch, Share) else examples_in(parts_of(batch))
-        own_examples, place = examples_in(x), tf.minimum(place, examples)
-        after = examples - place - own_examples
-        rows = [leaf for leaf in tf.nest.flatten((own, of_share if labels else None)) if leaf is not None]
-        return [_padded(leaf, place, after) for leaf in rows]
+        place = tf.minimum(place, examples)
+        after = examples - place - examples_in(x)
+        return [_padded(leaf, place, after) for leaf in tf.nest.flatten((own, *own_labels)) if leaf is not None]
 
-    sums = of_first_replica(strategy, reduce(strategy, strategy.run(placed, (outputs,)), ready))
-    structure: Any = (of_first_replica(strategy, outputs), labels)
-    leaves = iter(sums)
-    whole, found = tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.cast(next(leaves), leaf.dtype), structure
-    )
-    return (whole, *(found or (y, sample_weight)))
+    whole = iter(of_first_replica(strategy, reduce(strategy, strategy.run(placed, (outputs,)), ready)))
+    own = of_first_replica(strategy, outputs), *labels
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.cast(next(whole), leaf.dtype), own)
 
 
 def _padded(leaf: tf.Tensor, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:

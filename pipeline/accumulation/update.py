@@ -15,13 +15,13 @@ where all Wₖ are equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from . import noise_scale
+from . import over_effective_batch as over
 from .adam import fused_adam
 from .batch import (
     BatchTotals,
@@ -41,15 +41,6 @@ from .keras_internals import applying_sums
 from .loss_sums import LossSum, divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .objective import Losses, Metrics, Objective, by_name
-from .over_effective_batch import (
-    Outputs,
-    differentiable,
-    gathered,
-    kept,
-    kept_outputs,
-    not_supported,
-    output_gradients,
-)
 from .same_noise import Key, drawn, keys_of, noisy_layers
 from .xla import compiled_by_xla, without_cudnn
 
@@ -83,8 +74,8 @@ def accumulate_gradients(
         model: built, with its trainable variables fixed. None where `loss` computes the loss from a micro-batch.
         loss: as `compile` takes it: any Keras loss, its name or a function of labels and outputs, or a dict or list of
             one for each output, whose reduction is not `none` and whose value for one example does not depend on the
-            other ones. None for a model that learns from `add_loss` alone. Or an
-            `Objective`, which holds the loss weights and the metrics too.
+            other ones. None for a model that learns from `add_loss` alone. Or an `Objective`, which holds the loss
+            weights and the metrics too.
             Without a model: a function of x, y and the sample weights of a micro-batch, as many as `batch` has, that
             returns the mean loss of its examples; or a tuple of a mean and the weight that it was divided by.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on axis 0;
@@ -144,7 +135,7 @@ def accumulate_gradients(
             targets = targets if scale_loss is None else [scale_loss(target) for target in targets]
         if model is not None:
             goal.update_metrics(y, outputs, sample_weight)
-        pairs = zip(differentiable(kept(outputs)), by_outputs, strict=True) if by_outputs else ()
+        pairs = zip(over.differentiable(over.kept(outputs)), by_outputs, strict=True) if by_outputs else ()
         whole_losses = [(output, gradient) for output, gradient in pairs if gradient is not None]
         sums = tuple(gradients_by(tape, *each, values, whole_losses) for each in zip(targets, sizes, strict=True))
         weights = tuple(() if part.known else part.share for part in minimised)
@@ -195,9 +186,7 @@ class Update:
         reductions_ready: tf.Variable | None = None,
         loss_over: str | None = None,
     ):
-        self.model, self.objective, self.optimizer = model, Objective.of(objective), optimizer
-        if loss_over is not None:
-            self.objective = replace(self.objective, loss_over=loss_over)
+        self.model, self.objective, self.optimizer = model, Objective.of(objective, loss_over), optimizer
         if self.objective.over_batch and noise_every:
             rule = "noise_every must be 0 where loss_over is effective_batch: no example has a gradient of its own"
             raise ValueError(f"{rule}. Received: {noise_every}")
@@ -265,7 +254,7 @@ class Update:
             rule = 'same_noise must be "auto" or False: some layers can only draw for each micro-batch'
             raise ValueError(f"{rule}. Received: True, {', '.join(layers)}")
         if self.objective.over_batch:
-            for rule, received in not_supported(self.model, trace_forward(self.model, x, bool(self.same_noise))):
+            for rule, received in over.not_supported(self.model, trace_forward(self.model, x, bool(self.same_noise))):
                 raise ValueError(f"{rule}. Received: {received}")
         # Here, where all copies of a seed get the same value: they may have diverged.
         keys = keys_of(noisy_layers(self.model, x)) if self.same_noise else []
@@ -274,8 +263,8 @@ class Update:
         losses: dict[str, LossSum] = {}
         if self.objective.over_batch:
             outputs = self.strategy.run(self._outputs, (batch, keys))
-            whole = gathered(self.strategy, batch, outputs, self.reductions_ready)
-            losses, of_batch["output_gradients"] = output_gradients(self.objective, *whole, self._scale_loss)
+            whole = over.gathered(self.strategy, batch, outputs, self.reductions_ready)
+            losses, of_batch["output_gradients"] = over.output_gradients(self.objective, *whole, self._scale_loss)
         sums = self.strategy.run(self._accumulate, (batch,), of_batch)
         sums = over_replicas(self.strategy, sums, self.model.trainable_variables, self.reductions_ready)
         return sums.with_losses(losses) if losses else sums
@@ -288,10 +277,10 @@ class Update:
             assign_moving_statistics(self.model, sums.moves)
         return learning_rate
 
-    def _outputs(self, batch: Nest | Share, keys: Sequence[tf.Tensor]) -> Outputs:
+    def _outputs(self, batch: Nest | Share, keys: Sequence[tf.Tensor]) -> over.Outputs:
         share, place = share_of(batch, self.strategy.num_replicas_in_sync)
         by_xla = compiled_by_xla(self.jit_compile, self.model, share)
-        return kept_outputs(self.model, share, self.micro_batch_size, keys, place, by_xla)
+        return over.kept_outputs(self.model, share, self.micro_batch_size, keys, place, by_xla)
 
     def _accumulate(self, batch: Nest | Share, **given: Any) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync

@@ -138,7 +138,7 @@ def specs(kind):
 
 
 def by_keras(kind, sizes=SIZES):
-    """Losses and weights of `train_step`, which `train_on_batch` calls, on whole batches with the noise of an update."""
+    """Losses and weights of the step of `train_on_batch`, on whole batches, with the noise of an update."""
     model = made(kind)
     noisy = noisy_layers(model, batch_of(1, kind)[0])
 

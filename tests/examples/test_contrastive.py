@@ -1,4 +1,4 @@
-"""The example of a loss over the effective batch trains by the command on its top, and `verify` tells what it is over."""
+"""The example of a loss over the effective batch trains by the command on its top; `verify` tells what it is over."""
 
 from __future__ import annotations
 
