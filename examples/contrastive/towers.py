@@ -33,7 +33,7 @@ def towers(units, dropout):
 
 
 class InfoNCE(keras.losses.Loss):
-    couples_examples = True  # so that it is refused without loss_over=effective_batch
+    couples_examples = True  # refused without loss_over=effective_batch
 
     def __init__(self, temperature=0.1, **options):
         super().__init__(**options)
@@ -41,6 +41,8 @@ class InfoNCE(keras.losses.Loss):
 
     def call(self, y_true, y_pred):
         left, right = keras.ops.unstack(y_pred, 2, axis=1)
-        scores = left @ keras.ops.transpose(right) / self.temperature  # (batch, batch), of which the diagonal is right
-        of_left, of_right = (keras.ops.log_softmax(scores, axis=axis) for axis in (1, 0))
-        return -(keras.ops.diagonal(of_left) + keras.ops.diagonal(of_right)) / 2
+        # (batch, batch), of which the diagonal is right
+        scores = left @ keras.ops.transpose(right) / self.temperature
+        of_left = keras.ops.diagonal(keras.ops.log_softmax(scores, axis=1))
+        of_right = keras.ops.diagonal(keras.ops.log_softmax(scores, axis=0))
+        return -(of_left + of_right) / 2
