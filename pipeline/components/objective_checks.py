@@ -13,7 +13,6 @@ from pipeline.components.objective import Objective
 from pipeline.config.metric_names import UPDATE_METRICS, is_name
 from pipeline.config.objective_nodes import METRIC_GROUPS
 from pipeline.config.resolve import RunSpec
-from pipeline.config.schema import LossOver
 from pipeline.dataset.splits import Data
 
 
@@ -94,7 +93,7 @@ def _sum_of_losses(objective: accumulation.Objective, data: Data, example: _Exam
             raise ConfigError(f"{key}.reduction", rule, term.loss.reduction)
         if accumulation.couples_examples(term.loss) and not objective.over_batch:
             rule = f"must be effective_batch: {term.loss.name} is a loss of several examples at once"
-            raise ConfigError("training.loss_over", rule, objective.loss_over, LossOver.__members__)
+            raise ConfigError("training.loss_over", rule, objective.loss_over)
         with refused(key, example.shapes, term.loss.name):
             _check_shapes(term.loss, term.y, term.output)
             _check_classes(term.loss, term.y, term.output, data.classes if len(outputs) == 1 else None)

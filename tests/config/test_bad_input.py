@@ -318,8 +318,7 @@ PREPARED = {
     "train model._target_=mine.recurrent accumulation.same_noise=true": "accumulation.same_noise must be auto, which "
     "names them, or false: some layers can only draw for each micro-batch. Received: 'lstm'.",
     "train experiment=quick training.loss._target_=keras.losses.Circle ~training.loss.from_logits": "training.loss_over"
-    " must be effective_batch: circle is a loss of several examples at once. Received: 'example'. "
-    "Choices: example, effective_batch.",
+    " must be effective_batch: circle is a loss of several examples at once. Received: 'example'.",
     "train model=mlp model.dropout=0.1 training.loss_over=effective_batch": "accumulation.same_noise must be True, "
     "and layers must be able to draw for each example, as both passes need the same noise where loss_over is "
     "effective_batch. Received: …",
