@@ -20,7 +20,8 @@ from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layer
 from .loss_sums import added_losses, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
-from .objective import Losses, Metrics, Objective, Term, by_name, labels_by_name
+from .objective import Losses, Metrics, Objective, Term, by_name, couples_examples, labels_by_name
+from .over_effective_batch import not_supported
 from .same_noise import drawn, keys_of, noisy_layers
 from .update import Update, accumulate_gradients
 from .xla import compiled_by_xla, shapes_compiled
@@ -49,6 +50,7 @@ __all__ = [
     "by_name",
     "calling",
     "compiled_by_xla",
+    "couples_examples",
     "drawn",
     "examples_in",
     "fused_adam",
@@ -61,6 +63,7 @@ __all__ = [
     "mask_of",
     "noisy_layers",
     "normalising_layers",
+    "not_supported",
     "parts_of",
     "shapes_compiled",
     "slice_of",

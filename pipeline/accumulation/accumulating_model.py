@@ -37,6 +37,7 @@ class AccumulatingModel(keras.Model):
             model with the same weights, to be saved or used alone.
         micro_batch_size: examples per forward+backward on one replica.
         same_noise: make the noise of Keras' dropout and noise layers independent of the micro-batch size: see `Update`.
+        loss_over: "effective_batch" for losses of several examples at once: see `Update`.
         name, dtype, trainable: as of any model.
 
     Raises:
@@ -46,9 +47,17 @@ class AccumulatingModel(keras.Model):
     inner: keras.Model
     micro_batch_size: int
     same_noise: bool | str
+    loss_over: str
     built: bool
 
-    def __init__(self, inner: keras.Model, micro_batch_size: int, same_noise: bool | str = False, **arguments: Any):
+    def __init__(
+        self,
+        inner: keras.Model,
+        micro_batch_size: int,
+        same_noise: bool | str = False,
+        loss_over: str = "example",
+        **arguments: Any,
+    ):
         if not isinstance(inner, keras.Model):
             raise ValueError(f"inner must be a keras.Model. Received: {type(inner).__name__}")
         for rule, received in unsupported(inner, as_by_fit=True):
@@ -60,7 +69,7 @@ class AccumulatingModel(keras.Model):
         if not all(map(self._strategy.extended.variable_created_in_scope, (v.value for v in inner.variables))):
             raise ValueError("inner must be made in the scope of the strategy that it is to be trained under")
         self.inner = inner
-        self.micro_batch_size, self.same_noise = int(micro_batch_size), same_noise
+        self.micro_batch_size, self.same_noise, self.loss_over = int(micro_batch_size), same_noise, loss_over
         self.built = inner.built
 
     def call(self, inputs: Nest, training: bool | None = None) -> Nest:
@@ -90,7 +99,7 @@ class AccumulatingModel(keras.Model):
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner)
-        own = {"micro_batch_size": self.micro_batch_size, "same_noise": self.same_noise}
+        own = {name: getattr(self, name) for name in ("micro_batch_size", "same_noise", "loss_over")}
         return {**super().get_config(), "inner": inner, **own}
 
     @classmethod
@@ -241,7 +250,7 @@ def _objective(model: AccumulatingModel, outputs: Nest) -> tuple[Objective, dict
         losses[name], scales[name], means[f"{name}_loss"] = loss, scale, mean
     metrics, weighted_metrics = compiled_metrics(model, names)
     every = {name: losses.get(name) for name in names} if losses else None
-    return Objective(every, scales, metrics, weighted_metrics), means
+    return Objective(every, scales, metrics, weighted_metrics, loss_over=model.loss_over), means
 
 
 def _check_whole(data: Nest) -> None:

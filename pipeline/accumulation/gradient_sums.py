@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import Nest, examples_in, parts_of, slice_of, slice_specs
+from .batch import Nest, examples_in, of_first_replica, parts_of, reduce, slice_of, slice_specs
 from .loss_sums import LossSum, divide
 from .moving_statistics import Moves
 
@@ -43,6 +43,10 @@ class GradientSums(NamedTuple):
     weights: tuple[Any, ...] = ()
     noise: tuple[tf.Tensor, ...] = ()
     moves: Moves = ()
+
+    def with_losses(self, losses: dict[str, LossSum]) -> GradientSums:
+        """Return the sums with losses that are known for the whole effective batch."""
+        return self._replace(losses=losses, added=tf.cast(self.added, next(iter(losses.values())).total.dtype))
 
     def mean_loss(self) -> tf.Tensor:
         """Return the loss that one large batch would have shown, scalar."""
@@ -83,8 +87,19 @@ def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor |
     return found
 
 
-def gradients_by(tape: tf.GradientTape, target: tf.Tensor, times: Any, variables: Sequence[tf.Variable]) -> Gradients:
-    """Return the gradient of `target` by each variable, in float32 at least, times a scalar unless it is `()`."""
+def gradients_by(
+    tape: tf.GradientTape,
+    target: tf.Tensor,
+    times: Any,
+    variables: Sequence[tf.Variable],
+    outputs: Sequence[tuple[tf.Tensor, tf.Tensor]] = (),
+) -> Gradients:
+    """Return the gradient of `target` by each variable, in float32 at least, times a scalar unless it is `()`.
+
+    To the target's is added that of a loss of the `outputs`, each of which comes with the loss' gradient by it.
+    """
+    targets = [target, *(output for output, _ in outputs)]
+    by_target = [tf.ones_like(target), *(gradient for _, gradient in outputs)]  # None would count for zero
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
         gradient = tf.cast(gradient, tf.float32) if gradient.dtype in (tf.float16, tf.bfloat16) else gradient
@@ -98,11 +113,19 @@ def gradients_by(tape: tf.GradientTape, target: tf.Tensor, times: Any, variables
         gradient.set_shape(variable.shape)  # not known where it was summed over an axis of unknown length
         return scaled(gradient)
 
-    return tuple(map(shaped, tape.gradient(target, variables), variables))
+    return tuple(map(shaped, tape.gradient(targets, variables, output_gradients=by_target), variables))
+
+
+def has_examples(output: Any) -> bool:
+    """Return whether a tensor has examples on axis 0, in an unknown number: it is concatenated, not summed."""
+    return isinstance(output, tf.Tensor) and output.shape.rank != 0 and output.shape[0] is None
 
 
 def empty_sum(output: Any) -> tuple[Any, Any]:
     """Return the sum of no micro-batches, and the shapes of a sum: of rows and their indices, or of a dense tensor."""
+    if has_examples(output):
+        rows = tf.TensorArray(output.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=output.shape)
+        return rows, tf.TensorShape([])
     if not isinstance(output, tf.IndexedSlices):  # zeros of its size would take the memory of a second gradient
         rank = output.shape.rank
         return tf.zeros([1] * rank, output.dtype), tf.TensorShape([None] * rank)
@@ -113,6 +136,8 @@ def empty_sum(output: Any) -> tuple[Any, Any]:
 
 def add(total: Any, value: Any) -> Any:
     """Return a sum, as `empty_sum` began it, with one micro-batch more."""
+    if isinstance(total, tf.TensorArray):
+        return total.write(total.size(), value)
     if not isinstance(value, tf.IndexedSlices):
         return total + value
     rows, indices = total
@@ -128,8 +153,31 @@ def rows_once(rows: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
     return tf.IndexedSlices(tf.ensure_shape(values, [None, *shape[1:]]), indices, tf.constant(list(shape)))
 
 
+def over_replicas(
+    strategy: tf.distribute.Strategy, sums: GradientSums, variables: Sequence[Any], ready: tf.Variable | None
+) -> GradientSums:
+    """Return the sums over replicas, with the gradients on each of them; arguments as for `reduce`."""
+    if strategy.num_replicas_in_sync == 1:
+        return reduce(strategy, sums, ready)
+    if tf.nest.flatten(sums.weights):  # before the gradients, which each replica divides: they go over once
+        weights = reduce(strategy, sums.weights, ready)
+        sums = strategy.run(GradientSums.divided, (sums, weights))
+    sums = reduce(strategy, sums, ready)
+    first = of_first_replica(strategy, sums)
+
+    def gradient(of_each: Any, of_first: Any, variable: keras.Variable) -> Any:
+        """Return the gradient on each replica, which applies it there, or rows that the first one has added."""
+        return rows_once(of_first, variable.shape) if isinstance(of_first, tf.IndexedSlices) else of_each
+
+    groups = zip(sums.gradient_sums, first.gradient_sums, strict=True)
+    gradients = [tuple(map(gradient, *group, variables)) for group in groups]
+    return first._replace(gradient_sums=tuple(gradients))
+
+
 def as_output(output: Any, total: Any) -> Any:
     """Return a sum in the form of the outputs that were summed."""
+    if isinstance(total, tf.TensorArray):
+        return total.concat()
     if not isinstance(output, tf.IndexedSlices):
         return tf.broadcast_to(total, output.shape)  # for a share without an example: else it has that shape
     return tf.IndexedSlices(*total, tf.constant(output.shape.as_list()))
@@ -143,6 +191,7 @@ def sum_over_micro_batches(
 ) -> Nest:
     """Sum `micro_step(start, x, y, sample_weight)`, tensors of known shapes, over the micro-batches of `batch`.
 
+    Tensors with an unknown number of examples on axis 0 are concatenated.
     `start` is the position in `batch` of a micro-batch's first example. The batch stays on the host. While one
     micro-batch is computed, the next one is copied to the device, which holds two of them and never the batch.
     TensorFlow keeps 32-bit integers on the host until they are used.

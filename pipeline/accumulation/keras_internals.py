@@ -56,6 +56,16 @@ def logits_of(output: Any) -> tf.Tensor | None:
     return getattr(output, "_keras_logits", None)
 
 
+def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor:
+    """Return a copy of an output with what Keras keeps on one, `()` if nothing; the mask in any dtype."""
+    copy = tf.identity(output)
+    if tf.is_tensor(mask):
+        copy._keras_mask = tf.cast(mask, tf.bool)
+    if tf.is_tensor(logits):
+        copy._keras_logits = logits
+    return copy
+
+
 def layers_of(model: keras.Model) -> list[keras.Layer]:
     """Return the layers of a model and those inside of them, without the model itself."""
     return list(model._flatten_layers(include_self=False))

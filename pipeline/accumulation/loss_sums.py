@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from .batch import BatchTotals, Nest, examples_in, spread
 from .keras_internals import mask_of
-from .objective import Objective
+from .objective import Objective, couples_examples
 
 
 class LossSum(NamedTuple):
@@ -55,6 +55,7 @@ def micro_batch_losses(
     losses, parts = {}, []
     weights = spread(totals.weights, list(outputs), to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
+        check_per_example(objective, term.loss)
         known = examples, weights.get(term.name)
         made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, known)
         scaled = made.total if term.scale is None else made.total * term.scale
@@ -73,6 +74,13 @@ def micro_batch_losses(
     if model.losses or not parts:
         parts.append(Part(divide(added, examples), count / examples, count, True))
     return losses, added, _merged(parts)
+
+
+def check_per_example(objective: Objective, loss: keras.losses.Loss) -> None:
+    """Raise a ValueError for a loss that is known to couple examples, of which a micro-batch has not all."""
+    if not objective.over_batch and couples_examples(loss):
+        rule = "loss_over must be effective_batch for a loss of several examples at once"
+        raise ValueError(f"{rule}, {loss.name}. Received: 'example'")
 
 
 def function_losses(
@@ -123,6 +131,7 @@ def weighted_sum(
     outputs: Nest,
     sample_weight: tf.Tensor | None = None,
     totals: tuple[tf.Tensor, tf.Tensor | None] | None = None,
+    over_batch: bool = False,
 ) -> WeightedSum:
     """Return the numerator and the denominator of the mean `loss(y_true, outputs, sample_weight)`.
 
@@ -134,6 +143,7 @@ def weighted_sum(
         y_true, outputs: as `loss` takes them, with the examples on axis 0.
         sample_weight: (examples,) or of the values' shape.
         totals: examples, and sum of the sample weights, of the whole batch where `batch_weight` is wanted.
+        over_batch: whether these are all examples of the effective batch; `call` may then give a scalar.
 
     Raises:
         ValueError: the loss reduces nothing, or to a scalar in its `call`, or the sample weights do not fit its values.
@@ -149,6 +159,13 @@ def weighted_sum(
     masks = [each for each in (mask, mask_of(found)) if each is not None]
     dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
     values = _dense(found, dtype)
+    if values.shape.rank == 0 and over_batch:
+        if sample_weight is not None:
+            rule = "The loss must give one value per example where there are sample weights, not a scalar"
+            raise ValueError(f"{rule}. Received: {loss.name}")
+        examples = tf.cast(examples_in(outputs), dtype)  # by which an evaluation weighs the batches
+        by = (values, tf.zeros((), dtype)) if loss.reduction == "sum" else (values * examples, examples)
+        return WeightedSum(*by, None, examples)
     if values.shape.rank == 0:
         raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
     count = tf.cast(tf.size(values), dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import keras
@@ -39,6 +39,8 @@ class Objective:
             former, the sample weights weigh the latter.
         layer_metrics: those that the model's layers update in their calls.
         added_losses: whether a scalar of `add_loss` is the "mean" of what the examples of its batch add, or the "sum".
+        loss_over: "example" if the loss of an example does not depend on the others; "effective_batch" computes all
+            losses over the whole effective batch, at the price of a second forward pass: see `over_effective_batch`.
     """
 
     loss: Losses
@@ -47,11 +49,29 @@ class Objective:
     weighted_metrics: Metrics = ()
     layer_metrics: Sequence[keras.metrics.Metric] = ()
     added_losses: str = "mean"
+    loss_over: str = "example"
+
+    def __post_init__(self) -> None:
+        if self.loss_over not in ("example", "effective_batch"):
+            rule, choices = "loss_over must be the same for all outputs", "example, effective_batch"
+            raise ValueError(f"{rule}. Received: {self.loss_over!r}. Choices: {choices}")
+        if self.over_batch and self.loss is None:
+            raise ValueError("loss_over must be example without a loss: add_loss is of micro-batches. Received: None")
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether the losses are over the effective batch."""
+        return self.loss_over == "effective_batch"
+
+    def of_micro_batch(self) -> Objective:
+        """Return what is minimised over a micro-batch by itself: what the model adds, if the losses are over more."""
+        return replace(self, loss=None, loss_over="example") if self.over_batch else self
 
     @classmethod
-    def of(cls, loss: Losses | Objective) -> Objective:
-        """Return `loss` as an objective without metrics, or as it is if it is an objective."""
-        return loss if isinstance(loss, Objective) else cls(loss)
+    def of(cls, loss: Losses | Objective, loss_over: str | None = None) -> Objective:
+        """Return `loss` as an objective without metrics, or as it is if it is an objective; `loss_over` changes it."""
+        found = loss if isinstance(loss, Objective) else cls(loss)
+        return found if loss_over is None else replace(found, loss_over=loss_over)
 
     def terms(self, y: Nest, outputs: Mapping[str, Nest], sample_weight: Nest = None) -> list[Term]:
         """Return the parts of the loss as `compile` has them, in the order of the outputs, which `by_name` returns.
@@ -104,6 +124,16 @@ class Objective:
         """Return all metrics as `fit` names them: `<output>_<metric>` where one is of one of several outputs."""
         flat = [*_flat(self.metrics), *_flat(self.weighted_metrics), *_flat(self.layer_metrics)]
         return {f"{output}_{metric.name}" if output else metric.name: metric for output, metric in flat}
+
+
+def couples_examples(loss: Any) -> bool:
+    """Return whether a loss is known to depend on several examples at once.
+
+    Known are Keras' `Circle`, and losses and functions of your own with a true attribute `couples_examples`.
+    """
+    both = (loss, getattr(loss, "fn", None))  # `compile` wraps a function
+    known = isinstance(loss, keras.losses.Circle) or keras.losses.circle in both
+    return known or any(getattr(each, "couples_examples", False) for each in both)
 
 
 def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:

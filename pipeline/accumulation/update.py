@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from . import noise_scale
+from . import over_effective_batch as over
 from .adam import fused_adam
 from .batch import (
     BatchTotals,
@@ -29,16 +30,15 @@ from .batch import (
     batch_totals,
     examples_in,
     global_batch_totals,
-    of_first_replica,
     parts_of,
-    reduce,
     share_of,
+    slice_of,
 )
 from .dense import transposed_gradients, wide_layers
 from .forward_effects import trace_forward, unsupported
-from .gradient_sums import GradientSums, gradients_by, rows_once, sum_over_micro_batches
+from .gradient_sums import GradientSums, gradients_by, over_replicas, sum_over_micro_batches
 from .keras_internals import applying_sums
-from .loss_sums import divide, function_losses, micro_batch_losses, nonzero
+from .loss_sums import LossSum, divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
 from .objective import Losses, Metrics, Objective, by_name
 from .same_noise import Key, drawn, keys_of, noisy_layers
@@ -63,6 +63,7 @@ def accumulate_gradients(
     noise_keys: Sequence[tf.Tensor] = (),
     hold_statistics: bool = False,
     jit_compile: bool = False,
+    output_gradients: Sequence[tf.Tensor | None] = (),
 ) -> GradientSums:
     """Run `batch` forward and backward in micro-batches and sum their losses, weights and gradients.
 
@@ -73,8 +74,8 @@ def accumulate_gradients(
         model: built, with its trainable variables fixed. None where `loss` computes the loss from a micro-batch.
         loss: as `compile` takes it: any Keras loss, its name or a function of labels and outputs, or a dict or list of
             one for each output, whose reduction is not `none` and whose value for one example does not depend on the
-            other ones (in `keras.losses.Circle` it does: that is a loss of the micro-batch). None for a model that
-            learns from `add_loss` alone. Or an `Objective`, which holds the loss weights and the metrics too.
+            other ones. None for a model that learns from `add_loss` alone. Or an `Objective`, which holds the loss
+            weights and the metrics too.
             Without a model: a function of x, y and the sample weights of a micro-batch, as many as `batch` has, that
             returns the mean loss of its examples; or a tuple of a mean and the weight that it was divided by.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on axis 0;
@@ -92,6 +93,8 @@ def accumulate_gradients(
             draw for each example what they draw for it in any other cut. Else Keras draws for each micro-batch.
         hold_statistics: leave the moving statistics of BatchNormalization to `assign_moving_statistics`.
         jit_compile: compile each forward+backward with XLA, but for a last one of fewer examples.
+        output_gradients: of losses over the whole effective batch, which an `Update` computes before: those by the
+            outputs for `batch`. They are brought to the variables, and the sums have no losses.
 
     Returns:
         The sums; `sums.gradients()` is what one large batch would have given, in the order of the variables.
@@ -105,6 +108,8 @@ def accumulate_gradients(
     for rule, received in () if model is None else unsupported(model):
         raise ValueError(f"model {rule}. Received: {received}")
     goal = loss if isinstance(loss, Objective) else Objective(loss, loss_weights, metrics, weighted_metrics)
+    if goal.over_batch and not output_gradients:
+        raise ValueError("loss_over must be example without an Update. Received: 'effective_batch'")
     totals = batch_totals(batch) if whole is None else whole
     noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
     keys = [Key.of(seed) for seed in noise_keys]  # for all micro-batches
@@ -114,8 +119,8 @@ def accumulate_gradients(
     values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in asked]
 
     def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:
-        x, y, sample_weight = parts
-        examples = examples_in(x)
+        x, (y, by_outputs), sample_weight = parts
+        parts, examples = (x, y, sample_weight), examples_in(x)
         with tf.GradientTape(persistent=True) as tape:
             drawing = drawn(noisy, keys, place + start, examples, jit_compile)
             with transposed_gradients(wide), without_cudnn(model, jit_compile), drawing, observed(held) as moves:
@@ -123,19 +128,23 @@ def accumulate_gradients(
                     losses, added, minimised = function_losses(loss, parts, totals)
                 else:
                     outputs = by_name(model, model(x, training=True))
-                    losses, added, minimised = micro_batch_losses(model, goal, outputs, parts, totals)
+                    losses, added, minimised = micro_batch_losses(model, goal.of_micro_batch(), outputs, parts, totals)
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
             sizes = [() if part.known or scale_loss is None else nonzero(part.share) for part in minimised]
             targets = [divide(part.total, size) for part, size in zip(minimised, sizes, strict=True)]
             targets = targets if scale_loss is None else [scale_loss(target) for target in targets]
         if model is not None:
             goal.update_metrics(y, outputs, sample_weight)
-        sums = tuple(gradients_by(tape, *each, values) for each in zip(targets, sizes, strict=True))
+        pairs = zip(over.differentiable(over.kept(outputs)), by_outputs, strict=True) if by_outputs else ()
+        whole_losses = [(output, gradient) for output, gradient in pairs if gradient is not None]
+        sums = tuple(gradients_by(tape, *each, values, whole_losses) for each in zip(targets, sizes, strict=True))
         weights = tuple(() if part.known else part.share for part in minimised)
         noise = noise_scale.of_micro_batch(measure_noise, sums, minimised)
         return GradientSums(losses, added, tf.cast(examples, added.dtype), sums, weights, noise, moves())
 
-    return sum_over_micro_batches(micro_step, batch, micro_batch_size, jit_compile)
+    x, y, sample_weight = parts_of(batch)
+    of_steps = x, (y, tuple(output_gradients)), sample_weight
+    return sum_over_micro_batches(micro_step, of_steps, micro_batch_size, jit_compile)
 
 
 class Update:
@@ -157,6 +166,9 @@ class Update:
         jit_compile: compile each forward+backward with XLA, but for a last one of fewer examples; "auto" as
             `compiled_by_xla` says. `compiled` is what became of it, once an update was traced.
         reductions_ready: counts the reductions that this process had its sums ready for, where there are several.
+        loss_over: "effective_batch" computes the losses over all examples of an update, on all replicas, as losses of
+            several examples at once need it: see `Objective`, whose own it is by default. It costs a second forward
+            pass, and memory for the outputs of the effective batch. It needs `same_noise` where there is noise.
     """
 
     def __init__(
@@ -172,8 +184,12 @@ class Update:
         hold_statistics: bool = True,
         jit_compile: bool | str = False,
         reductions_ready: tf.Variable | None = None,
+        loss_over: str | None = None,
     ):
-        self.model, self.objective, self.optimizer = model, Objective.of(objective), optimizer
+        self.model, self.objective, self.optimizer = model, Objective.of(objective, loss_over), optimizer
+        if self.objective.over_batch and noise_every:
+            rule = "noise_every must be 0 where loss_over is effective_batch: no example has a gradient of its own"
+            raise ValueError(f"{rule}. Received: {noise_every}")
         self.measured = self.objective.measured()
         self.micro_batch_size, self.jit_compile, self.compiled = micro_batch_size, jit_compile, False
         self.strategy, self.reductions_ready = strategy or tf.distribute.get_strategy(), reductions_ready
@@ -237,26 +253,21 @@ class Update:
         if self.same_noise is True and (layers := trace_forward(self.model, x, True).cut_dependent_noise):
             rule = 'same_noise must be "auto" or False: some layers can only draw for each micro-batch'
             raise ValueError(f"{rule}. Received: True, {', '.join(layers)}")
+        if self.objective.over_batch:
+            for rule, received in over.not_supported(self.model, trace_forward(self.model, x, bool(self.same_noise))):
+                raise ValueError(f"{rule}. Received: {received}")
         # Here, where all copies of a seed get the same value: they may have diverged.
         keys = keys_of(noisy_layers(self.model, x)) if self.same_noise else []
         totals = global_batch_totals(self.strategy, batch, self.objective.loss, self.reductions_ready)
         of_batch = {"whole": totals, "measure_noise": measure_noise, "noise_keys": keys}
+        losses: dict[str, LossSum] = {}
+        if self.objective.over_batch:
+            outputs = self.strategy.run(self._outputs, (batch, keys))
+            whole = over.gathered(self.strategy, batch, outputs, self.reductions_ready)
+            losses, of_batch["output_gradients"] = over.output_gradients(self.objective, *whole, self._scale_loss)
         sums = self.strategy.run(self._accumulate, (batch,), of_batch)
-        if self.strategy.num_replicas_in_sync == 1:
-            return reduce(self.strategy, sums, self.reductions_ready)
-        if tf.nest.flatten(sums.weights):  # before the gradients, which each replica divides: they go over once
-            weights = reduce(self.strategy, sums.weights, self.reductions_ready)
-            sums = self.strategy.run(GradientSums.divided, (sums, weights))
-        sums = reduce(self.strategy, sums, self.reductions_ready)
-        first = of_first_replica(self.strategy, sums)
-
-        def gradient(of_each: Any, of_first: Any, variable: keras.Variable) -> Any:
-            """Return the gradient on each replica, which applies it there, or rows that the first one has added."""
-            return rows_once(of_first, variable.shape) if isinstance(of_first, tf.IndexedSlices) else of_each
-
-        groups = zip(sums.gradient_sums, first.gradient_sums, strict=True)
-        gradients = [tuple(map(gradient, *group, self.model.trainable_variables)) for group in groups]
-        return first._replace(gradient_sums=tuple(gradients))
+        sums = over_replicas(self.strategy, sums, self.model.trainable_variables, self.reductions_ready)
+        return sums.with_losses(losses) if losses else sums
 
     def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> tf.Tensor:
         """Take one step of the optimizer, and one of the moving statistics; return the learning rate of that step."""
@@ -266,10 +277,17 @@ class Update:
             assign_moving_statistics(self.model, sums.moves)
         return learning_rate
 
+    def _outputs(self, batch: Nest | Share, keys: Sequence[tf.Tensor]) -> over.Outputs:
+        share, place = share_of(batch, self.strategy.num_replicas_in_sync)
+        by_xla = compiled_by_xla(self.jit_compile, self.model, share)
+        return over.kept_outputs(self.model, share, self.micro_batch_size, keys, place, by_xla)
+
     def _accumulate(self, batch: Nest | Share, **given: Any) -> GradientSums:
         replicas = self.strategy.num_replicas_in_sync
         share, place = share_of(batch, replicas)
         given |= {"place": place, "scale_loss": self._scale_loss}
+        if gradients := given.get("output_gradients"):
+            given["output_gradients"] = slice_of(gradients, place, place + examples_in(share))
         self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.compiled}
         sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)

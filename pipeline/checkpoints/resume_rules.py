@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # importing these takes seconds
 _SAME = (
     *("dataset.", "model.", "optimizer.", "schedule.", "scaling.", "seed.", "schema.", "start.", "hardware.precision."),
     *("training.loss.", "training.loss_weights.", "training.class_weight.", "training.metrics."),
-    *("training.weighted_metrics.", "training.added_losses."),
+    *("training.weighted_metrics.", "training.added_losses.", "training.loss_over."),
 )
 _FREE = (
     *("dataset.data_dir.", "dataset.download.", "dataset.checksum.", "tracking.", "trust.", "training.resume."),
@@ -109,7 +109,8 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
     found: list[str] = []
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
-        recorded["training"].setdefault("added_losses", "mean")  # as it was before there was a choice
+        for key, before in (("added_losses", "mean"), ("loss_over", "example")):
+            recorded["training"].setdefault(key, before)  # as it was before there was a choice
         spec = _with_order(spec, recorded["dataset"])
         if spec.searches:
             then = past.start["segment"]["cut"]["micro_batch_size"]

@@ -51,13 +51,14 @@ class Parts:
     def update(self) -> accumulation.Update:
         """Return the update, which applies one effective batch."""
         cut, config = self.plan.batching, self.spec.config
+        several, over_batch = cut.factor * cut.replicas > 1, self.objective.training.over_batch
         return accumulation.Update(
             self.model,
             self.objective.training,
             self.model.optimizer,
             cut.micro_batch_size,
             strategy=self.devices.strategy,
-            noise_every=config.tracking.noise_every if cut.factor * cut.replicas > 1 else 0,
+            noise_every=config.tracking.noise_every if several and not over_batch else 0,
             same_noise=self.spec.same_noise and "auto",  # `assemble` refuses
             hold_statistics=config.accumulation.moving_statistics.name == "effective",
             jit_compile=config.hardware.xla,
@@ -191,6 +192,9 @@ def assemble(
     if spec.config.accumulation.same_noise is True and (layers := parts.forward.cut_dependent_noise):
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
+    for rule, received in accumulation.not_supported(network, parts.forward) if goal.training.over_batch else ():
+        key, _, must = rule.partition(" ")
+        raise ConfigError(f"{'training' if key == 'loss_over' else 'accumulation'}.{key}", must, received)
     return parts
 
 

@@ -49,7 +49,9 @@ def build(training: DictConfig) -> Objective:
         weights = OmegaConf.to_container(weights)
     weights = tf.nest.map_structure(lambda weight: None if weight is None else float(weight), weights)
     losses: dict[str, Any] = {"loss": _losses(training.loss, "training.loss"), "loss_weights": weights}
-    losses["added_losses"] = training.added_losses
+    losses |= {"added_losses": training.added_losses, "loss_over": training.loss_over}
+    if training.loss is None and training.loss_over != "example":
+        raise ConfigError("training.loss_over", "must be example where training.loss is null", training.loss_over)
     goal, evaluated = (
         accumulation.Objective(**(losses | {group: _metrics(training, group) for group in METRIC_GROUPS}))
         for _ in range(2)

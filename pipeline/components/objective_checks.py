@@ -91,10 +91,13 @@ def _sum_of_losses(objective: accumulation.Objective, data: Data, example: _Exam
             rule = "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask"
             rule += ": this one divides by the padding as well"
             raise ConfigError(f"{key}.reduction", rule, term.loss.reduction)
+        if accumulation.couples_examples(term.loss) and not objective.over_batch:
+            rule = f"must be effective_batch: {term.loss.name} is a loss of several examples at once"
+            raise ConfigError("training.loss_over", rule, objective.loss_over)
         with refused(key, example.shapes, term.loss.name):
             _check_shapes(term.loss, term.y, term.output)
             _check_classes(term.loss, term.y, term.output, data.classes if len(outputs) == 1 else None)
-            arguments = term.loss, term.y, term.output, term.sample_weight
+            arguments = term.loss, term.y, term.output, term.sample_weight, None, objective.over_batch
             total += tf.cast(accumulation.weighted_sum(*arguments).total, tf.float64)
             _trace(accumulation.weighted_sum, *arguments)
     return total

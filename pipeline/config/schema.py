@@ -21,6 +21,7 @@ Unreachable = Enum("Unreachable", ["refuse", "wait", "offline"])
 Precision = Enum("Precision", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 Statistics = Enum("Statistics", ["effective", "micro"])
 Added = Enum("Added", ["mean", "sum"])
+LossOver = Enum("LossOver", ["example", "effective_batch"])
 SCHEMA = 2  # of the config; pipeline.rerun.recorded_run says what older records need
 
 
@@ -68,6 +69,7 @@ class TrainingConfig(_SetOnce):
     loss: Any = MISSING  # (node | mapping | list | null) minimized; one, or one per output; set by `objective`
     loss_weights: Any = None  # (mapping | list | null) a number for each output
     added_losses: Added = Added.mean  # what a scalar that a layer adds to the loss is of what its examples add
+    loss_over: LossOver = LossOver.example  # what a loss needs at once; effective_batch: a second forward pass
     class_weight: Any = None  # (mapping | null) class: weight of its examples; 1 for a class that is not listed
     metrics: dict[str, Any] = field(default_factory=dict)  # name: node, or output: {name: node}; set by `objective`
     weighted_metrics: dict[str, Any] = field(default_factory=dict)  # the same, with the sample weights applied

@@ -114,7 +114,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
     parts, cut = assembly.assemble(spec), spec.batching
     update, count = parts.update(), cut.effective_batch_size
     sparse = any(isinstance(layer, keras.layers.Embedding) for layer in layers_of(parts.model))
-    some = count if timed or sparse else 2 * cut.micro_batch_size * cut.replicas
+    some = count if timed or sparse or update.objective.over_batch else 2 * cut.micro_batch_size * cut.replicas
     batches = iter(longest_batch.of_update(parts.spec, parts.data, count))
     step = tf.function(update, autograph=False, reduce_retracing=True)
     copies: list[Any] = []

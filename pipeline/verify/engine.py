@@ -137,8 +137,8 @@ def _whole(update: Update, batch: Any) -> _Outcome:
         return results, tape.gradient(scaled, [variable.value for variable in variables])
 
     def step_by_example(_: Any) -> tuple[dict[str, Any], list[Any]]:
-        of_update = {"scale_loss": update.optimizer.scale_loss, "noise_keys": accumulation.keys_of(noisy)}
-        sums = accumulation.accumulate_gradients(model, update.objective, batch, 1, **of_update)
+        parts = model, update.objective, update.optimizer, 1
+        sums = Update(*parts, same_noise=update.same_noise, hold_statistics=False).sums(batch)
         return {"loss": sums.mean_loss()}, sums.gradients()
 
     try:

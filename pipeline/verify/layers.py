@@ -87,7 +87,7 @@ def _observed(
     with tf.GradientTape() as tape:
         with calling((layer, recording(layer)) for layer in layers_of(model)):
             outputs = model(x, training=True)
-        terms = objective.terms(y, by_name(model, outputs), sample_weight)
+        terms = objective.of_micro_batch().terms(y, by_name(model, outputs), sample_weight)
         sums = [weighted_sum(term.loss, term.y, term.output, term.sample_weight) for term in terms]
         divisors += [] if divisors else [each.weight or 1.0 for each in sums]
         parts = zip(terms, sums, divisors, strict=True)

@@ -54,6 +54,8 @@ CONFIG = {
     "train schedule=exponential schedule.decay_rate=0": "schedule.decay_rate must be a positive number. Received: 0.",
     "train training.added_losses=max": "training.added_losses must be one of its choices. Received: 'max'. "
     "Choices: mean, sum.",
+    "train training.loss_over=batch": "training.loss_over must be one of its choices. Received: 'batch'. "
+    "Choices: example, effective_batch.",
     "train hardware.device=tpu": "hardware.device must be one of its choices. Received: 'tpu'. "
     "Choices: auto, cpu, gpu.",
     "train hardware.precision=float16": "hardware.precision must be one of its choices. Received: 'float16'. "
@@ -315,6 +317,11 @@ PREPARED = {
     "the padding as well. Received: 'sum_over_batch_size'.",
     "train model._target_=mine.recurrent accumulation.same_noise=true": "accumulation.same_noise must be auto, which "
     "names them, or false: some layers can only draw for each micro-batch. Received: 'lstm'.",
+    "train experiment=quick training.loss._target_=keras.losses.Circle ~training.loss.from_logits": "training.loss_over"
+    " must be effective_batch: circle is a loss of several examples at once. Received: 'example'.",
+    "train model=mlp model.dropout=0.1 training.loss_over=effective_batch": "accumulation.same_noise must be True, "
+    "and layers must be able to draw for each example, as both passes need the same noise where loss_over is "
+    "effective_batch. Received: …",
     "train model._target_=mine.not_a_modle": "model._target_ must name something that exists (…). "
     "Received: 'mine.not_a_modle'. Did you mean 'mine.not_a_model'?",
     f"train {MLP} +model.clases=3": "model.clases must be an argument of pipeline.components.model.mlp. Received: "

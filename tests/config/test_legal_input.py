@@ -185,7 +185,7 @@ WIDER = {
     "regression": "model=linear dataset=heights objective=regression",
     "language": "model=recurrent dataset=text objective=language_model",
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
-    "circle": f"model=embedding dataset=classes {LOSS}.Circle",
+    "circle": f"model=embedding dataset=classes {LOSS}.Circle training.loss_over=effective_batch",
     "doubled": "model=doubled dataset=classes tracking.log_model=true",
 }
 SHORT = "accumulation.effective_batch_size=50 tracking.system_metrics=false"
