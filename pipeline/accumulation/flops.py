@@ -8,6 +8,7 @@ twice what is rematerialized.
 
 import math
 import re
+import string
 
 import keras
 import tensorflow as tf
@@ -87,13 +88,11 @@ def _of_operation(operation: tf.Operation, unknown: set[str]) -> int:
 
 
 def _of_einsum(equation: str, shapes: list[list[int]]) -> int:
-    """Count a multiply-add for each combination of the indices of two inputs; `...` is one index of their size."""
+    """Count a multiply-add for each combination of the indices of two inputs; those of `...` meet from the last one."""
     sizes: dict[str, int] = {}
     for labels, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
-        before, dots, after = labels.partition("...")
-        last = len(shape) - len(after)
-        shape = [*shape[: len(before)], *([math.prod(shape[len(before) : last])] if dots else []), *shape[last:]]
-        for label, size in zip([*before, *([dots] if dots else []), *after], shape, strict=True):
+        dots = string.digits[len(string.digits) + len(labels) - len("...") - len(shape) :]
+        for label, size in zip(labels.replace("...", dots), shape, strict=True):
             sizes[label] = max(size, sizes.get(label, 1))
     return 2 * math.prod(sizes.values()) if len(shapes) > 1 else 0
 

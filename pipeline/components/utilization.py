@@ -11,8 +11,11 @@ from pipeline.dataset.batches import in_order
 from pipeline.dataset.source import fixed
 
 # Dense TFLOP/s of half precision summed in float32, of TF32, float32 and float64, on tensor cores where there are some;
-# by a part of the device's name, the first that fits. From NVIDIA's data sheets, whose sparse figures are halved:
-# www.nvidia.com/en-us/data-center/<name>, and for GeForce appendix A of the Ampere and Ada architecture whitepapers.
+# by a part of the device's name, the first that fits. Compared with tables that others made from NVIDIA's data sheets,
+# whose sparse figures they halve: `_CUDA_FLOPS` of Lightning's fabric/utilities/throughput.py (H100, A100, A10, V100,
+# T4), github.com/winston-zhang-orz/gpu-specs (L40S, L4, TF32 of A100 and A10), glennklockwood.com/garden/processors
+# (TF32 of H100, H200 as H100) and hmc-tech.com/gpus (B200, whose TF32 is half of its bfloat16). From memory, and
+# compared with nothing: H100 NVL and H200 NVL, half precision and TF32 of GeForce.
 PEAKS: dict[str, tuple[float, float | None, float, float]] = {
     "B200": (2250, 1125, 75, 37),
     "H200 NVL|H100 NVL": (835, 417, 60, 60),

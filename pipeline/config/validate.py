@@ -39,22 +39,10 @@ def _or_null(check: Check) -> Check:
     return f"{words}, or null", lambda value: value is None or holds(value)
 
 
-def _is_padding(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, DictConfig)
-        and set(value) == {"multiple", "value"}
-        and _is_integer(value.multiple)
-        and value.multiple >= 1
-        and _is_number(value.value)
-    )
-
-
-def _is_profile(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, DictConfig)
-        and set(value) == {"start", "updates"}
-        and all(_is_integer(count) and count >= 1 for count in value.values())
-    )
+def _is_null_or(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
+    """Return whether a node is null, or has these keys alone, each with a value that holds."""
+    has_keys = isinstance(node, DictConfig) and set(node) == {*holds}
+    return node is None or (has_keys and all(check(node[key]) for key, check in holds.items()))
 
 
 def _are_class_weights(node: Any) -> bool:
@@ -101,7 +89,10 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("dataset.shuffle_files", "hardware.deterministic", "hardware.tf32"), _FLAG),
     **dict.fromkeys(("tracking.log_model", "tracking.system_metrics", "start.weights_only", "scaling.ema"), _FLAG),
     "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
-    "dataset.pad": ("null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}", _is_padding),
+    "dataset.pad": (
+        "null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}",
+        lambda pad: _is_null_or(pad, multiple=_COUNT[1], value=_is_number),
+    ),
     "training.evaluate_every": ("a positive number of updates, or 'epoch'", lambda v: v == "epoch" or _COUNT[1](v)),
     "training.checkpoint_every": (
         "a positive number of updates, 'epoch', 'auto' or null",
@@ -115,7 +106,10 @@ _CHECKS: dict[str, Check] = {
     ),
     **dict.fromkeys(("hardware.memory", "hardware.gpu_memory"), _or_null(_SIZE)),
     "hardware.gpu": _or_null(("the index of a GPU from 0 on, or a list of different ones", _are_indices)),
-    "hardware.profile": ("null, or the first update and how many: {start: 10, updates: 5}", _is_profile),
+    "hardware.profile": (
+        "null, or the first update and how many: {start: 10, updates: 5}",
+        lambda profile: _is_null_or(profile, start=_COUNT[1], updates=_COUNT[1]),
+    ),
     "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }
 _COUNTING = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import mlflow
@@ -10,7 +11,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tests.running import ROOT, Store, pipeline
+from tests.running import ROOT, Store, pipeline, python
 
 QUIET = ("tracking.system_metrics=false", "tracking.log_model=false")
 # What the files say of each, and which metrics are compared.
@@ -75,19 +76,40 @@ def test_a_workload_is_exact(tmp_path, name):
     assert all(abs(other["train/loss"][6] / whole["train/loss"][6] - 1) > 1e-6 for other in others)
 
 
+SMALL = {
+    **{name: ("model.filters=[4]",) for name in ("exact", "images")},
+    "quick": (),
+    "text": ("model.blocks=1", "model.width=16"),
+    "tabular_binary": (),
+    "tabular_regression": (),
+    "moons": ("--config-dir", str(ROOT / "examples" / "own_project" / "conf"), "model.units=8"),
+    "tagger": ("--config-dir", str(ROOT / "examples" / "two_outputs" / "conf"), "model.units=4"),
+}
+
+
+def test_small_are_all_experiments():
+    files = [*ROOT.glob("conf/experiment/*.yaml"), *ROOT.glob("examples/*/conf/experiment/*.yaml")]
+    assert {file.stem for file in files} == SMALL.keys()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quick", "exact", *sorted({*RESULTS} - {"images"})])  # its network is that of exact
+@pytest.mark.parametrize("name", SMALL)
 def test_a_workload_computes_the_same_by_xla(tmp_path, name):
     """In float64 at each of two updates, with noise that does not depend on XLA; `auto` compiles nothing on a CPU."""
     few = ("hardware.precision=float64", "training.updates=2", "training.epochs=null", "training.evaluate_every=2")
     free = ("accumulation.same_noise=auto", "hardware.deterministic=false")  # XLA lacks deterministic kernels
-    small = ("model.blocks=1", "model.width=16") if name == "text" else ()
-    for xla in ("auto", "true"):
-        given = (f"experiment={name}", *few, *QUIET, *free, *small, f"hardware.xla={xla}")
-        pipeline("train", *given, f"hydra.run.dir={xla}", cwd=tmp_path)
+    for module in ROOT.glob("examples/*/*.py"):
+        shutil.copy(module, tmp_path)
+    given = [f"experiment={name}", *SMALL[name], *few, *QUIET, *free]
+    twice = [["train", *given, f"hardware.xla={xla}", f"hydra.run.dir={xla}"] for xla in ("auto", "true")]
+    process = python(
+        "-c", f"from pipeline.__main__ import main\nfor each in {twice}:\n    assert not main(each)", cwd=tmp_path
+    )
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
     store = Store(tmp_path)
     plain, compiled = (store.histories(run, "train/", "val/") for run in store.runs())
-    assert compiled.keys() == plain.keys()
+    assert compiled.keys() == plain.keys() > {"train/loss", "val/loss"}
     for key, values in plain.items():
         # 1e-15 in the first update, which an optimizer may amplify where a gradient is next to zero.
         np.testing.assert_allclose(list(compiled[key].values()), list(values.values()), rtol=1e-10, atol=1e-10)
