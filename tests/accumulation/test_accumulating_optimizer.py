@@ -235,6 +235,71 @@ def test_a_model_that_is_saved_between_two_steps_goes_on_from_there(float64, tmp
     assert values(loaded).tolist() == values(whole).tolist()
 
 
+def classifier(optimizer: keras.optimizers.Optimizer, **more: object) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
+    model.compile(optimizer, loss(), **more)
+    return model
+
+
+def numbers_of(count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(0).normal(size=(count, 5)), np.arange(count) % 3
+
+
+def test_a_checkpoint_of_tensorflow_between_two_steps_has_the_sums(float64, tmp_path):
+    x, y = numbers_of(16)
+    whole, begun, restored = (classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 2)) for _ in range(3))
+    for model, parts in ((whole, 4), (begun, 3)):
+        for number in range(parts):
+            model.train_on_batch(x[4 * number :][:4], y[4 * number :][:4])
+    path = tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(tmp_path / "begun")
+    restored.optimizer.build(restored.trainable_variables)
+    tf.train.Checkpoint(model=restored, optimizer=restored.optimizer).restore(path).assert_consumed()
+    restored.train_on_batch(x[12:], y[12:])
+    assert values(restored).tolist() == values(whole).tolist()
+
+
+def test_callbacks_set_the_rate_and_swap_the_averages(float64):
+    """The same history as with plain Keras on whole batches, also in validation, by averaged weights."""
+    x, y = numbers_of(32)
+    made = [lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)]
+    made.append(lambda: AccumulatingOptimizer(made[0](), 2))
+    histories, models = [], []
+    for optimizer_of, batch in zip(made, (16, 8), strict=True):
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1))
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=0, min_delta=1e9, cooldown=0)
+        model = classifier(optimizer_of())
+        callbacks = [rates, plateau, keras.callbacks.SwapEMAWeights()]
+        history = model.fit(
+            x, y, batch, epochs=3, shuffle=False, verbose=0, validation_data=(x, y), callbacks=callbacks
+        ).history
+        histories.append(history)
+        models.append(model)
+    assert histories[1]["learning_rate"] == histories[0]["learning_rate"]
+    assert float(models[1].optimizer.inner.learning_rate) == float(models[0].optimizer.learning_rate) < 0.1
+    # A loss of about 1, after 6 updates of 16 terms in another order: 6 · 16 · 2⁻⁵³ = 1e-14.
+    np.testing.assert_allclose(histories[1]["val_loss"], histories[0]["val_loss"], rtol=1e-13)
+
+
+@pytest.mark.parametrize("more", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 4}], ids=str)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_every_way_to_compile(float64, factor, more):
+    x, y = numbers_of(32)
+    start = values(classifier(keras.optimizers.SGD(0.5)))
+    plain = classifier(keras.optimizers.SGD(0.5))
+    model = classifier(AccumulatingOptimizer(keras.optimizers.SGD(0.5), factor), **more)
+    plain.fit(x, y, 8 * factor, shuffle=False, verbose=0)
+    model.fit(x, y, 8, shuffle=False, verbose=0)
+    assert np.linalg.norm(values(model) - values(plain)) < CLOSE * np.linalg.norm(values(plain) - start)
+
+
+def test_it_comes_back_from_its_config():
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    made = AccumulatingOptimizer(keras.optimizers.AdamW(rate, clipnorm=1.0), 3)
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(made))
+    assert again.get_config() == AccumulatingOptimizer.from_config(made.get_config()).get_config() == made.get_config()
+
+
 def test_what_it_cannot_be_made_of():
     sgd = keras.optimizers.SGD()
     for factor in (0, True, 2.0, None):
