@@ -33,7 +33,8 @@ with strategy.scope():
     optimizer.build(by_kernel.trainable_variables)
 
 batches = examples.shuffle(2000, seed=0).batch(128)
-update = tf.function(Update(by_kernel, loss, optimizer, micro_batch_size=16, strategy=strategy))
+kernel = Update(by_kernel, loss, optimizer, micro_batch_size=16, strategy=strategy)
+update = tf.function(kernel)
 for epoch in range(3):
     mean = keras.metrics.Mean()
     for batch in batches:  # 14 of 128 and one of 5
@@ -50,7 +51,7 @@ with strategy.scope():
 
 def add(x, y):  # on each replica, of its share
     with tf.GradientTape() as tape:
-        # Inside of strategy.run Keras' losses divide their mean by the number of replicas.
+        # Inside of strategy.run Keras' losses divide by the number of replicas.
         value = loss(y, by_parts(x, training=True)) * strategy.num_replicas_in_sync
     gradients = tape.gradient(value, by_parts.trainable_variables)
     accumulator.add(gradients, weight=len(x))  # shares may differ: 5 examples are 3 and 2
@@ -63,7 +64,7 @@ def part(batch):
 
 
 @tf.function
-def apply():  # not in strategy.run, where Keras would add up what each replica has: the average twice
+def apply():  # not in strategy.run, where Keras would add up the averages of all replicas
     optimizer.apply(accumulator.average(), by_parts.trainable_variables)
     accumulator.reset()
 

@@ -144,9 +144,11 @@ def strategies(number: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if number == 2 else tf.distribute.get_strategy()
 
 
+IN_FIT = [pytest.param(*each.values, 1, marks=each.marks) for each in SLOW]
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(("name", "replicas"), [*IN_FIT, pytest.param("AdamW", 2, marks=pytest.mark.slow)])
 def test_equal_batches_in_fit(float64, name, replicas):
     """3 batches of 8 are an update, and the 2 that are left over in each epoch another one."""
     start = values(network(rows=False))
@@ -159,6 +161,46 @@ def test_equal_batches_in_fit(float64, name, replicas):
     if name in QUICK and replicas == 1:  # Keras' own: the rest of an epoch leaks into the next one
         own = in_fit(lambda: optimizer(name, gradient_accumulation_steps=3), 8, strategies(1))
         assert np.linalg.norm(values(own) - expected) > 1e6 * CLOSE * far
+
+
+def on_replicas(
+    optimizer_of: Callable[[], keras.optimizers.Optimizer],
+    strategy: tf.distribute.Strategy,
+    calls: Sequence[Sequence[np.ndarray]],
+) -> np.ndarray:
+    """Return a kernel and a bias after `calls` of an optimizer; a call's gradients are (replicas, …) of each."""
+    with strategy.scope():
+        variables = [keras.Variable(np.linspace(-1, 1, 24).reshape(8, 3)), keras.Variable(np.ones(3))]
+        made = optimizer_of()
+        made.build(variables)
+
+    def apply(*gradients: tf.Tensor) -> None:
+        made.apply(list(gradients), variables)
+
+    step = tf.function(lambda gradients: strategy.run(apply, gradients), autograph=False)
+    for call in calls:
+        of = strategy.experimental_distribute_values_from_function(
+            lambda context, call=call: tuple(tf.constant(each[context.replica_id_in_sync_group]) for each in call)
+        )
+        step(of)
+    if isinstance(made, AccumulatingOptimizer):
+        made.flush()
+    return np.concatenate([np.ravel(each) for each in variables])
+
+
+@pytest.mark.slow
+def test_every_optimizer_on_two_replicas(float64):
+    """3 gradients are an update, and the 2 that are left over another one; of gradients alone, without a model."""
+    strategy = strategies(2)
+    numbers = np.random.default_rng(0)
+    parts = [[numbers.normal(size=(2, *shape)) for shape in ((8, 3), (3,))] for _ in range(8)]
+    means = [[np.mean(each, 0) for each in zip(*some, strict=True)] for some in (parts[:3], parts[3:6], parts[6:])]
+    start = on_replicas(lambda: optimizer("SGD"), strategy, [])
+    for name in OPTIMIZERS:
+        expected = on_replicas(lambda name=name: optimizer(name), strategy, means)
+        found = on_replicas(lambda name=name: AccumulatingOptimizer(optimizer(name), 3), strategy, parts)
+        far = np.linalg.norm(expected - start)
+        assert np.linalg.norm(found - expected) < CLOSE * far, name
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
