@@ -65,7 +65,8 @@ class GradientAccumulator(tf.Module):
                 continue
             self._have_gradient.add(index)
             dense = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
-            total.assign_add(dense * tf.cast(weight, total.dtype))
+            # A replica's share may be empty: its mean is not a number, and its weight zero.
+            total.assign_add(tf.math.multiply_no_nan(dense, tf.cast(weight, total.dtype)))
         self.weight.assign_add(tf.cast(weight, self.weight.dtype))
 
     def average(self) -> list[tf.Tensor | None]:

@@ -384,3 +384,10 @@ def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
     assert accumulator.average()[0].numpy().tolist() == [0.0, 0.0]
     with pytest.raises(ValueError, match=r"gradients must be 3, one a variable\. Received: 1"):
         accumulator.add([tf.zeros(2)])
+
+
+def test_an_empty_share_counts_for_nothing():
+    accumulator = GradientAccumulator([keras.Variable(np.zeros(2))])
+    accumulator.add([tf.constant([1.0, 2.0])], weight=3)
+    accumulator.add([tf.constant([np.nan, np.inf])], weight=0)
+    assert accumulator.average()[0].numpy().tolist() == [1.0, 2.0]
