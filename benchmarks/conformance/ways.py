@@ -72,6 +72,27 @@ LIBRARIES = (
         processes=False,
     ),
     Library(
+        "accumulating_optimizer",
+        ("tensorflow", "keras"),
+        (
+            Call(
+                "in_fit",
+                "`AccumulatingOptimizer`, `fit`",
+                "`compile` with `AccumulatingOptimizer(optimizer, 4)`, and `fit` with its `flush_at_epoch_end()`; it "
+                "knows no size of a batch",
+                "accumulation.md#in-any-loop",
+            ),
+            Call(
+                "in_a_loop",
+                "`AccumulatingOptimizer`, a loop",
+                "the same by hand: `apply` with the `weight` of each micro-batch, `flush()` at the end of an epoch",
+                "accumulation.md#in-any-loop",
+            ),
+        ),
+        peer=False,
+        processes=False,
+    ),
+    Library(
         "accelerate_loops",
         ("accelerate", "torch"),
         (

@@ -70,6 +70,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return [*own, *self.inner.variables]
 
     @property
+    def inner_optimizer(self) -> keras.optimizers.Optimizer:
+        """The one that has the averages of weights, which `keras.callbacks.SwapEMAWeights` asks by this name."""
+        return getattr(self.inner, "inner_optimizer", self.inner)
+
+    @property
     def iterations(self) -> Any:
         """The number of updates."""
         return self.inner.iterations

@@ -21,23 +21,25 @@ from .loss_sums import divide
 Gradient: TypeAlias = Any  # a tensor, `tf.IndexedSlices` or None
 
 
-class GradientAccumulator:
+class GradientAccumulator(tf.Module):
     """Sums of gradients, and of their weights, in variables of the strategy that is current when it is made.
 
-    It holds a dense sum for each variable, in float32 at least: of an embedding, too, the whole table.
+    It holds a dense sum for each variable, in float32 at least: of an embedding, too, the whole table. A
+    `tf.train.Checkpoint` that has it saves its sums.
 
     Args:
         variables: those that the gradients are of, in their order.
     """
 
     def __init__(self, variables: Sequence[keras.Variable | tf.Variable]):
+        super().__init__()
         self.strategy = tf.distribute.get_strategy()
         if self.strategy.num_replicas_in_sync > 1 and not isinstance(self.strategy, tf.distribute.MirroredStrategy):
             rule = "strategy must be MirroredStrategy or have one replica; `Update` runs under the others"
             raise ValueError(f"{rule}. Received: {type(self.strategy).__name__}")
         self.sums = [_zeros(tuple(each.shape), _sum_dtype(each.dtype)) for each in variables]
         self.weight = _zeros((), "float64")
-        self._has_gradient = [False] * len(self.sums)
+        self._have_gradient: set[int] = set()  # a list would be tracked, and could not be saved after a change
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -48,7 +50,9 @@ class GradientAccumulator:
         """Add the gradients of one part; under a strategy inside of `strategy.run`, each replica those of its share.
 
         Args:
-            gradients: of each variable, dense or `tf.IndexedSlices`; None where a part does not depend on it.
+            gradients: of each variable, of the mean over the part or share, dense or `tf.IndexedSlices`; None where
+                it does not depend on the variable. Inside of `strategy.run` Keras' losses divide their mean by the
+                number of replicas: multiply it by that.
             weight: of the part, scalar: by how much its mean counts.
 
         Raises:
@@ -59,15 +63,17 @@ class GradientAccumulator:
         for index, (gradient, total) in enumerate(zip(gradients, self.sums, strict=True)):
             if gradient is None:
                 continue
-            self._has_gradient[index] = True
+            self._have_gradient.add(index)
             dense = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
-            total.assign_add(dense * tf.cast(weight, total.dtype))
+            # A replica's share may be empty: its mean is not a number, and its weight zero.
+            total.assign_add(tf.math.multiply_no_nan(dense, tf.cast(weight, total.dtype)))
         self.weight.assign_add(tf.cast(weight, self.weight.dtype))
 
     def average(self) -> list[tf.Tensor | None]:
         """Return Σ w·g / Σ w over all parts and replicas; None for a variable that no part depended on.
 
-        Call it outside of `strategy.run`. Without parts, and where all weights are zero, it is zero.
+        Call it outside of `strategy.run`, and apply it there, too: inside, Keras would add up the replicas' averages.
+        Without parts, and where all weights are zero, it is zero.
         """
         return self.of_sums(of_first_replica(self.strategy, self.reduced()))
 
@@ -81,8 +87,8 @@ class GradientAccumulator:
     def of_sums(self, values: Sequence[tf.Tensor], times: int = 1) -> list[tf.Tensor | None]:
         """Return the average that such values hold, `times` itself."""
         weight, *sums = values
-        pairs = zip(sums, self._has_gradient, strict=True)
-        return [divide(total, weight / times) if has_gradient else None for total, has_gradient in pairs]
+        have = self._have_gradient
+        return [divide(total, weight / times) if index in have else None for index, total in enumerate(sums)]
 
     def reset(self) -> None:
         """Begin the next update."""

@@ -144,9 +144,11 @@ def strategies(number: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if number == 2 else tf.distribute.get_strategy()
 
 
+IN_FIT = [pytest.param(*each.values, 1, marks=each.marks) for each in SLOW]
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(("name", "replicas"), [*IN_FIT, pytest.param("AdamW", 2, marks=pytest.mark.slow)])
 def test_equal_batches_in_fit(float64, name, replicas):
     """3 batches of 8 are an update, and the 2 that are left over in each epoch another one."""
     start = values(network(rows=False))
@@ -159,6 +161,46 @@ def test_equal_batches_in_fit(float64, name, replicas):
     if name in QUICK and replicas == 1:  # Keras' own: the rest of an epoch leaks into the next one
         own = in_fit(lambda: optimizer(name, gradient_accumulation_steps=3), 8, strategies(1))
         assert np.linalg.norm(values(own) - expected) > 1e6 * CLOSE * far
+
+
+def on_replicas(
+    optimizer_of: Callable[[], keras.optimizers.Optimizer],
+    strategy: tf.distribute.Strategy,
+    calls: Sequence[Sequence[np.ndarray]],
+) -> np.ndarray:
+    """Return a kernel and a bias after `calls` of an optimizer; a call's gradients are (replicas, …) of each."""
+    with strategy.scope():
+        variables = [keras.Variable(np.linspace(-1, 1, 24).reshape(8, 3)), keras.Variable(np.ones(3))]
+        made = optimizer_of()
+        made.build(variables)
+
+    def apply(*gradients: tf.Tensor) -> None:
+        made.apply(list(gradients), variables)
+
+    step = tf.function(lambda gradients: strategy.run(apply, gradients), autograph=False)
+    for call in calls:
+        of = strategy.experimental_distribute_values_from_function(
+            lambda context, call=call: tuple(tf.constant(each[context.replica_id_in_sync_group]) for each in call)
+        )
+        step(of)
+    if isinstance(made, AccumulatingOptimizer):
+        made.flush()
+    return np.concatenate([np.ravel(each) for each in variables])
+
+
+@pytest.mark.slow
+def test_every_optimizer_on_two_replicas(float64):
+    """3 gradients are an update, and the 2 that are left over another one; of gradients alone, without a model."""
+    strategy = strategies(2)
+    numbers = np.random.default_rng(0)
+    parts = [[numbers.normal(size=(2, *shape)) for shape in ((8, 3), (3,))] for _ in range(8)]
+    means = [[np.mean(each, 0) for each in zip(*some, strict=True)] for some in (parts[:3], parts[3:6], parts[6:])]
+    start = on_replicas(lambda: optimizer("SGD"), strategy, [])
+    for name in OPTIMIZERS:
+        expected = on_replicas(lambda name=name: optimizer(name), strategy, means)
+        found = on_replicas(lambda name=name: AccumulatingOptimizer(optimizer(name), 3), strategy, parts)
+        far = np.linalg.norm(expected - start)
+        assert np.linalg.norm(found - expected) < CLOSE * far, name
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -235,6 +277,71 @@ def test_a_model_that_is_saved_between_two_steps_goes_on_from_there(float64, tmp
     assert values(loaded).tolist() == values(whole).tolist()
 
 
+def classifier(optimizer: keras.optimizers.Optimizer, **more: object) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
+    model.compile(optimizer, loss(), **more)
+    return model
+
+
+def numbers_of(count: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(0).normal(size=(count, 5)), np.arange(count) % 3
+
+
+def test_a_checkpoint_of_tensorflow_between_two_steps_has_the_sums(float64, tmp_path):
+    x, y = numbers_of(16)
+    whole, begun, restored = (classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 2)) for _ in range(3))
+    for model, parts in ((whole, 4), (begun, 3)):
+        for number in range(parts):
+            model.train_on_batch(x[4 * number :][:4], y[4 * number :][:4])
+    path = tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(tmp_path / "begun")
+    restored.optimizer.build(restored.trainable_variables)
+    tf.train.Checkpoint(model=restored, optimizer=restored.optimizer).restore(path).assert_consumed()
+    restored.train_on_batch(x[12:], y[12:])
+    assert values(restored).tolist() == values(whole).tolist()
+
+
+def test_callbacks_set_the_rate_and_swap_the_averages(float64):
+    """The same history as with plain Keras on whole batches, also in validation, by averaged weights."""
+    x, y = numbers_of(32)
+    made = [lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)]
+    made.append(lambda: AccumulatingOptimizer(made[0](), 2))
+    histories, models = [], []
+    for optimizer_of, batch in zip(made, (16, 8), strict=True):
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1))
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=0, min_delta=1e9, cooldown=0)
+        model = classifier(optimizer_of())
+        callbacks = [rates, plateau, keras.callbacks.SwapEMAWeights()]
+        history = model.fit(
+            x, y, batch, epochs=3, shuffle=False, verbose=0, validation_data=(x, y), callbacks=callbacks
+        ).history
+        histories.append(history)
+        models.append(model)
+    assert histories[1]["learning_rate"] == histories[0]["learning_rate"]
+    assert float(models[1].optimizer.inner.learning_rate) == float(models[0].optimizer.learning_rate) < 0.1
+    # A loss of about 1, after 6 updates of 16 terms in another order: 6 · 16 · 2⁻⁵³ = 1e-14.
+    np.testing.assert_allclose(histories[1]["val_loss"], histories[0]["val_loss"], rtol=1e-13)
+
+
+@pytest.mark.parametrize("more", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 4}], ids=str)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_every_way_to_compile(float64, factor, more):
+    x, y = numbers_of(32)
+    start = values(classifier(keras.optimizers.SGD(0.5)))
+    plain = classifier(keras.optimizers.SGD(0.5))
+    model = classifier(AccumulatingOptimizer(keras.optimizers.SGD(0.5), factor), **more)
+    plain.fit(x, y, 8 * factor, shuffle=False, verbose=0)
+    model.fit(x, y, 8, shuffle=False, verbose=0)
+    assert np.linalg.norm(values(model) - values(plain)) < CLOSE * np.linalg.norm(values(plain) - start)
+
+
+def test_it_comes_back_from_its_config():
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    made = AccumulatingOptimizer(keras.optimizers.AdamW(rate, clipnorm=1.0), 3)
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(made))
+    assert again.get_config() == AccumulatingOptimizer.from_config(made.get_config()).get_config() == made.get_config()
+
+
 def test_what_it_cannot_be_made_of():
     sgd = keras.optimizers.SGD()
     for factor in (0, True, 2.0, None):
@@ -277,3 +384,10 @@ def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
     assert accumulator.average()[0].numpy().tolist() == [0.0, 0.0]
     with pytest.raises(ValueError, match=r"gradients must be 3, one a variable\. Received: 1"):
         accumulator.add([tf.zeros(2)])
+
+
+def test_an_empty_share_counts_for_nothing():
+    accumulator = GradientAccumulator([keras.Variable(np.zeros(2))])
+    accumulator.add([tf.constant([1.0, 2.0])], weight=3)
+    accumulator.add([tf.constant([np.nan, np.inf])], weight=0)
+    assert accumulator.average()[0].numpy().tolist() == [1.0, 2.0]
