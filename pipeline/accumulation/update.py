@@ -23,14 +23,15 @@ import tensorflow as tf
 from . import noise_scale
 from .adam import fused_adam
 from .batch import (
+    Batches,
     BatchTotals,
     Nest,
     Share,
     batch_totals,
     examples_in,
     global_batch_totals,
+    inputs_of,
     of_first_replica,
-    parts_of,
     reduce,
     share_of,
 )
@@ -106,7 +107,7 @@ def accumulate_gradients(
         raise ValueError(f"model {rule}. Received: {received}")
     goal = loss if isinstance(loss, Objective) else Objective(loss, loss_weights, metrics, weighted_metrics)
     totals = batch_totals(batch) if whole is None else whole
-    noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
+    noisy = noisy_layers(model, inputs_of(batch)) if noise_keys else []
     keys = [Key.of(seed) for seed in noise_keys]  # for all micro-batches
     wide = [] if jit_compile or model is None else wide_layers(model, micro_batch_size)
     held = normalising_layers(model) if hold_statistics else []
@@ -192,7 +193,7 @@ class Update:
         """Apply the gradient of `batch` once. Call it inside a `tf.function`.
 
         Args:
-            batch: the effective batch, or the `Share` of it that this one of several processes has read.
+            batch: the effective batch, the `Batches` that make it, or the `Share` of it that this process has read.
 
         Returns:
             Scalars: `loss`, that of each of several outputs as `<output>_loss`, one entry for each metric,
@@ -233,7 +234,7 @@ class Update:
         """Return the sums over all replicas without applying them; the metrics are updated and not reset."""
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
             raise ValueError("an update must be outside of its strategy's scope; the model is made inside of it")
-        x = parts_of(batch)[0]
+        x = inputs_of(batch)
         if self.same_noise is True and (layers := trace_forward(self.model, x, True).cut_dependent_noise):
             rule = 'same_noise must be "auto" or False: some layers can only draw for each micro-batch'
             raise ValueError(f"{rule}. Received: True, {', '.join(layers)}")
@@ -270,7 +271,10 @@ class Update:
         replicas = self.strategy.num_replicas_in_sync
         share, place = share_of(batch, replicas)
         given |= {"place": place, "scale_loss": self._scale_loss}
-        self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
+        if isinstance(batch, Batches):
+            share = batch._replace(batch=share)
+        else:  # XLA compiles for each size
+            self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.compiled}
         sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
         if self._scale_loss is None and (replicas == 1 or not isinstance(batch, Share)):

@@ -148,7 +148,7 @@ def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, o
     return {
         "name": data.name,
         "version": data.version,
-        "examples": {name: int(split.cardinality()) for name, split in data.splits.items()},
+        "examples": {name: data.count(name) for name in data.splits},
         "checksum": checksum,
         "files": files.checksums,
         "content": content,

@@ -181,7 +181,9 @@ class Tracker:
         """Log the inputs and the artifacts that exist before a run trains; `DESCRIBED` is the last one."""
         for name, split in data.splits.items():
             context = {"train": "training"}.get(name, name)
-            self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
+            self.journal.write(
+                masked({"dataset": _dataset(data, context, split, data.count(name)), "context": context})
+            )
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
@@ -222,8 +224,8 @@ def _text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def _dataset(data: Data, context: str, split: tf.data.Dataset) -> dict[str, str]:
-    schema, examples = str(split.element_spec), int(split.cardinality())
+def _dataset(data: Data, context: str, split: tf.data.Dataset, examples: int | None) -> dict[str, str]:
+    schema = str(split.element_spec)
     identity = f"{data.name} {data.version} {context} {examples} {schema}"
     return {
         "name": data.name[:500],  # MLflow takes no more
