@@ -183,7 +183,8 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     if count == 0:
         raise ConfigError(key, f"must give at least one example in its {split} split", count)
     if count < 0:
-        rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality; "
+        known = "of a known number of examples (see tf.data.experimental.assert_cardinality)"
+        rule = f"must give a {split} split {known}, or batches with dataset.batched=true"
         raise ConfigError(key, rule, count)
     leaves = tf.nest.flatten(spec)
     if _is_batched(dataset, leaves):
