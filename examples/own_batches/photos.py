@@ -5,11 +5,10 @@ import numpy as np
 
 
 def folder(path, batch_size=4, seed=0):
-    """Return the images below a folder, one folder a class, shuffled anew in each epoch; no validation split."""
-    images = keras.utils.image_dataset_from_directory(
-        path, image_size=(8, 8), batch_size=batch_size, shuffle=True, seed=seed, verbose=False
-    )
-    return images, None
+    """Return the images below a folder, one folder a class; no validation split."""
+    size = {"image_size": (8, 8), "batch_size": batch_size}
+    of_folder = keras.utils.image_dataset_from_directory
+    return of_folder(path, seed=seed, verbose=False, **size), None
 
 
 def generator(seed=0):
