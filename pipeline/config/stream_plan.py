@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Horizon, Plan
@@ -19,7 +19,7 @@ class Window(NamedTuple):
     sizes: tuple[int, ...]  # examples of each batch
     examples_seen: int  # at its end
     epoch: int  # from 0 on
-    index: int  # of the epoch's updates, from 0 on
+    in_epoch: int  # of the epoch's updates, from 0 on
     last: bool  # of its epoch
     digest: int  # checksum of its content
 
@@ -57,7 +57,7 @@ class StreamPlan(Plan):
         if not done:
             return 0, 0
         before = self.windows[done - 1]
-        return (before.epoch + 1, 0) if before.last else (before.epoch, before.index + 1)
+        return (before.epoch + 1, 0) if before.last else (before.epoch, before.in_epoch + 1)
 
     def digest(self, update: int) -> int | None:
         return self.windows[update - 1].digest if update else None
@@ -100,6 +100,6 @@ def plan(batching: Batching, horizon: Horizon, windows: Sequence[Window], per_ep
         raise ConfigError("training.examples", rule, horizon.length)
     in_epochs = horizon.unit == "epochs"
     updates = horizon.length * (per_epoch or ENDLESS) if in_epochs else horizon.length
-    of_data = {"windows": windows, "per_epoch": per_epoch, "cut": cut}
+    of_data: dict[str, Any] = {"windows": windows, "per_epoch": per_epoch, "cut": cut}
     whole_epochs = horizon.length if in_epochs else None
     return StreamPlan(batching, 0, min(updates, ENDLESS), whole_epochs=whole_epochs, **of_data)

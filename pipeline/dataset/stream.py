@@ -34,12 +34,13 @@ class Loader:
     """
 
     def __init__(self, source: Any, split: str):
-        self._source, self._split, self._begun = source, split, None
+        self._source, self._split = source, split
+        self._begun: Any = None
         iterator = self.epoch()
-        self.first = next(iterator, None)
-        if self.first is None:
+        first = next(iterator, None)
+        if first is None:
             raise ConfigError(KEY, f"must give at least one batch in its {split} split", 0)
-        self._begun: Any = iterator
+        self.first, self._begun = first, iterator
         spec = source.element_spec if isinstance(source, tf.data.Dataset) else None
         self.spec = _any_number(self.first if spec is None else spec)
         known = source.cardinality() if spec is not None else getattr(source, "num_batches", None)
@@ -144,6 +145,6 @@ def _joined(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
 def _digest(nest: Any) -> int:
     found = 0
     for leaf in tf.nest.flatten(nest, expand_composites=True):
-        array = np.ascontiguousarray(leaf)
-        found = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.view(np.uint8), found)
+        array = np.asarray(leaf)
+        found = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), found)
     return found
