@@ -8,7 +8,7 @@ once by the weight of the whole update, and what is logged of it: loss, learning
 from .accumulating_model import AccumulatingModel
 from .accumulating_optimizer import AccumulatingOptimizer
 from .adam import fused_adam
-from .batch import BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
+from .batch import Batches, BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
 from .cuda_libraries import load_cuda_libraries
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
@@ -31,6 +31,7 @@ __all__ = [
     "AccumulatingModel",
     "AccumulatingOptimizer",
     "BatchTotals",
+    "Batches",
     "Evaluation",
     "Forward",
     "GradientAccumulator",

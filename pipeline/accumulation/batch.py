@@ -32,6 +32,19 @@ class Share(NamedTuple):
         return cls(slice_of(batch, start, stop), start, examples)
 
 
+class Batches(NamedTuple):
+    """Several batches that make one update, one after the other; none is cut or joined.
+
+    Attributes:
+        batch: `(x, y)` or `(x, y, sample_weight)` of all of them, each a nest with the examples on axis 0. A part whose
+            other axes differ between the batches is ragged here, and dense in each micro-batch.
+        sizes: number of examples of each batch, (batches,), int32: the micro-batches.
+    """
+
+    batch: Nest
+    sizes: tf.Tensor
+
+
 def share_of(batch: Nest | Share, replicas: int) -> tuple[Nest, Any]:
     """Return this replica's share of an effective batch, ⌈examples / replicas⌉ at most, and where it begins."""
     parts = parts_of(batch)
@@ -59,7 +72,7 @@ def parts_of(batch: Nest | Share) -> tuple[Nest, Nest, Nest]:
             raise ValueError(f"{rule}. Received: SparseTensor")
         return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
-    parts = keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share) else batch)
+    parts = keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share | Batches) else batch)
     return tf.nest.map_structure(tensor, parts)
 
 
@@ -72,6 +85,17 @@ def examples_in(nest: Nest) -> tf.Tensor:
 def slice_of(nest: Nest, start: Any, stop: Any) -> Nest:
     """Return the examples from `start` to before `stop`."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], nest)
+
+
+def inputs_of(batch: Nest | Share | Batches) -> Nest:
+    """Return x, as a micro-batch has it."""
+    x, *_ = parts_of(batch)
+    return tf.nest.map_structure(dense, x) if isinstance(batch, Batches) else x
+
+
+def dense(leaf: Any) -> tf.Tensor:
+    """Return a part of one of several `Batches`, which was dense before they were put together."""
+    return leaf.to_tensor() if isinstance(leaf, tf.RaggedTensor) else leaf
 
 
 def slice_specs(nest: Nest) -> Nest:

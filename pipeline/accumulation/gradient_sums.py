@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import Nest, examples_in, of_first_replica, parts_of, reduce, slice_of, slice_specs
+from .batch import (
+    Batches,
+    Nest,
+    dense,
+    examples_in,
+    of_first_replica,
+    parts_of,
+    reduce,
+    slice_of,
+    slice_specs,
+)
 from .loss_sums import LossSum, divide
 from .moving_statistics import Moves
 
@@ -194,7 +204,7 @@ def sum_over_micro_batches(
     Tensors with an unknown number of examples on axis 0 are concatenated.
     `start` is the position in `batch` of a micro-batch's first example. The batch stays on the host. While one
     micro-batch is computed, the next one is copied to the device, which holds two of them and never the batch.
-    TensorFlow keeps 32-bit integers on the host until they are used.
+    TensorFlow keeps 32-bit integers on the host until they are used. Those of `Batches` end where its batches do.
 
     With `jit_compile` XLA compiles the step for whole micro-batches. A shorter last one runs uncompiled: its size may
     be another one in each batch, and XLA compiles for each size.
@@ -204,6 +214,7 @@ def sum_over_micro_batches(
     parts = parts_of(batch)
     with tf.device("CPU:0"):  # a GPU asks for the shape of what it holds
         count = examples_in(parts)
+        ends = tf.concat([tf.cumsum(batch.sizes), [count]], 0) if isinstance(batch, Batches) else None
     leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
 
     def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
@@ -212,6 +223,8 @@ def sum_over_micro_batches(
 
     # A function of its own, so that its outputs are known before the loop and XLA sees whole micro-batches.
     specs = slice_specs(leaves)
+    if isinstance(batch, Batches):
+        specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in specs]
     signature = [tf.TensorSpec([], tf.int32), *specs]
     step = tf.function(on_leaves, input_signature=signature, autograph=False)
     structure = step.get_concrete_function().structured_outputs
@@ -221,13 +234,23 @@ def sum_over_micro_batches(
         compiled = tf.function(lambda *given: step(*given), signature, autograph=False, jit_compile=True)
         steps.insert(0, (compiled, count - count % micro_batch_size))
 
+    def stop_of(start: tf.Tensor) -> tf.Tensor:
+        if ends is None:
+            return tf.minimum(start + micro_batch_size, count)
+        with tf.device("CPU:0"):
+            return tf.minimum(start + micro_batch_size, ends[tf.searchsorted(ends[:-1], [start], "right")[0]])
+
     def on_device(start: tf.Tensor) -> list[Any]:
         with tf.device("CPU:0"):
-            micro_batch = slice_of(leaves, start, tf.minimum(start + micro_batch_size, count))
+            micro_batch = slice_of(leaves, start, stop_of(start))
+            if isinstance(batch, Batches):
+                micro_batch = [
+                    tf.ensure_shape(dense(leaf), spec.shape) for leaf, spec in zip(micro_batch, specs, strict=True)
+                ]
         return [tf.identity(leaf) for leaf in micro_batch]  # outside of the block: on the device that computes
 
     def body(run: Any, start: tf.Tensor, now: list[Any], sums: list[Any]) -> tuple[tf.Tensor, list[Any], list[Any]]:
-        stop = tf.minimum(start + micro_batch_size, count)
+        stop = stop_of(start)
         ahead, made = on_device(stop), tf.nest.flatten(run(start, *now))
         return stop, ahead, [add(total, value) for total, value in zip(sums, made, strict=True)]
 

@@ -24,12 +24,14 @@ from . import noise_scale
 from . import over_effective_batch as over
 from .adam import fused_adam
 from .batch import (
+    Batches,
     BatchTotals,
     Nest,
     Share,
     batch_totals,
     examples_in,
     global_batch_totals,
+    inputs_of,
     parts_of,
     share_of,
     slice_of,
@@ -111,7 +113,7 @@ def accumulate_gradients(
     if goal.over_batch and not output_gradients:
         raise ValueError("loss_over must be example without an Update. Received: 'effective_batch'")
     totals = batch_totals(batch) if whole is None else whole
-    noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
+    noisy = noisy_layers(model, inputs_of(batch)) if noise_keys else []
     keys = [Key.of(seed) for seed in noise_keys]  # for all micro-batches
     wide = [] if jit_compile or model is None else wide_layers(model, micro_batch_size)
     held = normalising_layers(model) if hold_statistics else []
@@ -143,7 +145,8 @@ def accumulate_gradients(
         return GradientSums(losses, added, tf.cast(examples, added.dtype), sums, weights, noise, moves())
 
     x, y, sample_weight = parts_of(batch)
-    of_steps = x, (y, tuple(output_gradients)), sample_weight
+    of_steps: Nest = x, (y, tuple(output_gradients)), sample_weight
+    of_steps = batch._replace(batch=of_steps) if isinstance(batch, Batches) else of_steps
     return sum_over_micro_batches(micro_step, of_steps, micro_batch_size, jit_compile)
 
 
@@ -208,7 +211,7 @@ class Update:
         """Apply the gradient of `batch` once. Call it inside a `tf.function`.
 
         Args:
-            batch: the effective batch, or the `Share` of it that this one of several processes has read.
+            batch: the effective batch, the `Batches` that make it, or the `Share` of it that this process has read.
 
         Returns:
             Scalars: `loss`, that of each of several outputs as `<output>_loss`, one entry for each metric,
@@ -249,11 +252,13 @@ class Update:
         """Return the sums over all replicas without applying them; the metrics are updated and not reset."""
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
             raise ValueError("an update must be outside of its strategy's scope; the model is made inside of it")
-        x = parts_of(batch)[0]
+        x = inputs_of(batch)
         if self.same_noise is True and (layers := trace_forward(self.model, x, True).cut_dependent_noise):
             rule = 'same_noise must be "auto" or False: some layers can only draw for each micro-batch'
             raise ValueError(f"{rule}. Received: True, {', '.join(layers)}")
         if self.objective.over_batch:
+            if isinstance(batch, Batches):
+                raise ValueError("loss_over must be example for Batches. Received: 'effective_batch'")
             for rule, received in over.not_supported(self.model, trace_forward(self.model, x, bool(self.same_noise))):
                 raise ValueError(f"{rule}. Received: {received}")
         # Here, where all copies of a seed get the same value: they may have diverged.
@@ -288,7 +293,10 @@ class Update:
         given |= {"place": place, "scale_loss": self._scale_loss}
         if gradients := given.get("output_gradients"):
             given["output_gradients"] = slice_of(gradients, place, place + examples_in(share))
-        self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
+        if isinstance(batch, Batches):
+            share = batch._replace(batch=share)
+        else:  # XLA compiles for each size
+            self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.compiled}
         sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
         if self._scale_loss is None and (replicas == 1 or not isinstance(batch, Share)):

@@ -15,7 +15,7 @@ from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
-from pipeline.config.sizes import EFFECTIVE, HORIZONS, Plan
+from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, Plan
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
 
@@ -78,6 +78,10 @@ class Continuation:
         if self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED"):
             raise ConfigError("training", f"must have a horizon beyond the {self.update} updates done", plan.updates)
         snapshot.check(self.checkpoint.meta, update)
+        then = self.checkpoint.meta["values"]["loop"].get("batch")
+        if then != plan.digest(self.update):
+            rule = f"must give the batches of the run again: that of update {self.update} is another one"
+            raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
     def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
         from pipeline.checkpoints import snapshot
@@ -150,7 +154,7 @@ def _with_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
         values["dataset.in_memory"] = recorded.get("in_memory", True)
         if node.get("shuffle_buffer") is None and "shuffle_buffer" in recorded:
             values["dataset.shuffle_buffer"] = recorded["shuffle_buffer"]
-    unknown = [f"dataset.{key}" for key in ("shuffle_files", "checksum") if key not in recorded]
+    unknown = [f"dataset.{key}" for key in ("shuffle_files", "checksum", "batched") if key not in recorded]
     return spec.changed(values, without=unknown)
 
 
@@ -160,7 +164,11 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     remember(uri)  # the record may hide what only its URI shows to be a secret
     if past.run and mask(absolute(uri)) != mask(past.start["store"]):
         raise ConfigError("tracking.uri", f"must be the store of the run, {past.start['store']}", uri)
-    if cut.effective_batch_size != first:
+    if spec.dataset.get("batched"):
+        then = recorded["accumulation"]["factor"]
+        if cut.factor != then:
+            raise ConfigError(FACTOR, f"must be that of the run, {then}", cut.factor)
+    elif cut.effective_batch_size != first:
         raise ConfigError(EFFECTIVE, f"must be that of the run, {first}", cut.effective_batch_size)
     then, now = leaves(recorded), leaves(spec.recorded)
     found = []

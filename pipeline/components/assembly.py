@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +17,16 @@ from pipeline.common.errors import ConfigError, refused
 from pipeline.components import added_losses, devices, model, objective, objective_checks, optimizer
 from pipeline.components.devices import Devices
 from pipeline.components.objective import Objective
-from pipeline.config import sizes
+from pipeline.config import sizes, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
 from pipeline.config.sizes import Plan
 from pipeline.dataset import cache, load, tokens
 from pipeline.dataset.bad_example import located
-from pipeline.dataset.batches import Reader, effective_batches, in_order, one_class, weigher
+from pipeline.dataset.batches import Reader, effective_batches, evaluated, first_examples, of_stream, one_class, weigher
 from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
+from pipeline.dataset.stream import Stream
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best, Evaluator
 
@@ -56,7 +57,7 @@ class Parts:
             self.model,
             self.objective.training,
             self.model.optimizer,
-            cut.micro_batch_size,
+            self.plan.micro_batch_size,
             strategy=self.devices.strategy,
             noise_every=config.tracking.noise_every if several and not over_batch else 0,
             same_noise=self.spec.same_noise and "auto",  # `assemble` refuses
@@ -82,13 +83,13 @@ class Parts:
 
     def evaluation_batches(self, name: str = "validation", reader: Reader | None = None) -> tf.data.Dataset | None:
         """Return the batches of a split, in its order, or a reader's share of each; None without such a split."""
-        split, size = self.data.splits.get(name), self.plan.batching.effective_batch_size
-        if split is None:
+        if name not in self.data.splits:
             return None
-        return in_order(split, size, self.spec.dataset.get("pad"), reader, self.data.made_of(name))
+        size = self.plan.batching.effective_batch_size
+        return evaluated(self.data, name, size, self.spec.dataset.get("pad"), reader)
 
-    def _inputs(self, split: tf.data.Dataset, count: int) -> Any:
-        return next(iter(in_order(split, count, self.spec.dataset.get("pad"))))[0]
+    def _inputs(self, name: str, count: int) -> Any:
+        return first_examples(self.data, name, count, self.spec.dataset.get("pad"))[0]
 
     def evaluate(
         self, name: str, tell: Callable[[str, int], None] = lambda *_: None, changed: Sequence[tf.Variable] = ()
@@ -135,11 +136,11 @@ class Parts:
     @cached_property  # one reading and one trace: data or a layer may draw while they are
     def forward(self) -> accumulation.Forward:
         """Return what a forward pass in training draws and assigns."""
-        return accumulation.trace_forward(self.model, self._inputs(self.data.train, 2), self.spec.same_noise)
+        return accumulation.trace_forward(self.model, self._inputs("train", 2), self.spec.same_noise)
 
     def example(self) -> Any:
         """Return the inputs of four examples, as NumPy arrays; raise a TypeError for those that have no signature."""
-        inputs = self._inputs(self.data.train if self.data.validation is None else self.data.validation, 4)
+        inputs = self._inputs("train" if self.data.validation is None else "validation", 4)
         if not all(map(tf.is_tensor, tf.nest.flatten(inputs))) or not isinstance(inputs, tf.Tensor | dict):
             raise TypeError("an input that is neither a dense tensor nor a dict of them has no signature")
         return tf.nest.map_structure(lambda leaf: leaf.numpy(), inputs)
@@ -163,18 +164,21 @@ def assemble(
         notes = [*filter(None, [kept, one_class(spec.dataset, data, seed)])]
         checksum = spec.dataset.get("checksum", "full")
         recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
-    node, cut = spec.dataset, spec.batching
+    node, cut, stream = spec.dataset, spec.batching, None
     if data.shards:  # what is kept in memory is read once
         held = ("train",) if node.get("in_memory", True) else ()
         files.reread = tuple({s.path for name, shards in data.shards.items() if name not in held for s in shards})
     if check_dataset is not None:
         check_dataset(recorded_data)
-    plan = sizes.plan(cut, data.examples, spec.horizon)
+    if data.loaders:
+        stream, spec, plan = _of_stream(spec, data)
+    else:
+        plan = sizes.plan(cut, data.examples, spec.horizon)
     here = spec.config.hardware.replicas
     reader = None if workers is None else Reader(workers.index * here, here, cut.replicas)
     augment = node.get("augment")
     with _reading(augment or node, data, files, "dataset" if augment is None else "dataset.augment"):
-        batches = _batches(spec, data, plan, first_update, reader)
+        batches = _batches(spec, data, plan, first_update, reader, stream)
     # Once more: TFDS draws while it prepares a dataset, and the run that does would start from other weights.
     keras.utils.set_random_seed(seed)
     with used.strategy.scope():
@@ -202,7 +206,7 @@ def _first_batch(spec: RunSpec, data: Data, files: Files, used: Devices) -> tupl
     """Return a few examples with the weights of their classes; refuse those that differ between workers."""
     with _reading(spec.dataset, data, files):
         count = min(max(2, spec.batching.micro_batch_size), 32)
-        first = next(iter(in_order(data.train, count, spec.dataset.get("pad"))))
+        first = first_examples(data, "train", count, spec.dataset.get("pad"))
         if spec.workers is not None and not used.same(_digest(first, data)):
             rule = "must be the same for all workers, whose first examples are not"
             raise ConfigError("dataset", rule, data.name)
@@ -217,9 +221,25 @@ def _reading(node: DictConfig, data: Data, files: Files, key: str = "dataset") -
         yield
 
 
+def _of_stream(spec: RunSpec, data: Data) -> tuple[Stream, RunSpec, Plan]:
+    """Return the stream of the training split, the spec with the sizes of its first batch, and the plan."""
+    loader, asked, factor = data.loaders["train"], spec.config.accumulation.micro_batch_size, spec.batching.factor
+    first = int(accumulation.examples_in(loader.first))
+    stream, cut = Stream(loader, factor), sizes.Batching(first * factor, asked or first, factor)
+    plan = stream_plan.plan(cut, spec.horizon, stream.windows, stream.per_epoch, asked is not None)
+    return stream, replace(spec, batching=cut), plan
+
+
 def _batches(
-    spec: RunSpec, data: Data, plan: Plan, first_update: int = 0, reader: Reader | None = None
+    spec: RunSpec,
+    data: Data,
+    plan: Plan,
+    first_update: int = 0,
+    reader: Reader | None = None,
+    stream: Stream | None = None,
 ) -> tf.data.Dataset:
+    if stream is not None:
+        return of_stream(stream, first_update, weigher(spec.config.training, data))
     return effective_batches(
         spec.dataset,
         data,

@@ -9,6 +9,7 @@ from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork
 from pipeline.components import devices, utilization
 from pipeline.components.assembly import Parts
+from pipeline.config.stream_plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Evaluations
@@ -25,7 +26,10 @@ WRITING = {"ModelCheckpoint", "OrbaxCheckpoint", "BackupAndRestore", "CSVLogger"
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, logs = parts.spec.config, tracker is not None
-    progress, skips = Progress(parts.plan.updates, shown=logs), config.hardware.precision.name == "mixed_float16"
+    progress, skips = (
+        Progress(parts.plan.updates % ENDLESS, shown=logs),
+        config.hardware.precision.name == "mixed_float16",
+    )
     peak_memory = (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0)
     of_run = tracker, parts.plan, config.tracking.log_every, peak_memory, progress
     share = utilization.share_of_peak(parts, devices.gpu_names()) if logs and parts.devices.on_gpu else 0.0
@@ -64,7 +68,8 @@ def fit(
             if (asked := parts.spec.config.hardware.profile) is not None:
                 log = lambda name: tracker.journal.write({"artifact": name})  # noqa: E731
                 profiler = Profiler(tracker.run_dir, asked["start"], asked["updates"], log)
-            retry = OomRetry(update, changed, parts.batches.element_spec, retry=parts.devices.workers == 1)
+            if parts.plan.micro_batch_size != UNCUT:
+                retry = OomRetry(update, changed, parts.batches.element_spec, parts.devices.workers == 1)
         validation, test = (parts.evaluate(name, *told) for name in ("validation", "test"))
         evaluations = Evaluations(validation, test, parts.spec.config.training.evaluate_every, parts.best)
         devices.restart_peak_memory(parts.devices)

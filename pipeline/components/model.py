@@ -21,7 +21,8 @@ def build(node: DictConfig, data: Data) -> keras.Model:
     `training_examples` (the training split, example by example) where it has parameters of those names and the config
     gives them no value. Raise a `ConfigError` for a wrong target or argument, or a model that cannot be trained here.
     """
-    known = {"input_shape": data.input_shape, "classes": data.classes, "training_examples": data.train}
+    known = {"input_shape": data.input_shape, "classes": data.classes}
+    known |= {} if data.loaders else {"training_examples": data.train}
     offers = instantiate.accepted(instantiate.locate(node, "model"), node, **known)
     model = instantiate.build(node, "model", **offers)
     if not isinstance(model, keras.Model):

@@ -14,6 +14,7 @@ from pipeline.common.errors import ConfigError, refused
 from pipeline.components import scaling
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
+from pipeline.config.stream_plan import ENDLESS
 from pipeline.trust import instantiate
 
 # The least number of updates of each length in a schedule; a warm-up also ends within the horizon.
@@ -123,6 +124,9 @@ def _in_updates(value: Any, updates: int, key: str, reference: float = 1.0) -> A
             share = float(value[:-1]) / 100
         except ValueError:
             raise ConfigError(key, "must be a share of the horizon such as 5%", value) from None
+        if updates == ENDLESS:
+            rule = "must be a number of updates where no epoch has a known length, or training.updates be set"
+            raise ConfigError(key, rule, value)
         if not 0 <= share <= 1:
             raise ConfigError(key, "must be from 0% to 100%", value)
         return max(1, round(share * updates))

@@ -16,4 +16,5 @@ __all__ = [
     "resolve",
     "schema",
     "sizes",
+    "stream_plan",
 ]

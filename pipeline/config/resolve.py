@@ -24,7 +24,7 @@ from pipeline.common.secrets import HIDDEN, masked
 from pipeline.config import cluster, plain, sizes, validate
 from pipeline.config.cluster import Cluster
 from pipeline.config.hydra_errors import as_config_error
-from pipeline.config.schema import Config, Device
+from pipeline.config.schema import Config, Device, LossOver, Rule
 from pipeline.config.sizes import Batching, Horizon
 
 # What each of several workers has from its own config, as it is the machine's or a secret.
@@ -134,6 +134,14 @@ def resolve(
     horizon = sizes.horizon_of(composed.training, named)
     composed.training.update({unit: None for unit in sizes.HORIZONS if unit != horizon.unit})
     validate.check_settings(composed)
+    if composed.dataset.get("batched"):
+        replicas = composed.hardware.replicas * composed.hardware.workers
+        scaled = composed.scaling.rule != Rule.none
+        composed.accumulation.update(sizes.of_batches(composed.accumulation, scaled, replicas, named))
+        for key, choices in (("hardware.xla", ("auto", False)), ("training.loss_over", (LossOver.example,))):
+            if (given := OmegaConf.select(composed, key)) not in choices:
+                names = " or ".join(str(getattr(choice, "name", choice)).lower() for choice in choices)
+                raise ConfigError(key, f"must be {names} with {sizes.BATCHED}=true: batches have any size", given)
     composed.accumulation.update(sizes.sizes_in_force(composed.accumulation, named))
     spec = _spec(composed, workers, overrides, named=named)
     _check_gpus(spec)
@@ -175,7 +183,8 @@ def _spec(
     horizon, replicas = sizes.horizon_of(composed.training), composed.hardware.replicas
     if replicas > 0:  # else it is refused as it was given
         replicas *= composed.hardware.workers
-    batching, read = sizes.batching(composed.accumulation, replicas, named), _read(composed)
+    batched, read = bool(composed.dataset.get("batched")), _read(composed)
+    batching = sizes.batching(composed.accumulation, replicas, named, batched)
     asked = read["resolved"] if asked is None else asked
     return RunSpec(**read, asked=asked, overrides=tuple(overrides), batching=batching, horizon=horizon, workers=workers)
 

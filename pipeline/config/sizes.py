@@ -20,6 +20,7 @@ HORIZONS = ("epochs", "updates", "examples")
 SIZES = ("effective_batch_size", "factor", "micro_batch_size")
 SEARCHED = ("auto", "auto_fastest")  # a micro-batch size that is searched for on the machine
 HALVED = "micro_batch_size.halved"  # the tag, in prose, of a run whose micro-batches were halved
+BATCHED = "dataset.batched"
 CUTS = f"{HALVED}.json"  # the same as JSON: [[micro-batch size, last update], …], the last one without an end
 
 
@@ -117,6 +118,23 @@ class Plan:
     def epochs(self) -> int:
         return _ceil(self.updates, self.updates_per_epoch)
 
+    def ended(self, update: int) -> bool:
+        """Return whether the run ends with `update`."""
+        return update >= self.updates
+
+    def place(self, done: int) -> tuple[int, int]:
+        """Return the epoch of the update after `done` ones, and which of its updates that is, both from 0 on."""
+        return divmod(done, self.updates_per_epoch)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return the most examples of a micro-batch."""
+        return self.batching.micro_batch_size
+
+    def digest(self, update: int) -> int | None:
+        """Return a checksum of the batch of `update` where its content does not follow from the config."""
+        return None
+
     def batch_size(self, update: int) -> int:
         """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
         first = ((update - 1) % self.updates_per_epoch) * self.batching.effective_batch_size
@@ -210,12 +228,32 @@ def sizes_in_force(accumulation: Mapping[str, Any], named: Container[str] = ()) 
     return {**given, **dict.fromkeys(defaults[max(0, 2 - len(explicit)) :])}
 
 
-def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = ()) -> Batching:
+def of_batches(asked: Mapping[str, Any], scaled: bool, replicas: int, named: Container[str] = ()) -> dict[str, Any]:
+    """Return the sizes in force with `dataset.batched`, where the factor alone counts; refuse the others by name."""
+    rule = f"must be left out with {BATCHED}=true, whose batches and {FACTOR} give it"
+    if EFFECTIVE in named and asked["effective_batch_size"] is not None:
+        raise ConfigError(EFFECTIVE, rule, asked["effective_batch_size"])
+    if scaled:
+        raise ConfigError("scaling.rule", f"must be none with {BATCHED}=true: the effective batch is not known before")
+    if replicas != 1:
+        raise ConfigError(REPLICAS, f"must be 1, of one worker, with {BATCHED}=true: no batch is divided", replicas)
+    if asked["micro_batch_size"] in SEARCHED:
+        rule = f"must be null or a number with {BATCHED}=true: the largest batch is not known before"
+        raise ConfigError(MICRO, rule, asked["micro_batch_size"])
+    if asked["factor"] is None or asked["factor"] < 1:
+        raise ConfigError(FACTOR, f"must be at least 1 with {BATCHED}=true: that many batches are an update", None)
+    return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
+
+
+def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = (), batched: bool = False) -> Batching:
     """Return how an effective batch is cut by the sizes in force, on the `replicas` of all workers.
 
     A micro-batch size that is yet to be searched for is replaced by the largest there can be: the share of a replica.
+    If the data are `batched`, the sizes are as of batches of that size, or of one example, until the first is read.
     """
     effective, factor, micro = (sizes[name] for name in SIZES)
+    if batched:
+        return derive(None, factor, micro or 1, replicas)
     if micro in SEARCHED:
         if factor is not None and (FACTOR in named or effective is not None):
             rule = f"must be null with {MICRO}={micro}, else the effective batch would depend on the machine"

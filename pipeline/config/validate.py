@@ -86,7 +86,7 @@ _CHECKS: dict[str, Check] = {
         lambda node: all(v is None or (_is_number(v) and math.isfinite(v)) for _, v in by_output(node)),
     ),
     **dict.fromkeys(("dataset.in_memory", "accumulation.same_noise", "hardware.xla"), _SWITCH),
-    **dict.fromkeys(("dataset.shuffle_files", "hardware.deterministic", "hardware.tf32"), _FLAG),
+    **dict.fromkeys(("dataset.shuffle_files", "dataset.batched", "hardware.deterministic", "hardware.tf32"), _FLAG),
     **dict.fromkeys(("tracking.log_model", "tracking.system_metrics", "start.weights_only", "scaling.ema"), _FLAG),
     "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
     "dataset.pad": (

@@ -17,6 +17,7 @@ __all__ = [
     "longest_batch",
     "source",
     "splits",
+    "stream",
     "tokens",
 ]
 

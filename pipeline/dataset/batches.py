@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from omegaconf import DictConfig
 
-from pipeline.accumulation import Share
+from pipeline.accumulation import Share, slice_of
 from pipeline.common.errors import ConfigError
 from pipeline.config.objective_nodes import by_output
 from pipeline.config.schema import TrainingConfig
@@ -23,6 +23,7 @@ from pipeline.dataset.padding import padder
 from pipeline.dataset.source import AHEAD, Source, batched, fixed, map_batches, one_by_one
 from pipeline.dataset.source import Reader as Reader
 from pipeline.dataset.splits import Data, Stored
+from pipeline.dataset.stream import Stream
 from pipeline.trust import instantiate
 
 CLASS_WEIGHT = "training.class_weight"
@@ -89,6 +90,26 @@ def in_order(
     reader = _alone(reader, examples.element_spec, pad)
     source = Source(examples) if reader is None or made_of is None else Source(made_of.records, made_of.make)
     return _ahead(_prepared(source.batches(batch_size, reader), pad, examples.element_spec))
+
+
+def of_stream(stream: Stream, first_update: int, weigh: Callable[..., tuple] | None = None) -> tf.data.Dataset:
+    """Return the effective batches of a stream, as `effective_batches` does; each is `Batches`."""
+    batches = map_batches(stream.batches(first_update), _in_precision)
+    return _ahead(batches if weigh is None else map_batches(batches, weigh))
+
+
+def evaluated(data: Data, name: str, batch_size: int, pad: Any, reader: Reader | None = None) -> tf.data.Dataset:
+    """Return the batches of a split in its order: those of its loader, or as `in_order` makes them."""
+    if name in data.loaders:
+        return _ahead(map_batches(data.loaders[name].batches(), _in_precision))
+    return in_order(data.splits[name], batch_size, pad, reader, data.made_of(name))
+
+
+def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
+    """Return a batch of the first examples of a split, `count` at most."""
+    if name not in data.loaders:
+        return next(iter(in_order(data.splits[name], count, pad)))
+    return _in_precision(*slice_of(data.loaders[name].first, 0, count))
 
 
 def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:

@@ -23,7 +23,7 @@ def resolve(
     `agreed` returns whether something holds for each of several workers; `processes` of the run share the memory.
     Return the values that replace those of the group, as the order depends on them, and a line for the user.
     """
-    if node.get("in_memory") != "auto":
+    if node.get("in_memory") != "auto" or data.loaders:
         return {}, ""
     size, part = _example_bytes(data.train), limit() / SHARE / processes
     what = f"{readable(size * data.examples)} of training examples"

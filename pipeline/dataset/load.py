@@ -6,17 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import keras
 import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.errors import ConfigError, first_line, refused
 from pipeline.dataset import tfds_files
 from pipeline.dataset.splits import Data as Data
 from pipeline.dataset.splits import Stored as Stored
+from pipeline.dataset.stream import Loader
 from pipeline.trust import gate, instantiate
 
 # Keys of the program; all others are arguments of the target.
-_OURS = ("augment", "checksum", "in_memory", "pad", "shuffle_buffer", "shuffle_files")
+_OURS = ("augment", "batched", "checksum", "in_memory", "pad", "shuffle_buffer", "shuffle_files")
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
@@ -52,13 +54,15 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     if made.shuffled is not None:
         of_files = made.shuffled
         made = replace(made, shuffled=lambda seed: _as_parts(of_files(seed)))
-    splits = {name: _checked(split, name) for name, split in made.splits.items()}
+    loaders = _loaders(node, made) if node.get("batched") else {}
+    splits = {name: loader.examples() for name, loader in loaders.items()}
+    splits = splits or {name: _checked(split, name) for name, split in made.splits.items()}
     labelled = len(splits["train"].element_spec) > 1
     for name, split in splits.items():
         if (len(split.element_spec) > 1) != labelled:
             rule = f"must give its {name} split {'with' if labelled else 'without'} labels, as its training split"
             raise ConfigError("dataset._target_", rule, str(split.element_spec))
-    return replace(made, **splits)
+    return replace(made, **splits, loaders=loaders)
 
 
 def digits(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
@@ -154,6 +158,19 @@ def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, i
     return preprocess
 
 
+def _loaders(node: DictConfig, made: Data) -> dict[str, Loader]:
+    for key in ("augment", "pad"):
+        if node.get(key) is not None:
+            rule = "must be null with dataset.batched=true: the loader does that, and weighs what it pads with 0"
+            raise ConfigError(f"dataset.{key}", rule, OmegaConf.to_container(node[key]))
+    for name, split in made.splits.items():
+        if not (isinstance(split, tf.data.Dataset | keras.utils.PyDataset) or callable(split)):
+            rule = f"must give its {name} split as a tf.data.Dataset, a keras.utils.PyDataset or a generator function"
+            raise ConfigError("dataset._target_", rule, type(split).__name__)
+    with refused("dataset", "must give batches", node._target_):
+        return {name: Loader(split, name) for name, split in made.splits.items()}
+
+
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     """Return the split as `_as_parts` does, if it is a dataset of single examples whose number is known."""
     key = "dataset._target_"
@@ -166,7 +183,8 @@ def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     if count == 0:
         raise ConfigError(key, f"must give at least one example in its {split} split", count)
     if count < 0:
-        rule = f"must give a {split} split of a known number of examples (see tf.data.experimental.assert_cardinality)"
+        known = "of a known number of examples (see tf.data.experimental.assert_cardinality)"
+        rule = f"must give a {split} split {known}, or batches with dataset.batched=true"
         raise ConfigError(key, rule, count)
     leaves = tf.nest.flatten(spec)
     if _is_batched(dataset, leaves):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipeline.accumulation import Share
+from pipeline.accumulation import Batches, Share
 
 AHEAD = 2  # effective batches: tuned by itself, tf.data kept 3 GB of batches of 6 MB
 
@@ -89,8 +89,8 @@ def batched(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
 def map_batches(
     batches: tf.data.Dataset, function: Callable[..., tuple], parallel: int | None = AHEAD
 ) -> tf.data.Dataset:
-    """Map each batch, or the part of it that is read."""
-    if isinstance(batches.element_spec, Share):
+    """Map each batch, or the part of it that is read, or those that are put together."""
+    if isinstance(batches.element_spec, Share | Batches):
         return batches.map(lambda share: share._replace(batch=function(*share.batch)), parallel)
     return batches.map(function, parallel)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from pipeline.dataset.stream import Loader
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -42,6 +44,7 @@ class Data:
             None where it is not read from files, or they are in `stored`.
         stored: the records that splits are made from, by their names: streamed examples are made after shuffling, and
             each of several workers makes its share alone.
+        loaders: with `dataset.batched`, what the batches of the splits come from; a split has the first batch alone.
     """
 
     train: tf.data.Dataset
@@ -54,12 +57,17 @@ class Data:
     test: tf.data.Dataset | None = None
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
     stored: Mapping[str, Stored] = field(default_factory=dict)
+    loaders: Mapping[str, Loader] = field(default_factory=dict)
 
     @property
     def splits(self) -> dict[str, tf.data.Dataset]:
         """The splits that are not None, by their names."""
         found = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in found.items() if split is not None}
+
+    def count(self, name: str) -> int | None:
+        """Return the number of examples of a split; None if only reading it shows that."""
+        return None if name in self.loaders else int(self.splits[name].cardinality())
 
     def made_of(self, name: str) -> Stored | None:
         """Return the records that a split is made from; None where they are not known."""

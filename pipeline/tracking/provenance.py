@@ -148,7 +148,7 @@ def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, o
     return {
         "name": data.name,
         "version": data.version,
-        "examples": {name: int(split.cardinality()) for name, split in data.splits.items()},
+        "examples": {name: count for name in data.splits if (count := data.count(name)) is not None},
         "checksum": checksum,
         "files": files.checksums,
         "content": content,

@@ -18,6 +18,7 @@ from pipeline.common.signals import Terminated
 from pipeline.config.plain import leaves, short
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Plan
+from pipeline.config.stream_plan import ENDLESS
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
@@ -70,7 +71,7 @@ class Tracker:
         sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
         derived = {
             **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
-            "derived.updates": self.plan.updates,
+            **({} if self.plan.updates == ENDLESS else {"derived.updates": self.plan.updates}),
             "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
         }
         sweep = tracking.sweep
@@ -181,7 +182,9 @@ class Tracker:
         """Log the inputs and the artifacts that exist before a run trains; `DESCRIBED` is the last one."""
         for name, split in data.splits.items():
             context = {"train": "training"}.get(name, name)
-            self.journal.write(masked({"dataset": _dataset(data, context, split), "context": context}))
+            self.journal.write(
+                masked({"dataset": _dataset(data, context, split, data.count(name)), "context": context})
+            )
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
@@ -222,8 +225,8 @@ def _text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def _dataset(data: Data, context: str, split: tf.data.Dataset) -> dict[str, str]:
-    schema, examples = str(split.element_spec), int(split.cardinality())
+def _dataset(data: Data, context: str, split: tf.data.Dataset, examples: int | None) -> dict[str, str]:
+    schema = str(split.element_spec)
     identity = f"{data.name} {data.version} {context} {examples} {schema}"
     return {
         "name": data.name[:500],  # MLflow takes no more

@@ -1,5 +1,6 @@
 """The loss and the metrics over a split: when they are computed, how, with which weights, and which were the best."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ class Evaluator:
     ):
         self._evaluation, self._batches, self._name = evaluation, batches, name
         self._on_halved, self._changed, self._retry = on_halved, changed, retry
-        self._count = int(batches.cardinality())
+        self._count = int(batches.cardinality())  # negative where only reading them shows it
         self._evaluate_next = tf.function(lambda iterator: evaluation(next(iterator)), autograph=False)
         # Used in its place once memory has run out: it shows whether reading a batch or evaluating it takes too much.
         self._evaluate_batch: Any = None
@@ -115,9 +116,17 @@ class Evaluator:
             metric.reset_state()
         iterator = iter(self._batches)
         sums = self._next_sums(iterator)
-        for _ in range(self._count - 1):
+        for place in itertools.count(1):
+            if place == self._count:
+                break
             check()
-            sums = tf.nest.map_structure(tf.add, sums, self._next_sums(iterator))
+            try:
+                found = self._next_sums(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if self._count >= 0:
+                    raise
+                break
+            sums = tf.nest.map_structure(tf.add, sums, found)
         return {name: float(value) for name, value in sums.results(metrics).items()}
 
     def _next_sums(self, iterator: Any) -> GradientSums:

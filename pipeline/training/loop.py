@@ -105,7 +105,7 @@ class Trainer:
     @property
     def ended(self) -> bool:
         """Whether there is no further update."""
-        return bool(self.done >= self.recorder.plan.updates or self.model.stop_training)
+        return bool(self.recorder.plan.ended(self.done) or self.model.stop_training)
 
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
         """Put back the state of a checkpoint; `iterator` is as in `update_once`."""
@@ -126,7 +126,7 @@ class Trainer:
 
         `iterator` is over effective batches; the results are as `Recorder.add` takes them.
         """
-        epoch, index = divmod(self.done, self.recorder.plan.updates_per_epoch)
+        epoch, index = self.recorder.plan.place(self.done)
         if index == 0:
             self._hooks.on_epoch_begin(epoch)
         if self._has_batch_hooks:
@@ -147,7 +147,7 @@ class Trainer:
         self.recorder.add(self.done + 1, results, self._next_update.experimental_get_tracing_count())
         if self._has_batch_hooks:
             logs = dict(zip(self.recorder.names, tf.unstack(results)[:-1], strict=True))
-            self._hooks.on_train_batch_end(self.done % self.recorder.plan.updates_per_epoch, logs)
+            self._hooks.on_train_batch_end(self.recorder.plan.place(self.done)[1], logs)
         self.done += 1
         self.pending = True
 
@@ -167,7 +167,7 @@ class Trainer:
             if self.callbacks and (ended or plan.ends_epoch(self.done)):
                 self.recorder.fetch()
                 logs = self.recorder.epoch_means() | {f"val_{name}": value for name, value in results.items()}
-                self._hooks.on_epoch_end((self.done - 1) // plan.updates_per_epoch, logs)
+                self._hooks.on_epoch_end(plan.place(self.done - 1)[0], logs)
             if self.model.stop_training and not results and self.evaluations.due(self.done, plan, last=True):
                 results = self.validate(pending=False)  # a callback has just stopped the run
         finally:  # the row is logged also if a callback raises
@@ -248,6 +248,7 @@ class Trainer:
     ) -> None:
         so_far = None if self.evaluations.best is None else self.evaluations.best.get_state()
         loop = {"open": pending, "validation": validation, "stopped_by": self.stopped_by, "best": so_far}
+        loop["batch"] = self.recorder.plan.digest(self.done)
         of_run = self.update, self.recorder, self.callbacks, loop
         checkpoints.save(self.done, lambda: snapshot.capture(*of_run), best=best)
 

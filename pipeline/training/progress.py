@@ -14,10 +14,11 @@ SECONDS = 5.0  # between two plain lines
 
 
 class Progress:
-    """Shows the progress of a run of `updates` updates, of which `done` were completed before this process."""
+    """Shows the progress of a run of `updates` updates, 0 if unknown, of which `done` were completed before it."""
 
     def __init__(self, updates: int, shown: bool = True):
         self.updates, self.done, self._silent = updates, 0, not shown or is_quiet()
+        self._of = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
         self._begun = self._shown = self._validated = time.monotonic()
@@ -29,25 +30,28 @@ class Progress:
         rate = "compiled" if examples_per_second is None else f"{examples_per_second:,.0f} examples/s"
         if self._on_terminal:
             with suppress(OSError):  # it may be closed
-                self._bar = self._bar or tqdm(total=self.updates, initial=self.done, unit="update", file=sys.stderr)
+                self._bar = self._bar or tqdm(
+                    total=self.updates or None, initial=self.done, unit="update", file=sys.stderr
+                )
                 shown = f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}"
                 self._bar.set_postfix_str(shown, refresh=False)
                 self._bar.update(update - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._shown < SECONDS and update < self.updates:
+        if now - self._shown < SECONDS and (update < self.updates or not self.updates):
             return
         self._shown = now
         left = (now - self._begun) / (update - self.done) * (self.updates - update)
+        remaining = f"  {left:.0f} s left" if self.updates else ""
         values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
-        say(f"update {update}/{self.updates}  {values}  {left:.0f} s left")
+        say(f"update {update}{self._of}  {values}{remaining}")
 
     def tested(self, update: int, results: Mapping[str, float]) -> None:
         """Show the results of the test split."""
         if self._silent:
             return
         self.close()
-        say(f"update {update}/{self.updates}  {_named('test', results)}")
+        say(f"update {update}{self._of}  {_named('test', results)}")
 
     def validated(self, update: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
@@ -59,7 +63,7 @@ class Progress:
                 self._bar.write(f"update {update}  {values}", file=sys.stderr)
         elif update == self.updates or time.monotonic() - self._validated >= SECONDS:
             self._validated = time.monotonic()
-            say(f"update {update}/{self.updates}  {values}")
+            say(f"update {update}{self._of}  {values}")
 
     def close(self) -> None:
         """End the bar's line."""

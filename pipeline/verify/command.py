@@ -43,6 +43,9 @@ def verify(arguments: Sequence[str]) -> int:
     if spec.searches:
         size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, "must be a number: what is verified is that cut, in float64", size)
+    if spec.dataset.get("batched"):
+        rule = "must be false to verify: a whole batch to compare with would join the loader's own"
+        raise ConfigError(sizes.BATCHED, rule, True)
     if spec.workers is not None and not spec.workers.is_chief:
         worker.run(spec, COMPARE)
         return 0
