@@ -244,7 +244,7 @@ def test_the_learning_rate_is_the_one_used(precision, schedule):
     precision("float32")
     config = composed([f"schedule={schedule}", "optimizer=sgd"])
     horizon = 120
-    model, optimizer = one_weight(), optimizers.build(resolve(config), horizon)
+    model, optimizer = one_weight(), optimizers.build(resolve(config), horizon)[0]
     optimizer.build(model.trainable_variables)
     update = tf.function(Update(model, Outputs(), optimizer, 2).__call__)
     at = optimizers.build_schedule(config.schedule, horizon)

@@ -15,6 +15,7 @@ from pipeline.config import sizes, stream_plan
 from pipeline.config.sizes import Horizon
 from pipeline.dataset.batches import of_stream
 from pipeline.dataset.stream import Loader, Stream
+from tests.checkpoints.test_resume_rules import MINE
 from tests.running import ROOT, Store, pipeline
 
 FACTOR = 3
@@ -177,19 +178,21 @@ def test_the_factor_alone_counts(asked, named, scaled, replicas, line):
 
 
 @pytest.mark.slow
-def test_a_run_of_batches_is_resumed_in_the_middle_of_an_epoch_to_the_bit(tmp_path):
+def test_a_run_of_batches_that_is_killed_in_the_middle_of_an_epoch_is_resumed_to_the_bit(tmp_path):
     written(tmp_path / "photos")
+    (tmp_path / "mine.py").write_text(MINE)
+    killer = "+training.callbacks.it={_target_: mine.Interrupt}"
     of_example = ("--config-dir", str(ROOT / "examples" / "own_batches" / "conf"), "experiment=photos", *QUIET)
     code = {"PYTHONPATH": str(ROOT / "examples" / "own_batches")}
 
-    def train(folder, *more, status=0):
-        given = (f"hydra.run.dir={folder}", "training.checkpoint_every=1", "schedule=constant", *more)
-        return pipeline("train", *of_example, *given, cwd=tmp_path, status=status, **code)
+    def train(folder, *more, status=0, **variables):
+        given = (f"hydra.run.dir={folder}", "training.checkpoint_every=1", "schedule=constant", killer, *more)
+        return pipeline("train", *of_example, *given, cwd=tmp_path, status=status, **code, **variables)
 
     done = train("through", "training.updates=7")
     assert "3 batches, the first of 4, are an update; 4 updates per epoch, 7 in all" in done.stderr
-    train("parted", "training.updates=6")
-    train("parted", "training.updates=7", "training.resume=auto")
+    train("parted", "training.updates=7", status=-9, AT="6", BY="9")
+    assert "goes on after update " in train("parted", "training.updates=7", "training.resume=auto").stderr
     store = Store(tmp_path)
     through, parted = (store.histories(run, "train/") for run in store.trained())
     assert through == parted
