@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from pipeline.checkpoints import files
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.run_dirs import recorded_config
 from pipeline.common.errors import ConfigError, refused
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
-from pipeline.config.plain import leaves
+from pipeline.config.plain import leaves, plain
 from pipeline.config.resolve import RunSpec
+from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, Plan
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
@@ -113,8 +116,6 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
     found: list[str] = []
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
-        for key, before in (("added_losses", "mean"), ("loss_over", "example")):
-            recorded["training"].setdefault(key, before)  # as it was before there was a choice
         spec = _with_order(spec, recorded["dataset"])
         if spec.searches:
             then = past.start["segment"]["cut"]["micro_batch_size"]
@@ -170,10 +171,10 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
             raise ConfigError(FACTOR, f"must be that of the run, {then}", cut.factor)
     elif cut.effective_batch_size != first:
         raise ConfigError(EFFECTIVE, f"must be that of the run, {first}", cut.effective_batch_size)
-    then, now = leaves(recorded), leaves(spec.recorded)
+    then, now, before = leaves(recorded), leaves(spec.recorded), leaves(plain(OmegaConf.structured(Config)))
     found = []
     for key in [*then, *(key for key in now if key not in then)]:
-        old, new = then.get(key), now.get(key)
+        old, new = then.get(key, before.get(key)), now.get(key)  # the schema's defaults are what was done before
         if old == new or f"{key}.".startswith(_FREE):
             continue
         if f"{key}.".startswith(_SAME):

@@ -66,7 +66,7 @@ def landed_wider(landed):
     answers |= one_process(
         {
             "report": f"report {MULTIRUN}",
-            "resume": "resume outputs/interrupted",
+            "resume": "resume outputs/interrupted dataset.checksum=none",
             "nothing left": f"sweep seeds --again {SEEDS} hydra/launcher=basic",
             "nothing left of a multirun": f"train -m {ASKED} accumulation.factor=1,2,4 hydra/launcher=basic "
             f"tracking.sweep={runs[MULTIRUN].info.run_id}",
