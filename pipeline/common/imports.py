@@ -7,17 +7,55 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
+from threading import RLock
+from types import ModuleType
+from typing import Any
 
 from pipeline.common.errors import say
+
+# Keras imports them with matplotlib, scikit-learn and scipy.stats: a third of the time that `import tensorflow` takes.
+ON_USE = ("keras.visualization", "keras.wrappers", "keras.src.visualization")
+
+
+class _OnUse(MetaPathFinder):
+    """Finds the modules of `ON_USE`, each to be executed when a name in it is first looked up."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        spec = PathFinder.find_spec(name, path) if name in ON_USE else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Later(spec.loader)
+        return spec
+
+
+class _Later(Loader):
+    """Executes a module late. Python's own `LazyLoader` does so too early: `inspect` asks every module for its file."""
+
+    def __init__(self, loader: Loader):
+        self._loader, self._lock = loader, RLock()
+
+    def exec_module(self, module: ModuleType) -> None:
+        def look_up(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            with self._lock:
+                if vars(module).pop("__getattr__", None) is not None:
+                    self._loader.exec_module(module)
+            return getattr(module, name)
+
+        vars(module)["__getattr__"] = look_up
 
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
     """Suppress the notices that TensorFlow's libraries print when they are loaded, and no other output.
 
-    They are printed before any log level is read, so no setting stops them.
+    They are printed before any log level is read, so no setting stops them. The modules of `ON_USE` are executed later.
     """
+    finder = _OnUse()
+    sys.meta_path.insert(0, finder)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
     kept, traced = os.dup(2), faulthandler.is_enabled()
@@ -27,6 +65,7 @@ def without_chatter() -> Iterator[None]:
         try:
             yield
         finally:
+            sys.meta_path.remove(finder)
             sys.stderr.flush()
             os.dup2(kept, 2)
             faulthandler.enable(2) if traced else faulthandler.disable()

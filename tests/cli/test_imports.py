@@ -1,0 +1,30 @@
+"""What the commands import of Keras: the parts that hardly any training uses when they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import inspect, sys
+from pipeline.common import imports
+with {how}:
+    import keras
+inspect.getmodule(len)  # asks every module for its file, as tracing a function does
+print([name for name in ("matplotlib.pyplot", "sklearn") if name in sys.modules])
+from keras.visualization import plot_image_gallery
+print(plot_image_gallery.__name__, keras.wrappers.SKLearnClassifier.__name__, hasattr(keras.wrappers, "nothing"))
+"""
+USED = "plot_image_gallery SKLearnClassifier False"
+
+
+def printed(how: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(how=how)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_what_keras_imports_for_pictures_and_scikit_learn_waits_until_it_is_used():
+    assert printed("imports.without_chatter()") == ["[]", USED]
+    plain = "__import__('contextlib').nullcontext()"
+    assert printed(plain) == ["['matplotlib.pyplot', 'sklearn']", USED]
