@@ -1,13 +1,15 @@
-"""What processes import: this package, wherever it is installed, and TensorFlow without its startup notices."""
+"""How processes start, and what they import: this package, wherever it is, and TensorFlow without its notices."""
 
 import faulthandler
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeline.common.errors import say
 
@@ -40,3 +42,26 @@ def without_chatter() -> Iterator[None]:
 def path_of_processes() -> str:
     """Return the PYTHONPATH with which a new process imports this package from the same place."""
     return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+
+
+def started(module: str, variables: dict[str, str] | None = None, **options: Any) -> Any:
+    """Return the process of `python -m module`, which imports nothing from the working directory by itself.
+
+    Its standard input is a pipe. In a session of its own, Ctrl-C reaches this process alone, which then ends it.
+    """
+    ours = {**os.environ, "PYTHONPATH": path_of_processes(), **(variables or {})}
+    command, stdin = [sys.executable, "-P", "-m", module], subprocess.PIPE
+    return subprocess.Popen(command, stdin=stdin, env=ours, text=True, start_new_session=True, **options)
+
+
+@contextmanager
+def variables_set(**ours: str) -> Iterator[None]:
+    """Set environment variables within the block."""
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+        os.environ.update(before)

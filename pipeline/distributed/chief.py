@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -72,18 +71,13 @@ class Chief(AbstractContextManager["Chief"]):
         self._logs = run_dir.absolute() / "workers"
         self._made_logs = not self._logs.exists()
         self._logs.mkdir(exist_ok=True)
-        command = [sys.executable, "-P", "-m", "pipeline.distributed.worker"]
-        ours = {**os.environ, "PYTHONPATH": imports.path_of_processes(), cluster.SECRET: self._secret.decode()}
+        secret = {cluster.SECRET: self._secret.decode()}
         found = None if (strict := gate.in_force()) is None else asdict(strict)
         given = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text(), "gate": found}
         for index in range(1, len(addresses)):
             with (self._logs / f"{index}.log").open("ab") as log:
-                # A session of its own: Ctrl-C interrupts this process alone, which ends the workers.
-                process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=ours, text=True, start_new_session=True
-                )
+                process = imports.started("pipeline.distributed.worker", secret, stdout=log, stderr=log)
             self._processes.append(process)
-            assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:  # it may have ended, which `_check_processes` finds
                 pipe.write(json.dumps({**given, "index": index, "task": task}, default=os.fspath) + "\n")
 

@@ -7,11 +7,11 @@ Imports no TensorFlow: each trial is a process of its own, whose death means tha
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pipeline.common import disk_cache, imports, memory_budget
+from pipeline.common import disk_cache, imports, memory_budget, nvidia
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.memory_budget import MARGIN
 from pipeline.common.secrets import mask
@@ -182,15 +182,10 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
 
 def _gpus(names: Sequence[str]) -> Sequence[str]:
     """Return the names of the GPUs that this process may use, from the `names` of all GPUs of the machine."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None or not names:
+    if not names:
         return names
-    found = []
-    for given in map(str.strip, listed.split(",")):
-        if not given or given.startswith("-") or (given.isdecimal() and int(given) >= len(names)):
-            break  # as CUDA reads it
-        found.append(names[int(given)] if given.isdecimal() else given)
-    return found
+    known = itertools.takewhile(lambda gpu: not gpu.isdecimal() or int(gpu) < len(names), nvidia.visible())
+    return [names[int(gpu)] if gpu.isdecimal() else gpu for gpu in known]
 
 
 def _own_code(targets: Sequence[str]) -> str:
@@ -212,27 +207,16 @@ def _own_code(targets: Sequence[str]) -> str:
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline.run.batch_size_trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
-            text=True,
-            start_new_session=True,  # Ctrl-C interrupts this process alone, which ends that one and its forks
-        ) as process,
+        imports.started("pipeline.run.batch_size_trial", stdout=subprocess.PIPE, stderr=said) as process,
     ):
-        questions, answers = process.stdin, process.stdout
-        assert questions is not None
-        assert answers is not None
 
         def tell(what: dict[str, Any]) -> None:
             with suppress(BrokenPipeError):
-                print(json.dumps(what), file=questions, flush=True)
+                print(json.dumps(what), file=process.stdin, flush=True)
 
         def trial(size: int, timed: bool) -> dict[str, Any]:
             tell({"micro_batch_size": size, "timed": timed})
-            if not (line := answers.readline()):
+            if not (line := process.stdout.readline()):
                 said.seek(0)
                 last = next((text for text in reversed([*map(str.strip, said)]) if text), "")
                 raise ConfigError(MICRO, f"must be a number, as the process that tries sizes ended ({mask(last)})")
@@ -249,4 +233,4 @@ def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             with suppress(OSError):  # what it has not read
-                questions.close()
+                process.stdin.close()

@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,18 +60,9 @@ def killed(how: str, printed: str) -> Ending:
     return Ending(how, reason=": ".join([how, *map(mask, lines[-1:])]))
 
 
-@contextlib.contextmanager
-def importing_only_this_package(**more: str) -> Iterator[None]:
+def importing_only_this_package(**more: str) -> contextlib.AbstractContextManager[None]:
     """Environment, with `more` variables, in which new Python processes import nothing from the working directory.
 
     Before such a process becomes a job, it must not import a `pipeline.py` or `random.py` of the user's.
     """
-    ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": imports.path_of_processes(), **more}
-    before = {name: os.environ[name] for name in ours if name in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
-        os.environ.update(before)
+    return imports.variables_set(PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **more)

@@ -20,10 +20,8 @@ One line is one JSON object, with its time in milliseconds and its checksum (`pi
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -51,16 +49,8 @@ class ShipperProcess:
     """A running shipper, whose first command is `opening`: takes commands, and queues the answers."""
 
     def __init__(self, opening: dict[str, Any]):
-        # -P: the shipper runs none of the user's code, so no file in their folder may shadow a module.
-        # A session of its own: Ctrl-C in the terminal reaches the trainer alone, which then says how the run ended.
-        self.process: Any = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
-            text=True,
-            start_new_session=True,
-        )
+        # It runs none of the user's code. Ctrl-C reaches the trainer alone, which then says how the run ended.
+        self.process = imports.started("pipeline.tracking.shipper", stdout=subprocess.PIPE)
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.send(opening)

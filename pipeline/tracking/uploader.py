@@ -16,6 +16,7 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.exceptions import MlflowException
 
+from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.tracking.journal_file import SHIPPER, DamagedError, Reader, lock
 from pipeline.tracking.store import Store
@@ -196,7 +197,7 @@ class Uploader:
         tries, found = 1, None
         while not found:
             try:
-                with _without_retries():
+                with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):  # which is read at each request
                     return self.client.create_run(self.experiment_id, line["time"], start["tags"], start["name"])
             except MlflowException as error:
                 if tries == TRIES or error.error_code in REFUSALS:
@@ -271,13 +272,3 @@ class Uploader:
 
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])
-
-
-@contextlib.contextmanager
-def _without_retries() -> Iterator[None]:
-    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read at each request; the door of this package sets it
-    before, os.environ[name] = os.environ[name], "0"
-    try:
-        yield
-    finally:
-        os.environ[name] = before
