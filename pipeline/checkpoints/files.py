@@ -136,9 +136,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             shutil.rmtree(new, ignore_errors=True)
             say(f"the checkpoint of update {update} was not written: {described(error)}")
             return
-        self._remove_old(update, best)
-
-    def _remove_old(self, update: int, best: bool) -> None:
         if not best:
             done = updates(self.folder)
             later = [other for other in done if other > update]  # of a run that resumed from before them

@@ -111,8 +111,7 @@ def _recorded(options: argparse.Namespace, file: list[str], rest: list[str]) -> 
         raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
     allowed = [f"trust.allow={list(own.trust.allow)}"] if options.allow else []
     # The arguments come last, so that they override the record.
-    recorded = trusted_overrides(parent.data.tags, rest, own)
-    return [*recorded, *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
+    return [*trusted_overrides(parent.data.tags, rest, own), *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
 
 
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:

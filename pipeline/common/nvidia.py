@@ -18,9 +18,7 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, say
 
 LOCKED = "PIPELINE_GPUS"  # environment variable: the GPUs that this process, or the one that started it, has locked
-_LISTS = (
-    "from pipeline import accumulation; import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
-)
+_LIST = "from pipeline import accumulation; import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 
 
 def gpus_of_driver() -> int:
@@ -48,7 +46,7 @@ def of_tensorflow() -> tuple[int, list[str]]:
     It takes as long as importing TensorFlow: seconds. Only that process shows TensorFlow's own words.
     """
     shown = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1", "PYTHONPATH": imports.path_of_processes()}
-    said = subprocess.run([sys.executable, "-c", _LISTS], capture_output=True, text=True, env={**os.environ, **shown})
+    said = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, env={**os.environ, **shown})
     missing = sorted(set(re.findall(r"Could not load dynamic library '([^']+)'", said.stderr)))
     return int(next(reversed(said.stdout.split()), 0)) if said.returncode == 0 else 0, missing
 

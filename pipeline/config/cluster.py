@@ -112,8 +112,7 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
         mode = os.stat(file).st_mode
         found = Path(file).read_bytes().strip() if stat.S_ISREG(mode) else b""
     if mode & 0o077 or len(found) < SHORTEST_SECRET:
-        rule = f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters"
-        raise ConfigError(SECRET_FILE, rule, file)
+        raise ConfigError(SECRET_FILE, f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters", file)
     return found
 
 
@@ -143,11 +142,8 @@ def _of_slurm(environment: Mapping[str, str]) -> Cluster:
     except (OSError, subprocess.CalledProcessError) as error:
         rule = "must be read by `scontrol show hostnames`, which has failed here"
         raise ConfigError("SLURM_STEP_NODELIST", rule, nodes) from error
-    counts = [
-        int(found["tasks"])
-        for found in re.finditer(r"(?P<tasks>\d+)(\(x(?P<times>\d+)\))?", tasks)
-        for _ in range(int(found["times"] or 1))
-    ]
+    repeated = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(count) for count, times in repeated for _ in range(int(times or 1))]
     hosts = [host for host, count in zip(asked.stdout.split(), counts, strict=True) for _ in range(count)]
     number, node = int(environment["SLURM_PROCID"]), environment.get("SLURMD_NODENAME")
     if node not in (None, hosts[number]):

@@ -228,8 +228,7 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 def own_folder() -> str | None:
     """Return the folder `conf` of the working directory if it holds config groups other than the package's own."""
     folder = Path("conf").absolute()
-    found = any(folder.glob("*/*.yaml")) and not folder.samefile(directory())
-    return str(folder) if found else None
+    return str(folder) if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()) else None
 
 
 @cache

@@ -46,12 +46,8 @@ def _is_null_or(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
 
 
 def _are_class_weights(node: Any) -> bool:
-    return node is None or (
-        isinstance(node, Mapping)
-        and len(node) > 0
-        and all(_is_integer(label) and label >= 0 for label in node)
-        and all(_is_number(weight) and 0 <= weight < math.inf for weight in node.values())
-    )
+    labelled = isinstance(node, Mapping) and len(node) > 0 and all(_is_integer(key) and key >= 0 for key in node)
+    return node is None or (labelled and all(map(_NOT_NEGATIVE[1], node.values())))
 
 
 def _are_indices(node: Any) -> bool:
@@ -112,9 +108,7 @@ _CHECKS: dict[str, Check] = {
     ),
     "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }
-_COUNTING = re.compile(
-    r"(accumulation|training|hardware|scaling|tracking)\.(?!(gpu_)?memory$)\w+|dataset\.shuffle_buffer"
-)
+_COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.(?!\w*memory$)\w+|dataset\.shuffle_buffer")
 
 
 def check_form(config: DictConfig) -> None:

@@ -7,18 +7,8 @@ its files.
 from typing import Any
 
 __all__ = [
-    "Data",
-    "Stored",
-    "bad_example",
-    "batches",
-    "cache",
-    "checksums",
-    "load",
-    "longest_batch",
-    "source",
-    "splits",
-    "stream",
-    "tokens",
+    *("bad_example", "batches", "cache", "checksums", "load", "longest_batch"),
+    *("source", "splits", "stream", "tokens"),
 ]
 
 _AT_THE_DOOR = {

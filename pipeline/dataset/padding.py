@@ -36,8 +36,7 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
         if y is None:
             return (inputs,)
         labels = tf.nest.map_structure(lambda leaf: _dense(leaf, multiple), y)
-        ragged = any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(y))
-        if sample_weight is None and not ragged:
+        if sample_weight is None and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(y)):
             return inputs, labels
         if isinstance(y, dict):
             given = sample_weight if isinstance(sample_weight, dict) else dict.fromkeys(y, sample_weight)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -23,9 +23,6 @@ from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous
 from pipeline.distributed.worker import TRAIN
 from pipeline.trust import gate
-
-if TYPE_CHECKING:  # importing it takes seconds
-    import tensorflow as tf
 
 JOINING = 20.0  # seconds after which TensorFlow, once all have joined, has noticed by itself that a worker is gone
 
@@ -45,7 +42,7 @@ class Chief(AbstractContextManager["Chief"]):
             self._server = rendezvous.Server(spec.workers, self._secret)
         self._processes: list[subprocess.Popen[str]] = []
         self._made_logs = self._ended = False
-        self.reductions_ready: tf.Variable | None = None  # counts all-reduces, once the devices are set up
+        self.reductions_ready: Any = None  # the tf.Variable that counts all-reduces, once the devices are set up
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._ended, self.reductions_ready = True, None
@@ -102,7 +99,7 @@ class Chief(AbstractContextManager["Chief"]):
         for index, process in enumerate(self._processes, start=1):
             if process.poll() is not None:
                 log = self._logs / f"{index}.log"
-                printed = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+                printed = log.read_text(encoding="utf-8", errors="replace").split("\n")
                 last = next((line for line in reversed(printed) if line.strip()), "it has said nothing")
                 raise WorkerError(f"worker {index} ended with status {process.returncode} before it began: {last}")
 

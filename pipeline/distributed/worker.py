@@ -29,8 +29,6 @@ from pipeline.distributed import rendezvous
 from pipeline.trust import gate
 
 if TYPE_CHECKING:  # importing it takes seconds
-    import tensorflow as tf
-
     from pipeline.components.assembly import Parts
 
 TRAIN = "pipeline.distributed.worker.train"
@@ -54,9 +52,8 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the chief ends the run
-        joined = replace(workers, addresses=tuple(answer["addresses"]))
-        spec = replace(spec.adopting(answer["spec"]), workers=joined)
-        counted: list[tf.Variable] = []
+        spec = replace(spec.adopting(answer["spec"]), workers=replace(workers, addresses=tuple(answer["addresses"])))
+        counted: list[Any] = []  # the variable in which all-reduces are counted
         client.watch(lambda: int(counted[0].numpy()) if counted else 0)
         start = _from_json(answer["start"])
         parts = assembly.assemble(spec, None, 0 if start is None else start.update)

@@ -181,8 +181,7 @@ class Rerun:
             if self.recorded.dataset:
                 provenance.check_dataset(self.recorded.dataset, now, self.run_id)
         except ConfigError as error:
-            keys = self.request.values
-            if not any(f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key) for key in keys):
+            if not any(f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key) for key in self.request.values):
                 raise
             say(f"  differs: {error}")
 
@@ -220,15 +219,12 @@ class Rerun:
 
 def _gate(request: Request, own: DictConfig) -> Gate:
     data_dir = request.values.get("dataset.data_dir", OmegaConf.select(own, "dataset.data_dir"))
-    return Gate(
-        _run_dir(request),
-        None if data_dir is None else Path(str(data_dir)).absolute(),
-        allowed_names(own.trust.allow),
-        own.tracking.uri,
-        downloads=request.values.get("dataset.download") is True,
-        start=any(key.split(".")[0] == "start" for key in request.values),
-        given=texts(request.values) | dict.fromkeys(request.groups),
-    )
+    folder = None if data_dir is None else Path(str(data_dir)).absolute()
+    downloads = request.values.get("dataset.download") is True
+    starts = any(key.split(".")[0] == "start" for key in request.values)
+    given = texts(request.values) | dict.fromkeys(request.groups)
+    names = allowed_names(own.trust.allow)
+    return Gate(_run_dir(request), folder, names, own.tracking.uri, downloads=downloads, start=starts, given=given)
 
 
 def _run_dir(request: Request) -> Path:

@@ -133,8 +133,8 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
     if found is None:
         return None
     above = min([size for size in powers if size > found], default=share)
-    between = sorted({balanced(share, size) for size in range(found + 1, above)} - {found, above})
-    return _last(between, fits) or found
+    between = {balanced(share, size) for size in range(found + 1, above)} - {found, above}
+    return _last(sorted(between), fits) or found
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:

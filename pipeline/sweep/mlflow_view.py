@@ -52,13 +52,11 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
     return children
 
 
-def description(
-    name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence] = ()
-) -> str:
+def description(name: str, question: str, varied: Sequence[str], anchor: str, results: Sequence[Sequence] = ()) -> str:
     """Return the parent's description in Markdown; rows of `results` that do not fit its tag are counted instead."""
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
     # The link comes first, since the UI folds all but three lines.
-    lines = [f"[Compare the runs of this sweep]({fragment}). They differ in {differ}.", ""]
+    lines = [f"[Compare the runs of this sweep]({anchor}). They differ in {differ}.", ""]
     lines += [f"**{name}**" + (f": {question}" if question else ""), ""]
     if not results:
         return "\n".join([*lines, "The results come here when the sweep has ended."])

@@ -88,8 +88,7 @@ class SlurmJob:
 
         params = {**self._launcher.params, "name": self._launcher.name}
         folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")  # Slurm reuses its job numbers
-        retries = params.pop("max_num_timeout")
-        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=retries)
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=params.pop("max_num_timeout"))
         shared = set(OmegaConf.structured(BaseQueueConf).keys())
         executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
         variable = os.environ.get("PYTHONPATH", "")

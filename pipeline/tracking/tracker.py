@@ -182,9 +182,8 @@ class Tracker:
         """Log the inputs and the artifacts that exist before a run trains; `DESCRIBED` is the last one."""
         for name, split in data.splits.items():
             context = {"train": "training"}.get(name, name)
-            self.journal.write(
-                masked({"dataset": _dataset(data, context, split, data.count(name)), "context": context})
-            )
+            line = {"dataset": _dataset(data, context, split, data.count(name)), "context": context}
+            self.journal.write(masked(line))
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),

@@ -164,9 +164,8 @@ class Uploader:
         try:
             if (places := artifact_locations.allowed_places()) is not None:
                 artifact_locations.check(self._run.info.artifact_uri, self._store.uri, places)
-            known = self._run.data.params
-            new = {key: str(value)[:PARAM_LENGTH] for key, value in start["params"].items() if key not in known}
-            params = [Param(key, value) for key, value in new.items()]
+            known, given = self._run.data.params, start["params"].items()
+            params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in given if key not in known]
             for first in range(0, len(params), PARAMS_AT_ONCE):
                 self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
             of_run = self._store.uri, self.run_id, start.get("gpus")

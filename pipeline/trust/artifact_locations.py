@@ -108,8 +108,7 @@ def _folders(tracking_uri: str) -> list[str]:
         return []
     folders = [Path("mlruns")]
     if tracking_uri.startswith("sqlite:///"):
-        database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0])
-        folders += [database.parent / name for name in _BESIDE]
+        folders += [Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).parent / name for name in _BESIDE]
     return [folder.absolute().as_uri() for folder in folders]
 
 
