@@ -24,10 +24,8 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 # Hydra keeps these apart by their text alone: (pattern with the subject as its group, rule).
 _TEXTS = (
-    (
-        r"(Ambiguous value for argument|Sweep parameters) '(?P<override>.+)'",
-        "must be one value; --multirun sweeps over several",
-    ),
+    (r"Ambiguous value for argument '(?P<override>.+)'", "must be one value; --multirun sweeps over several"),
+    (r"Sweep parameters '(?P<override>.+)' requires", "must be one value; --multirun sweeps over several"),
     (r"Could not append to config\. An item is already at '(?P<key>.+?)'", "must be named without + to be changed"),
     (r"Could not delete from config\. '(?P<key>.+?)' does not exist", "must be in the config to be deleted"),
     (r"Could not delete '(?P<key>.+?)(=.*)?'\.", "must be in the defaults list to be deleted"),

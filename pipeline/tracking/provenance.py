@@ -252,8 +252,6 @@ def _content_hash(split: Any) -> str:
     for leaf in itertools.chain.from_iterable(examples):
         found.update(str(getattr(leaf, "shape", "")).encode())
         # The bytes of an array of strings are addresses; their `repr` shows where each string ends.
-        if isinstance(leaf, bytes):
-            found.update(repr(leaf).encode())
-        else:
-            found.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
+        texts = leaf if isinstance(leaf, bytes) else leaf.tolist() if leaf.dtype.hasobject else None
+        found.update(leaf.tobytes() if texts is None else repr(texts).encode())
     return found.hexdigest()
