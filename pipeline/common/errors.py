@@ -104,10 +104,7 @@ def printable(text: str) -> str:
 
 
 def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
-    """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters.
-
-    With `--quiet` only what is said `always`.
-    """
+    """Print lines to standard error, or `to`, without secrets and control characters; if quiet, only if `always`."""
     if is_quiet() and not always:
         return
     stream = to or sys.stderr

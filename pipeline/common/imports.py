@@ -16,10 +16,7 @@ from pipeline.common.errors import say
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Suppress the notices that TensorFlow's libraries print when they are loaded, and no other output.
-
-    They are printed before any log level is read, so no setting stops them.
-    """
+    """Suppress only the notices that TensorFlow's libraries print when they are loaded, before they read any level."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
     kept, traced = os.dup(2), faulthandler.is_enabled()
@@ -39,18 +36,24 @@ def without_chatter() -> Iterator[None]:
                     say(line)
 
 
+def said(*command: str) -> str | None:
+    """Return what a program prints; None if it is missing, fails or takes more than 30 s."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+
+
 def path_of_processes() -> str:
     """Return the PYTHONPATH with which a new process imports this package from the same place."""
     return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
 
 
 def started(module: str, variables: dict[str, str] | None = None, **options: Any) -> Any:
-    """Return the process of `python -m module`, which imports nothing from the working directory by itself.
-
-    Its standard input is a pipe. In a session of its own, Ctrl-C reaches this process alone, which then ends it.
-    """
+    """Return the process of `python -m module`, with a pipe to it; it imports nothing from the working directory."""
     ours = {**os.environ, "PYTHONPATH": path_of_processes(), **(variables or {})}
     command, stdin = [sys.executable, "-P", "-m", module], subprocess.PIPE
+    # In a session of its own, Ctrl-C reaches this process alone, which then ends it.
     return subprocess.Popen(command, stdin=stdin, env=ours, text=True, start_new_session=True, **options)
 
 

@@ -23,11 +23,9 @@ _LIST = "from pipeline import accumulation; import tensorflow as tf; print(len(t
 
 def gpus_of_driver() -> int:
     """Return how many GPUs the driver lists."""
-    try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
-        return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
-    except (OSError, subprocess.SubprocessError):
-        return len(glob.glob("/dev/nvidia[0-9]*"))
+    if (listed := imports.said("nvidia-smi", "-L")) is not None:
+        return sum(line.startswith("GPU ") for line in listed.splitlines())
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def visible() -> list[str]:
@@ -71,10 +69,7 @@ def why_no_gpu(required: bool) -> str:
 
 
 def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> None:
-    """Lock `gpus` until this process ends, with `shared` beside others that share them.
-
-    If another run of this user has one, wait for it; or only say so.
-    """
+    """Lock `gpus` until this process ends, `shared` with others that share them; `wait` for another run, or say so."""
     import fcntl
 
     ours = os.environ.get(LOCKED, "").split(",")

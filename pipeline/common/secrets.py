@@ -30,8 +30,7 @@ _SHORTEST_SECRET = 6  # characters: masking shorter values would hide half of ev
 def remember(uri: str) -> None:
     """Mask the secrets of this URI, and pieces of them, wherever they occur from now on.
 
-    An error about an address may quote only a piece of it, which does not look like a URI: for
-    `http://me:Hunter7#x@host` a parser reports a port that is not a number, 'Hunter7'.
+    An error may quote a piece: of `http://me:Hunter7#x@host` a parser reports 'Hunter7', a port that is no number.
     """
     rest = uri.partition("://")[2]
     user, colon, password = rest.rpartition("@")[0].partition(":")

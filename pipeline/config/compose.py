@@ -99,8 +99,7 @@ class Session:
             folder.rmdir()
 
 
-# Hydra creates its callbacks and launchers by itself, from the config, and returns nothing of theirs: whoever calls it
-# can give them a session in no other way.
+# Hydra makes its callbacks and launchers by itself and returns nothing of theirs: nothing else gives them a session.
 _session: ContextVar[Session] = ContextVar("session")
 
 
@@ -246,10 +245,7 @@ def check_config_dir(folder: str) -> None:
 
 
 def _by_environment(overrides: Sequence[Override]) -> list[str]:
-    """Return the overrides with each secret left in the environment; one that is swept over stays.
-
-    The environment carries the secrets to the jobs of a sweep: Hydra writes their overrides into files.
-    """
+    """Leave all secrets but swept ones to the environment: Hydra writes the overrides of a sweep's jobs into files."""
     texts = [str(override.input_line) for override in overrides]
     for number, (text, override) in enumerate(zip(texts, overrides, strict=True)):
         if mask(text) != text and not override.is_sweep_override():

@@ -66,10 +66,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
 
 
 def digits(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
-    """Load scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1.
-
-    Another 180 are its split `test`.
-    """
+    """Load scikit-learn's digits, inputs in 0 … 1: 1437 images to train, 180 for validation, 180 in split `test`."""
     from pipeline.dataset.builtin.digits import Digits
 
     make = _features("image", "label", 1 / 16, None)

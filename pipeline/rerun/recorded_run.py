@@ -108,8 +108,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
 def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collection[str]) -> dict[str, Any]:
     """Return a checked config in which values that were linked to `changed` keys are links again.
 
-    The record holds resolved values: without this, an override of the learning rate would not reach the schedule. Links
-    to anything but keys of the config are ignored.
+    Without this, an override of the learning rate would not reach the schedule. Links to other than keys are ignored.
     """
     eligible = {
         key: link

@@ -5,6 +5,7 @@
 Imports no TensorFlow: each trial is a process of its own, whose death means that the size does not fit.
 """
 
+import bisect
 import hashlib
 import importlib.util
 import itertools
@@ -122,10 +123,7 @@ def balanced(share: int, size: int) -> int:
 
 
 def largest(share: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does.
-
-    Of all sizes that cut `share` into the same number of pieces only the smallest is tried.
-    """
+    """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does."""
     if fits(share):
         return share
     powers = sorted({balanced(share, 2**power) for power in range((share - 1).bit_length())})
@@ -139,11 +137,8 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Return the last of the ascending `sizes` that fits, by bisection."""
-    low, high = 0, len(sizes)  # those before `low` fit, those from `high` on do not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
-    return sizes[low - 1] if low else None
+    fitting = bisect.bisect(sizes, False, key=lambda size: not fits(size))
+    return sizes[fitting - 1] if fitting else None
 
 
 def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> int:

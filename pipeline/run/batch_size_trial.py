@@ -53,10 +53,7 @@ def main() -> None:
 
 
 def _run_fork(spec: RunSpec, timed: bool, resident: float, address_space: float | None) -> dict[str, Any]:
-    """Try the cut of a spec in a fork of this process; return its measurements, with `why` if it does not fit.
-
-    On a CPU the limits of `resident` memory and of the `address_space` hold, in bytes.
-    """
+    """Try a cut in a fork of this process; return what it measures, with `why` if it does not fit into these bytes."""
     began, parent = time.monotonic(), os.getppid()
     answers, theirs = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(target=_try, args=(spec, timed, theirs))

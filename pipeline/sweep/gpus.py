@@ -12,10 +12,7 @@ DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 
 
 def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[str]]:
-    """Return the GPUs of each job that may run at once; by default one job per GPU, or a single one without a GPU.
-
-    GPUs that TensorFlow does not list are not counted, see `nvidia.why_no_gpu`.
-    """
+    """Return the GPUs of each job at once, of those that TensorFlow lists: by default one a job; no GPU, one job."""
     for each in hardware:
         if each.gpu is not None:
             rule = "must be null in a sweep, which gives each job its GPUs: CUDA_VISIBLE_DEVICES says which it has"

@@ -85,10 +85,7 @@ def _row(cells: Iterable[object]) -> str:
 def saved_view(
     client: Any, experiment_id: str, sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str], name: str
 ) -> str:
-    """Save the view of a sweep, whose runs measure `metrics` beside the loss; return its URL fragment, from `#/` on.
-
-    It is that of the plain page if the view is too long or MLflow not `TRIED`.
-    """
+    """Save the view of a sweep that measures `metrics`; return its URL fragment from `#/` on, or the plain page's."""
     import mlflow
 
     # Without a workflow type, a new browser opens every experiment as one for GenAI.
@@ -140,8 +137,7 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
     folded = {name: name for name in ("perf", "train", "val", "Model metrics", "System metrics")}
     return {
         "searchFilter": f"tags.sweep = '{sweep_run_id}'",
-        # Ordered by `attributes.start_time`, the UI lists the parent too and nests the jobs in it, hidden from charts.
-        # Ordered by the same time under its other name, it lists only the jobs.
+        # By its other name, `attributes.start_time`, the UI nests the jobs in the parent, out of its charts.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
         "groupBy": _grouping(varied),

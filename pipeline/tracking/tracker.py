@@ -62,8 +62,7 @@ class Tracker:
     ) -> None:
         """Create the run with its params, tags, inputs and the artifacts that exist before it trains.
 
-        `after` updates were completed before; `dataset` is what `provenance.dataset` returned of `data`; `gpus` are the
-        run's, by their places among those that this process sees.
+        `after` updates were completed before; `dataset` is the record of `data`; `gpus` are places among the visible.
         """
         resolved, tracking = spec.recorded, spec.config.tracking
         values = leaves(resolved).items()
@@ -110,11 +109,10 @@ class Tracker:
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
         self.trains.set()
-        row = {f"train/{name}": value for name, value in results.items()}
-        row["train/effective_batch_size"] = self.plan.batch_size(update)
-        row["train/micro_steps"] = self.plan.micro_steps(update)
-        row["train/examples_seen"] = self.plan.examples_seen(update)
-        row["train/epoch"] = self.plan.epoch(update)
+        plan = self.plan
+        counts = {"effective_batch_size": plan.batch_size(update), "micro_steps": plan.micro_steps(update)}
+        counts |= {"examples_seen": plan.examples_seen(update), "epoch": plan.epoch(update)}
+        row = {f"train/{name}": value for name, value in {**results, **counts}.items()}
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
 
@@ -147,10 +145,7 @@ class Tracker:
             self.journal.write(line)
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of a run that has trained to its end or was interrupted, after `updates` completed updates.
-
-        A callback `stopped_by` name may have ended it early; the row of the best evaluation is on the step of that.
-        """
+        """Write the summary of a run that ended after `updates` updates, perhaps by the callback `stopped_by`."""
         tags = {"updates": str(updates)}
         if stopped_by is not None:
             tags["stopped_by"] = f"training.callbacks.{stopped_by} after update {updates}"

@@ -69,10 +69,7 @@ class Uploader:
             raise
 
     def read(self, *, ended: bool = False) -> bool:
-        """Read as many new lines as fit into one request; return whether there were any.
-
-        If the trainer has `ended` but its journal has not, the run ends here, as KILLED.
-        """
+        """Read the lines of one request; return whether there were any. If the trainer has `ended`, so does its run."""
         before = self._reader.offset
         for line in self._readable(self._reader.lines()):
             self._add(line)

@@ -52,10 +52,7 @@ class Gate:
     given: Mapping[str, str | None] = field(default_factory=dict)
 
     def confine(self, path: str, key: str) -> None:
-        """Refuse a path that leads elsewhere, also through a symlink, and that the user has not given for `key`.
-
-        Data may also lie below the working directory.
-        """
+        """Refuse a path that leads elsewhere, also by a link, unless `given`; data may lie in the working directory."""
         parts = key.split(".")
         groups = [".".join(parts[:end]) for end in range(1, len(parts))]
         if self.given.get(key) == path or any(self.given.get(group, "") is None for group in groups):
