@@ -112,7 +112,7 @@ class Tracker:
         plan = self.plan
         counts = {"effective_batch_size": plan.batch_size(update), "micro_steps": plan.micro_steps(update)}
         counts |= {"examples_seen": plan.examples_seen(update), "epoch": plan.epoch(update)}
-        row = {f"train/{name}": value for name, value in {**results, **counts}.items()}
+        row = {f"train/{name}": value for name, value in [*results.items(), *counts.items()]}
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
 
