@@ -110,8 +110,8 @@ class Tracker:
         """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
         self.trains.set()
         plan = self.plan
-        counts = {"effective_batch_size": plan.batch_size(update), "micro_steps": plan.micro_steps(update)}
-        counts |= {"examples_seen": plan.examples_seen(update), "epoch": plan.epoch(update)}
+        counts = {"epoch": plan.epoch(update), "micro_steps": plan.micro_steps(update)}
+        counts |= {"effective_batch_size": plan.batch_size(update), "examples_seen": plan.examples_seen(update)}
         row = {f"train/{name}": value for name, value in [*results.items(), *counts.items()]}
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
