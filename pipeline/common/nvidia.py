@@ -39,10 +39,7 @@ def visible() -> list[str]:
 
 @functools.cache
 def of_tensorflow() -> tuple[int, list[str]]:
-    """Return how many GPUs TensorFlow lists in a new process, and the CUDA libraries that it could not open there.
-
-    It takes as long as importing TensorFlow: seconds. Only that process shows TensorFlow's own words.
-    """
+    """Return how many GPUs TensorFlow lists, in a process that shows its messages, and the libraries that it lacks."""
     shown = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1", "PYTHONPATH": imports.path_of_processes()}
     said = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, env={**os.environ, **shown})
     missing = sorted(set(re.findall(r"Could not load dynamic library '([^']+)'", said.stderr)))

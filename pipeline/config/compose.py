@@ -25,10 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common.errors import ConfigError, NotShippedError, RunError, described, printable, say
 from pipeline.common.secrets import mask
-from pipeline.config import former_names
-from pipeline.config.hydra_errors import COMPOSITION, as_config_error
+from pipeline.config import former_names, hydra_errors, schema
 from pipeline.config.hydra_internals import get_args_parser
-from pipeline.config.schema import register
 
 Task = Callable[[DictConfig, list[str], Path], float]
 _HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")  # a shell leaves KEY=~/… as it is, and Hydra has no ~ in a value
@@ -142,7 +140,7 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
 
     Raise a RunError if one run failed after it was created; its traceback is in its run directory.
     """
-    register()
+    schema.register()
     raised: list[Exception] = []
 
     def job(config: DictConfig) -> Any:
@@ -169,20 +167,20 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
     if options.config_dir is None and (own := own_folder()) is not None:
         options.config_dir, arguments = own, [*arguments, "--config-dir", own]
     folders = [directory(), *filter(None, [options.config_dir])]
-    with as_config_error(options.overrides, folders, (Exception,)):
+    with hydra_errors.as_config_error(options.overrides, folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = _by_environment(parsed) if options.multirun else options.overrides
     if options.config_dir and not options.shell_completion:
         check_config_dir(options.config_dir)
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
-    kinds = COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
+    kinds = hydra_errors.COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
     here = here or Session()
     token, before, full_error = _session.set(here), sys.argv, os.environ.get("HYDRA_FULL_ERROR", "0")
     sys.argv = ["pipeline", *overrides, *flags]  # Hydra wants the overrides side by side
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it refuses in many lines and exits with 1
     try:
-        with as_config_error(overrides, folders, kinds), here.checking_folder():
+        with hydra_errors.as_config_error(overrides, folders, kinds), here.checking_folder():
             hydra.main(version_base="1.3", config_path=directory(), config_name="config")(job)()
     except ConfigError:
         if not raised:

@@ -11,10 +11,9 @@ import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, first_line, refused
-from pipeline.dataset import tfds_files
+from pipeline.dataset import stream, tfds_files
 from pipeline.dataset.splits import Data as Data
 from pipeline.dataset.splits import Stored as Stored
-from pipeline.dataset.stream import Loader
 from pipeline.trust import gate, instantiate
 
 # Keys of the program; all others are arguments of the target.
@@ -155,7 +154,7 @@ def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, i
     return preprocess
 
 
-def _loaders(node: DictConfig, made: Data) -> dict[str, Loader]:
+def _loaders(node: DictConfig, made: Data) -> dict[str, stream.Loader]:
     for key in ("augment", "pad"):
         if node.get(key) is not None:
             rule = "must be null with dataset.batched=true: the loader does that, and weighs what it pads with 0"
@@ -165,7 +164,7 @@ def _loaders(node: DictConfig, made: Data) -> dict[str, Loader]:
             rule = f"must give its {name} split as a tf.data.Dataset, a keras.utils.PyDataset or a generator function"
             raise ConfigError("dataset._target_", rule, type(split).__name__)
     with refused("dataset", "must give batches", node._target_):
-        return {name: Loader(split, name) for name, split in made.splits.items()}
+        return {name: stream.Loader(split, name) for name, split in made.splits.items()}
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:

@@ -20,8 +20,7 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, RunError, say
 from pipeline.config import cluster, compose
 from pipeline.config.resolve import RunSpec
-from pipeline.distributed import rendezvous
-from pipeline.distributed.worker import TRAIN
+from pipeline.distributed import rendezvous, worker
 from pipeline.trust import gate
 
 JOINING = 20.0  # seconds after which TensorFlow, once all have joined, has noticed by itself that a worker is gone
@@ -60,7 +59,7 @@ class Chief(AbstractContextManager["Chief"]):
         if isinstance(error, ConfigError) and self._made_logs:
             shutil.rmtree(self._logs, ignore_errors=True)  # nothing was created
 
-    def start(self, spec: RunSpec, run_dir: Path, task: str = TRAIN) -> None:
+    def start(self, spec: RunSpec, run_dir: Path, task: str = worker.TRAIN) -> None:
         """Start the workers on this machine, unless something else does; `task` is as `worker.run` has it."""
         if self._server is None or not self._server.cluster.started:
             return

@@ -74,8 +74,8 @@ def compare(
     many micro-batches on as many replicas; `until` is the last update of the old run, if it was interrupted.
     """
     kept = [metric for metric in old if same_cut or not metric_names.of(metric).of_the_cut]
-    both = [(metric, old[metric], new.get(metric, {})) for metric in kept]
-    points = [Point(m, step, a.get(step), b.get(step)) for m, a, b in both for step in {*a, *b} if step <= until]
+    pairs = [(metric, old[metric], new.get(metric, {})) for metric in kept]
+    points = [Point(key, n, then.get(n), now.get(n)) for key, then, now in pairs for n in {*then, *now} if n <= until]
     # Within one update the training loss comes first.
     points.sort(key=lambda point: (point.step, point.metric != "train/loss", point.metric))
     sizes = old.get("train/effective_batch_size", {})

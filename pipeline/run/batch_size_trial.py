@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pipeline.common import imports
+from pipeline.common import imports, memory_budget
 from pipeline.common.errors import ConfigError, cause, described
-from pipeline.common.memory_budget import MARGIN
 from pipeline.config import resolve
 from pipeline.config.resolve import RunSpec
 
@@ -134,7 +133,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
         margins = []
         for gpu in tf.config.list_logical_devices("GPU"):
             with tf.device(gpu.name):
-                margins.append(tf.zeros([int(peak * (1 / MARGIN - 1))], tf.uint8))
+                margins.append(tf.zeros([int(peak * (1 / memory_budget.MARGIN - 1))], tf.uint8))
         step(batch)["loss"].numpy()
     return {"peak": peak, "address_space": devices.status_bytes("VmPeak") or 0, "update": min(seconds)}
 

@@ -11,9 +11,8 @@ from hydra.core.utils import run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from pipeline.common import imports
+from pipeline.common import imports, secrets
 from pipeline.common.errors import first_line
-from pipeline.common.secrets import mask
 
 WORST = float("inf")  # loss of a job that returned none: the worst, for a sweeper that searches
 FINISHED, FAILED = "finished", "failed"
@@ -57,7 +56,7 @@ class JobCall:
 def killed(how: str, printed: str) -> Ending:
     """Return the ending of a job that was killed; the last line that it printed is the reason."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    return Ending(how, reason=": ".join([how, *map(mask, lines[-1:])]))
+    return Ending(how, reason=": ".join([how, *map(secrets.mask, lines[-1:])]))
 
 
 def importing_only_this_package(**more: str) -> contextlib.AbstractContextManager[None]:

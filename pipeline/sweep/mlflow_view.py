@@ -154,10 +154,7 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
 
 
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """Return the grouping that averages the runs of each setting, or None to show each run by its name.
-
-    Groups average seeds or show one key; if a config group is varied, no single param distinguishes its choices.
-    """
+    """Return the grouping that averages seeds or shows one key; None where no single param tells the runs apart."""
     keys = [key for key in varied if key != "seed"]
     if not keys or any("." not in key for key in keys) or (len(keys) > 1 and "seed" not in varied):
         return None

@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.common.signals import Terminated
-from pipeline.config import cluster
-from pipeline.config.schema import HardwareConfig
+from pipeline.config import cluster, schema
 from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.sweep.launcher import SweepLauncher
@@ -45,7 +44,7 @@ class SlurmLauncher(SweepLauncher):
     def name(self) -> str:  # of all Slurm jobs of the sweep
         return f"pipeline-{self.sweep.run_id}"
 
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
+    def _slots(self, hardware: Sequence[schema.HardwareConfig]) -> list[list[str]]:
         if shutil.which("sbatch") is None:
             raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
         wanted = -(-gpus_of_machine.per_job(hardware) // (self.params.get("nodes") or 1))

@@ -28,11 +28,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import imports
+from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, say
-from pipeline.common.secrets import mask
-from pipeline.tracking import journal_file
-from pipeline.tracking.foreign_store import sync_command
+from pipeline.tracking import foreign_store, journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
 from pipeline.trust import artifact_locations
 
@@ -124,7 +122,7 @@ class Journal:
         The journal at `path` must be new; `run` has `experiment`, `name`, `params`, `tags` and `system_metrics`.
         """
         tags = {**run["tags"], "journal": uuid.uuid4().hex}
-        start = {"format": FORMAT, "store": mask(journal_file.absolute(self.uri)), **run, "tags": tags}
+        start = {"format": FORMAT, "store": secrets.mask(journal_file.absolute(self.uri)), **run, "tags": tags}
         try:
             self._writer = journal_file.create(path)
             self._writer.write({"start": start})
@@ -214,7 +212,7 @@ class Journal:
                 self.abandon()
                 if answer.get("key") == "RUN_DIR":
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                command = sync_command(str(path.parent), self.uri)
+                command = foreign_store.sync_command(str(path.parent), self.uri)
                 raise RuntimeError(f"the store did not take the run ({answer['error']}); what it has of it: {command}")
             self._lives -= "died" not in answer  # the store may not be away, but refuse the run
             self.ready()
@@ -253,7 +251,7 @@ class Journal:
             answer = self.shipper.answer(min(seconds, SILENCE))
             if answer is None or "failing" in answer:
                 if not why:
-                    say(f"waiting for the store {mask(self.uri)}, {seconds:.0f} s at most")
+                    say(f"waiting for the store {secrets.mask(self.uri)}, {seconds:.0f} s at most")
                 why = answer["failing"] if answer else why or silent
             elif "left" in answer:
                 self._deadline, why = time.monotonic() + self.patience, ""

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__
-from pipeline.common import imports, nvidia
+from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError
-from pipeline.common.secrets import mask
-from pipeline.config.compose import directory
-from pipeline.config.plain import leaves
+from pipeline.config import compose, plain
 from pipeline.dataset.checksums import Files
 
 if TYPE_CHECKING:
@@ -68,7 +66,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
 
 def segment(after: int, spec: RunSpec) -> dict[str, Any]:
     """Describe what may change when a run is resumed; `after` is the number of updates completed before."""
-    hardware = {key: str(value) for key, value in leaves(spec.recorded["hardware"]).items()}
+    hardware = {key: str(value) for key, value in plain.leaves(spec.recorded["hardware"]).items()}
     versions = {name: metadata.version(name) for name in ("tensorflow", "keras", "numpy")}
     return {"after": after, "cut": asdict(spec.batching), "hardware": hardware, "versions": versions}
 
@@ -127,7 +125,7 @@ def _hash_on_path(file: str) -> str | None:
 
 def diff() -> str:
     """Return `git diff HEAD` without secrets, cut at `LARGEST_DIFF` characters."""
-    text = mask(_git("diff", "HEAD") or "")
+    text = secrets.mask(_git("diff", "HEAD") or "")
     return text if len(text) <= LARGEST_DIFF else f"{text[:LARGEST_DIFF]}\n… cut: {len(text)} characters in all\n"
 
 
@@ -152,7 +150,7 @@ def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, o
 
 def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: str) -> None:
     """Refuse data that differ from those of the recorded run; the error names the file or the split."""
-    now = json.loads(mask(json.dumps(now)))  # as the recorded ones were
+    now = json.loads(secrets.mask(json.dumps(now)))  # as the recorded ones were
     for key in ("name", "version"):
         if recorded[key] != now[key]:
             raise ConfigError("dataset", f"must have the {key} {recorded[key]!r} of run {run_id}", now[key])
@@ -171,7 +169,7 @@ def origin() -> dict[str, str]:
         user = getpass.getuser()
     except (KeyError, OSError):  # a number without a name, as in a container
         user = "unknown"
-    command = " ".join(["pipeline", *map(mask, sys.argv[1:])])
+    command = " ".join(["pipeline", *map(secrets.mask, sys.argv[1:])])
     tags = {"mlflow.user": user, "mlflow.source.type": "LOCAL", "mlflow.source.name": command}
     tags["package.version"] = __version__
     if tree := git():
@@ -206,7 +204,7 @@ def _hardware() -> dict[str, Any]:
 def _package_hash() -> str:
     """Return the SHA-256 of the code and the configs, as an installed package has no repository."""
     package = Path(__file__).resolve().parents[1]
-    folders = {package: "*.py", Path(directory("conf")): "*.yaml", Path(directory("sweeps")): "*.yaml"}
+    folders = {package: "*.py", Path(compose.directory("conf")): "*.yaml", Path(compose.directory("sweeps")): "*.yaml"}
     found = hashlib.sha256()
     for folder, pattern in folders.items():
         for path in sorted(folder.rglob(pattern)):

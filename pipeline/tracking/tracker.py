@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask, masked
 from pipeline.common.signals import Terminated
-from pipeline.config.plain import leaves, short
+from pipeline.config import plain, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Plan
-from pipeline.config.stream_plan import ENDLESS
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
@@ -65,12 +64,12 @@ class Tracker:
         `after` updates were completed before; `dataset` is the record of `data`; `gpus` are places among the visible.
         """
         resolved, tracking = spec.recorded, spec.config.tracking
-        values = leaves(resolved).items()
+        values = plain.leaves(resolved).items()
         params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
         sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
         derived = {
             **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
-            **({} if self.plan.updates == ENDLESS else {"derived.updates": self.plan.updates}),
+            **({} if self.plan.updates == stream_plan.ENDLESS else {"derived.updates": self.plan.updates}),
             "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
         }
         sweep = tracking.sweep
@@ -211,7 +210,7 @@ def _name(overrides: Sequence[str], dataset: str) -> str:
     given = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
     of_run = [(key, value) for key, value in given if not key.startswith(_PLACE)]
     experiment = dict(of_run).get("experiment", dataset)
-    changed = [short(key, value[:40]) for key, value in of_run if key != "experiment"]
+    changed = [plain.short(key, value[:40]) for key, value in of_run if key != "experiment"]
     return " ".join([experiment, *changed])[:NAME_LENGTH] if of_run else ""
 
 

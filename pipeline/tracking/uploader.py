@@ -125,10 +125,7 @@ class Uploader:
             self._tell(self.left())
 
     def finish(self, patience: float, report: Callable[[Exception], object] = lambda error: None) -> None:
-        """Ship the rest of a journal that no trainer writes any more.
-
-        The store may fail for `patience` seconds on end before its error is raised; each error before that is reported.
-        """
+        """Ship the rest once no trainer writes; errors are reported, and raised once they last `patience` seconds."""
         more = True
         while more:
             more = self.read(ended=True)
