@@ -7,8 +7,18 @@ its files.
 from typing import Any
 
 __all__ = [
-    *("bad_example", "batches", "cache", "checksums", "load", "longest_batch"),
-    *("source", "splits", "stream", "tokens"),
+    "Data",
+    "Stored",
+    "bad_example",
+    "batches",
+    "cache",
+    "checksums",
+    "load",
+    "longest_batch",
+    "source",
+    "splits",
+    "stream",
+    "tokens",
 ]
 
 _AT_THE_DOOR = {
