@@ -49,12 +49,11 @@ def read(builder: Any, download: bool, splits: Sequence[str | None], make: Calla
         part: [Shard(Path(file.filename), file.skip, file.take) for file in _files(builder, name)]
         for part, name in named.items()
     }
-    labels = dict(builder.info.features or {}).get(label_key)
     files = (path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json")
     return Data(
         parts.pop("train"),
         **parts,
-        classes=getattr(labels, "num_classes", None),
+        classes=getattr(dict(builder.info.features or {}).get(label_key), "num_classes", None),
         name=builder.name,
         version=str(builder.version),
         files=tuple(sorted(files)),

@@ -97,8 +97,7 @@ class Chief(AbstractContextManager["Chief"]):
     def _check_processes(self) -> None:
         for index, process in enumerate(self._processes, start=1):
             if process.poll() is not None:
-                log = self._logs / f"{index}.log"
-                printed = log.read_text(encoding="utf-8", errors="replace").split("\n")
+                printed = (self._logs / f"{index}.log").read_text(encoding="utf-8", errors="replace").split("\n")
                 last = next((line for line in reversed(printed) if line.strip()), "it has said nothing")
                 raise WorkerError(f"worker {index} ended with status {process.returncode} before it began: {last}")
 

@@ -95,11 +95,10 @@ def main() -> None:
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     given = json.loads(sys.stdin.readline())
     own = cluster.Cluster(tuple(given["addresses"]), given["index"], started=True, rendezvous=given["rendezvous"])
-    spec = resolve.from_text(given["spec"], own)
     passed = given["gate"] or {}
     places = {name: Path(passed[name]) for name in ("run_dir", "data_dir") if passed.get(name)}
     with gate.strict(gate.Gate(**passed | places)) if passed else nullcontext():
-        run(spec, given["task"])
+        run(resolve.from_text(given["spec"], own), given["task"])
 
 
 if __name__ == "__main__":

@@ -229,10 +229,9 @@ class Journal:
             return False
         self.abandon()
         if not died:
-            rule = answer.get("rule", AWAY.format(answer["error"]))
             self._offline = self._when_unreachable == "offline"
             what = "this run is kept in its directory, for pipeline sync" if self._offline else "waiting for it"
-            say(f"tracking.uri {rule}: {what}")
+            say(f"tracking.uri {answer.get('rule', AWAY.format(answer['error']))}: {what}")
             if self._offline:
                 return True
             time.sleep(RETRY)

@@ -115,13 +115,12 @@ def warm_up(uri: str, run_id: str) -> None:
 
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the files and packages in the working directory that define the `targets` or the model's layers."""
-    here = Path.cwd()
     modules = {cls.__module__ for cls in _own_classes(model)}
     modules |= {name for target in targets for name in sys.modules if target.startswith(f"{name}.")}
     found = set()
     for name in modules:
         file = Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or "/")
-        if file.is_relative_to(here) and "site-packages" not in file.parts:
+        if file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts:
             found.add(file.parent if file.name == "__init__.py" else file)
     return sorted(map(str, found))
 

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline import __version__
 from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError
-from pipeline.config import compose, plain
+from pipeline.config import compose, plain, resolve
 from pipeline.dataset.checksums import Files
 
 if TYPE_CHECKING:
-    from pipeline.config.resolve import RunSpec
     from pipeline.dataset.splits import Data
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
@@ -64,7 +63,7 @@ def environment(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def segment(after: int, spec: RunSpec) -> dict[str, Any]:
+def segment(after: int, spec: resolve.RunSpec) -> dict[str, Any]:
     """Describe what may change when a run is resumed; `after` is the number of updates completed before."""
     hardware = {key: str(value) for key, value in plain.leaves(spec.recorded["hardware"]).items()}
     versions = {name: metadata.version(name) for name in ("tensorflow", "keras", "numpy")}
@@ -137,14 +136,13 @@ def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, o
     wanted, files = checksum == "full", files or Files(data.files)
     if wanted and of_files:
         files.known()
-    content = {name: _content_hash(split) for name, split in data.splits.items() if wanted and not data.files}
     return {
         "name": data.name,
         "version": data.version,
         "examples": {name: count for name in data.splits if (count := data.count(name)) is not None},
         "checksum": checksum,
         "files": files.checksums,
-        "content": content,
+        "content": {name: _content_hash(split) for name, split in data.splits.items() if wanted and not data.files},
     }
 
 

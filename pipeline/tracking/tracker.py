@@ -220,10 +220,9 @@ def _text(value: Any) -> str:
 
 def _dataset(data: Data, context: str, split: tf.data.Dataset, examples: int | None) -> dict[str, str]:
     schema = str(split.element_spec)
-    identity = f"{data.name} {data.version} {context} {examples} {schema}"
     return {
         "name": data.name[:500],  # MLflow takes no more
-        "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
+        "digest": hashlib.sha256(f"{data.name} {data.version} {context} {examples} {schema}".encode()).hexdigest()[:8],
         "source_type": "code",
         "source": json.dumps({"tags": {"version": data.version}}),
         "schema": json.dumps({"elements": schema}),

@@ -87,8 +87,7 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:
     """Return whether `path` lies in one of `folders`, with symlinks followed; False if it is no path."""
     try:
-        resolved = path.resolve()
-        return any(resolved.is_relative_to(folder.resolve()) for folder in folders)
+        return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
     except (OSError, RuntimeError, ValueError):  # a loop of symlinks, a name that is too long, a null byte
         return False
 
