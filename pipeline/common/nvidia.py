@@ -88,6 +88,7 @@ def computes_in_tf32() -> bool:
     """Return whether TensorFlow computes products of float32 in TF32 on a GPU of this process."""
     import tensorflow as tf  # takes seconds
 
-    known = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
+    with imports.without_chatter():  # the libraries say if they cannot start CUDA
+        known = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
     on = tf.config.experimental.tensor_float_32_execution_enabled()
     return bool(on and any(of.get("compute_capability", (0, 0)) >= (8, 0) for of in known))  # Ampere and later
