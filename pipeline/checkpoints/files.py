@@ -81,10 +81,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return self.plan.ends_epoch(update) if isinstance(self.every, str) else update % self.every == 0
 
     def save(self, update: int, capture: Callable[[], State], *, best: bool = False) -> None:
-        """Write the snapshot that `capture` returns as the checkpoint of `update`, in a thread.
-
-        Waits for the previous checkpoint first. If writing fails, one line says so and training continues.
-        """
+        """Write what `capture` returns as the checkpoint of `update`, in a thread; a failure is said, in one line."""
         if not self.writes:
             return
         began = time.monotonic()
@@ -136,9 +133,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             shutil.rmtree(new, ignore_errors=True)
             say(f"the checkpoint of update {update} was not written: {described(error)}")
             return
-        self._remove_old(update, best)
-
-    def _remove_old(self, update: int, best: bool) -> None:
         if not best:
             done = updates(self.folder)
             later = [other for other in done if other > update]  # of a run that resumed from before them

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,9 @@ def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
     """Return the run directories below the working directory by the ID of their run, which their journals say."""
     found = {}
     for folder in (folder for folder in run_dirs([]) if Path(folder).resolve() != (but and but.resolve())):
-        try:
-            past = Past.of(Path(folder), key, running=True)
-        except ConfigError:  # of another version
-            continue
-        past.close()
-        if past.run:
-            found[past.run["run_id"]] = Path(folder)
+        with suppress(ConfigError), closing(Past.of(Path(folder), key, running=True)) as past:  # of another version
+            if past.run:
+                found[past.run["run_id"]] = Path(folder)
     return found
 
 

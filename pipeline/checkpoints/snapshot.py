@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # a room above this one
     from pipeline.training.recorder import Recorder
 
 Callbacks = Mapping[str, keras.callbacks.Callback]
+Takes = Callable[[str], bool]  # whether a variable is meant, by its name
 
 _SEED = "keras' global seed"
 _SAME = " #"  # PATH #2 is the second variable with that path
@@ -41,10 +42,6 @@ _KEPT: dict[type, tuple[str, ...]] = {
     keras.callbacks.LearningRateScheduler: (),
     keras.callbacks.TerminateOnNaN: (),
 }
-
-
-def _everything(name: str) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapp
     return State(arrays, values)
 
 
-def restore_variables(state: State, update: Update, takes: Callable[[str], bool] = _everything) -> None:
+def restore_variables(state: State, update: Update, takes: Takes = lambda _: True) -> None:
     """Restore the variables whose names `takes` accepts; a `ConfigError` says that one does not fit."""
     if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
         with update.strategy.scope():
@@ -107,7 +104,7 @@ def restore_variables(state: State, update: Update, takes: Callable[[str], bool]
 
 
 def restore(
-    state: State, update: Update, recorder: Recorder, callbacks: Callbacks, takes: Callable[[str], bool] = _everything
+    state: State, update: Update, recorder: Recorder, callbacks: Callbacks, takes: Takes = lambda _: True
 ) -> dict[str, Any]:
     """Restore everything but the variables that `takes` leaves out; return the state of the training loop."""
     restore_variables(state, update, takes)
@@ -149,7 +146,7 @@ def lent(state: State, update: Update) -> Iterator[None]:
         _assign(variables, before)
 
 
-def check(meta: Mapping[str, Any], update: Update, takes: Callable[[str], bool] = _everything) -> None:
+def check(meta: Mapping[str, Any], update: Update, takes: Takes = lambda _: True) -> None:
     """Check that all variables that `takes` accepts are in `meta` and in the model, with the same shape and dtype."""
     saved, variables = {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}, _variables(update)
     for name, (copy, *_) in variables.items():

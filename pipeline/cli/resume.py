@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
-from pipeline.common import nvidia
+from pipeline.common import nvidia, secrets
 from pipeline.common.errors import ConfigError, Parser
-from pipeline.common.secrets import HIDDEN
-from pipeline.config import compose
-from pipeline.config.plain import leaves
+from pipeline.config import compose, plain
 from pipeline.tracking.journal_file import Past
 
 
@@ -27,7 +24,11 @@ def resume(arguments: Sequence[str]) -> int:
     past = Past.of(run_dir, running=True)  # this may be a worker whose chief has already resumed
     past.close()
     config, named = recorded_config(run_dir, "RUN"), {text.lstrip("+").split("=")[0] for text in overrides}
-    _complete(config, past, named)
+    if secrets.HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
+        config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
+    for key, value in plain.leaves(config).items():
+        if secrets.HIDDEN in str(value) and key not in named:
+            raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)
     if any(name.startswith("hydra.") for name in named):
         raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))
 
@@ -41,12 +42,3 @@ def resume(arguments: Sequence[str]) -> int:
 
     compose.run_recorded(config, [*overrides, f"hydra.run.dir={quoted(run_dir)}"], task)
     return 0
-
-
-def _complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
-    """Set the run's store in its config; raise a `ConfigError` for a secret that is not among the overrides."""
-    if HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
-        config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
-    for key, value in leaves(config).items():
-        if HIDDEN in str(value) and key not in named:
-            raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pipeline.checkpoints.run_dirs import run_dirs
 from pipeline.common.errors import NOT_SHIPPED, Parser, first_line, say
-from pipeline.config import compose
-from pipeline.config.allow_list import allowed_places, check_allowed
+from pipeline.config import allow_list, compose
 from pipeline.tracking.foreign_store import OwnStore
 from pipeline.tracking.sync_run import sync_run
 
@@ -21,9 +20,9 @@ def sync(arguments: Sequence[str]) -> int:
     options = parser.parse_args([text for text in arguments if text not in overrides])
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
     config = compose.composed([*config_dir, *overrides])
-    check_allowed(config.trust.allow)
+    allow_list.check_allowed(config.trust.allow)
     given = any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides)
-    own = OwnStore(config.tracking.uri, tuple(allowed_places(config.trust.allow)), on_command_line=given)
+    own = OwnStore(config.tracking.uri, tuple(allow_list.allowed_places(config.trust.allow)), on_command_line=given)
     found = run_dirs(options.folders)
     if not found:
         say("no run directory with a journal was found")

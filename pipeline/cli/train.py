@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from pipeline.common import nvidia
+from pipeline.common import nvidia, secrets
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
-from pipeline.common.secrets import mask
-from pipeline.config import compose, former_names
-from pipeline.config.allow_list import allowed_places
-from pipeline.config.compose import directory
+from pipeline.config import allow_list, compose, former_names
 from pipeline.sweep.again import trusted_overrides
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import ForeignStore, sync_command
@@ -45,7 +42,7 @@ def sweep(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(list(arguments))
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
-    folder, ours = files[options.name].parent, Path(directory("sweeps"))
+    folder, ours = files[options.name].parent, Path(compose.directory("sweeps"))
     file = ["--config-dir", str(folder), "--config-name", options.name]
     own: list[str] = []
     searched = [ours] if folder != ours else []
@@ -76,7 +73,7 @@ def _close(current: ParentRun | None, again: Callable[[str], list[str]], broken:
     """Close a sweep, if there was one, and publish its report unless it ended early with status `broken`."""
     if current is None:
         return 0
-    missing = f"run what is missing with: {shlex.join(['pipeline', *map(mask, again(current.run_id))])}"
+    missing = f"run what is missing with: {shlex.join(['pipeline', *map(secrets.mask, again(current.run_id))])}"
     try:
         status: int = current.close(broken)
     except Exception as error:  # the store is unreachable
@@ -111,8 +108,7 @@ def _recorded(options: argparse.Namespace, file: list[str], rest: list[str]) -> 
         raise ConfigError("NAME", f"must be the name of sweep {options.again}", options.name)
     allowed = [f"trust.allow={list(own.trust.allow)}"] if options.allow else []
     # The arguments come last, so that they override the record.
-    recorded = trusted_overrides(parent.data.tags, rest, own)
-    return [*recorded, *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
+    return [*trusted_overrides(parent.data.tags, rest, own), *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
 
 
 def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
@@ -120,7 +116,7 @@ def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
         nvidia.why_no_gpu(required=True)  # fails at once, while TensorFlow would take seconds
     from pipeline.run import run
 
-    places = allowed_places(config.trust.allow)
+    places = allow_list.allowed_places(config.trust.allow)
     with artifact_locations.confined(config.tracking.uri, places) if config.tracking.confined else nullcontext():
         _, loss = run.run(config, overrides, run_dir)
         return loss

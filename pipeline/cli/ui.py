@@ -26,16 +26,12 @@ def ui(arguments: Sequence[str]) -> int:
     opened: list[DictConfig] = []
     compose.run(opened.append, [*rest, "hydra.run.dir=."])
     for config in opened:  # empty if Hydra only printed something, such as its help
-        return _serve(config.tracking.uri, _free(options.port))
+        if not options.port.isdecimal() or not 0 < (port := int(options.port)) < 2**16:
+            raise ConfigError("--port", "must be from 1 to 65535", options.port)
+        with refused("--port", "must be a port that is free: choose another with --port", port):
+            socket.create_server((HOST, port)).close()
+        return _serve(config.tracking.uri, port)
     return 0
-
-
-def _free(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise ConfigError("--port", "must be from 1 to 65535", text)
-    with refused("--port", "must be a port that is free: choose another with --port", int(text)):
-        socket.create_server((HOST, int(text))).close()
-    return int(text)
 
 
 def _serve(uri: str, port: int) -> int:

@@ -1,5 +1,4 @@
-"""What every room may use: errors, secrets, signals, files that are read again, a cache on disk, the available memory
-and GPUs.
+"""What every room may use: errors, secrets, signals, processes, files that are read again, a cache, memory and GPUs.
 
 Imports no other room.
 """

@@ -16,6 +16,7 @@ from pipeline.common.secrets import mask
 
 QUIET = "PIPELINE_QUIET"  # environment variable: set by `--quiet`, also for jobs and workers
 _NOT_GIVEN: Any = object()
+_Some = Iterable[object]
 _LONGEST = 300  # characters of a value
 _MOST = 40  # choices that are listed
 
@@ -32,12 +33,7 @@ class ConfigError(Exception):
     """
 
     def __init__(
-        self,
-        key: str,
-        rule: str,
-        received: object = _NOT_GIVEN,
-        choices: Iterable[object] | None = None,
-        similar: Iterable[object] = (),
+        self, key: str, rule: str, received: object = _NOT_GIVEN, choices: _Some | None = None, similar: _Some = ()
     ):
         # Kept as text, so that the error can be pickled and sent to another process.
         self.key, self.rule = key, rule
@@ -108,10 +104,7 @@ def printable(text: str) -> str:
 
 
 def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
-    """Print each of `lines` as one line to standard error, or `to`, without secrets and without control characters.
-
-    With `--quiet` only what is said `always`.
-    """
+    """Print lines to standard error, or `to`, without secrets and control characters; if quiet, only if `always`."""
     if is_quiet() and not always:
         return
     stream = to or sys.stderr
@@ -127,9 +120,7 @@ def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its type if it has no message."""
     text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # TensorFlow's position in its graph
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
 
 

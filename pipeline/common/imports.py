@@ -1,8 +1,9 @@
-"""What processes import: this package, wherever it is installed, and TensorFlow without its startup notices."""
+"""How processes start, and what they import: this package, wherever it is, and TensorFlow without its notices."""
 
 import faulthandler
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,9 +51,9 @@ class _Later(Loader):
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Suppress the notices that TensorFlow's libraries print when they are loaded, and no other output.
+    """Suppress only the notices that TensorFlow's libraries print when they are loaded, before they read any level.
 
-    They are printed before any log level is read, so no setting stops them. The modules of `ON_USE` are executed later.
+    The modules of `ON_USE` are executed later.
     """
     finder = _OnUse()
     sys.meta_path.insert(0, finder)
@@ -76,6 +77,35 @@ def without_chatter() -> Iterator[None]:
                     say(line)
 
 
+def said(*command: str) -> str | None:
+    """Return what a program prints; None if it is missing, fails or takes more than 30 s."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+
+
 def path_of_processes() -> str:
     """Return the PYTHONPATH with which a new process imports this package from the same place."""
     return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+
+
+def started(module: str, variables: dict[str, str] | None = None, **options: Any) -> Any:
+    """Return the process of `python -m module`, with a pipe to it; it imports nothing from the working directory."""
+    ours = {**os.environ, "PYTHONPATH": path_of_processes(), **(variables or {})}
+    command, stdin = [sys.executable, "-P", "-m", module], subprocess.PIPE
+    # In a session of its own, Ctrl-C reaches this process alone, which then ends it.
+    return subprocess.Popen(command, stdin=stdin, env=ours, text=True, start_new_session=True, **options)
+
+
+@contextmanager
+def variables_set(**ours: str) -> Iterator[None]:
+    """Set environment variables within the block."""
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+        os.environ.update(before)

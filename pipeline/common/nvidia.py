@@ -18,18 +18,14 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, say
 
 LOCKED = "PIPELINE_GPUS"  # environment variable: the GPUs that this process, or the one that started it, has locked
-_LISTS = (
-    "from pipeline import accumulation; import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
-)
+_LIST = "from pipeline import accumulation; import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 
 
 def gpus_of_driver() -> int:
     """Return how many GPUs the driver lists."""
-    try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30)
-        return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
-    except (OSError, subprocess.SubprocessError):
-        return len(glob.glob("/dev/nvidia[0-9]*"))
+    if (listed := imports.said("nvidia-smi", "-L")) is not None:
+        return sum(line.startswith("GPU ") for line in listed.splitlines())
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def visible() -> list[str]:
@@ -43,12 +39,9 @@ def visible() -> list[str]:
 
 @functools.cache
 def of_tensorflow() -> tuple[int, list[str]]:
-    """Return how many GPUs TensorFlow lists in a new process, and the CUDA libraries that it could not open there.
-
-    It takes as long as importing TensorFlow: seconds. Only that process shows TensorFlow's own words.
-    """
+    """Return how many GPUs TensorFlow lists, in a process that shows its messages, and the libraries that it lacks."""
     shown = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1", "PYTHONPATH": imports.path_of_processes()}
-    said = subprocess.run([sys.executable, "-c", _LISTS], capture_output=True, text=True, env={**os.environ, **shown})
+    said = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, env={**os.environ, **shown})
     missing = sorted(set(re.findall(r"Could not load dynamic library '([^']+)'", said.stderr)))
     return int(next(reversed(said.stdout.split()), 0)) if said.returncode == 0 else 0, missing
 
@@ -73,10 +66,7 @@ def why_no_gpu(required: bool) -> str:
 
 
 def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> None:
-    """Lock `gpus` until this process ends, with `shared` beside others that share them.
-
-    If another run of this user has one, wait for it; or only say so.
-    """
+    """Lock `gpus` until this process ends, `shared` with others that share them; `wait` for another run, or say so."""
     import fcntl
 
     ours = os.environ.get(LOCKED, "").split(",")
@@ -98,6 +88,7 @@ def computes_in_tf32() -> bool:
     """Return whether TensorFlow computes products of float32 in TF32 on a GPU of this process."""
     import tensorflow as tf  # takes seconds
 
-    known = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
+    with imports.without_chatter():  # the libraries say if they cannot start CUDA
+        known = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
     on = tf.config.experimental.tensor_float_32_execution_enabled()
     return bool(on and any(of.get("compute_capability", (0, 0)) >= (8, 0) for of in known))  # Ampere and later

@@ -22,9 +22,7 @@ _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNOR
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
 # In an override: where a secret is.
 _SECRET_FILE = re.compile(r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)""")
-_SECRET_NAMES = re.compile(
-    r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PWD|PAT|AUTH)$", re.IGNORECASE
-)
+_SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|_(KEY|PASS|PWD|PAT|AUTH)$", re.I)
 _remembered: set[str] = set()  # of this process: errors quote pieces of URIs that no pattern recognizes
 _SHORTEST_SECRET = 6  # characters: masking shorter values would hide half of every text
 
@@ -32,8 +30,7 @@ _SHORTEST_SECRET = 6  # characters: masking shorter values would hide half of ev
 def remember(uri: str) -> None:
     """Mask the secrets of this URI, and pieces of them, wherever they occur from now on.
 
-    An error about an address may quote only a piece of it, which does not look like a URI: for
-    `http://me:Hunter7#x@host` a parser reports a port that is not a number, 'Hunter7'.
+    An error may quote a piece: of `http://me:Hunter7#x@host` a parser reports 'Hunter7', a port that is no number.
     """
     rest = uri.partition("://")[2]
     user, colon, password = rest.rpartition("@")[0].partition(":")

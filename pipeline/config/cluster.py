@@ -11,13 +11,13 @@ import os
 import re
 import socket
 import stat
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from pipeline.common import imports
 from pipeline.common.errors import ConfigError, refused
 
 KEY = "hardware.workers"
@@ -112,8 +112,7 @@ def secret(file: str | None, environment: Mapping[str, str]) -> bytes:
         mode = os.stat(file).st_mode
         found = Path(file).read_bytes().strip() if stat.S_ISREG(mode) else b""
     if mode & 0o077 or len(found) < SHORTEST_SECRET:
-        rule = f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters"
-        raise ConfigError(SECRET_FILE, rule, file)
+        raise ConfigError(SECRET_FILE, f"must be a file of mode 0600 with at least {SHORTEST_SECRET} characters", file)
     return found
 
 
@@ -138,17 +137,12 @@ def _of_tf_config(text: str) -> Cluster:
 def _of_slurm(environment: Mapping[str, str]) -> Cluster:
     """Return the tasks of a Slurm step in the order of their ranks; the chief's port follows from job and step."""
     nodes, tasks = environment["SLURM_STEP_NODELIST"], environment["SLURM_STEP_TASKS_PER_NODE"]
-    try:
-        asked = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+    if (names := imports.said("scontrol", "show", "hostnames", nodes)) is None:
         rule = "must be read by `scontrol show hostnames`, which has failed here"
-        raise ConfigError("SLURM_STEP_NODELIST", rule, nodes) from error
-    counts = [
-        int(found["tasks"])
-        for found in re.finditer(r"(?P<tasks>\d+)(\(x(?P<times>\d+)\))?", tasks)
-        for _ in range(int(found["times"] or 1))
-    ]
-    hosts = [host for host, count in zip(asked.stdout.split(), counts, strict=True) for _ in range(count)]
+        raise ConfigError("SLURM_STEP_NODELIST", rule, nodes)
+    repeated = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(count) for count, times in repeated for _ in range(int(times or 1))]
+    hosts = [host for host, count in zip(names.split(), counts, strict=True) for _ in range(count)]
     number, node = int(environment["SLURM_PROCID"]), environment.get("SLURMD_NODENAME")
     if node not in (None, hosts[number]):
         rule = f"must be {hosts[number]}: the tasks have to be in blocks, srun --distribution=block"

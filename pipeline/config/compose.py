@@ -25,10 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common.errors import ConfigError, NotShippedError, RunError, described, printable, say
 from pipeline.common.secrets import mask
-from pipeline.config import former_names
-from pipeline.config.hydra_errors import COMPOSITION, as_config_error
+from pipeline.config import former_names, hydra_errors, schema
 from pipeline.config.hydra_internals import get_args_parser
-from pipeline.config.schema import register
 
 Task = Callable[[DictConfig, list[str], Path], float]
 _HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")  # a shell leaves KEY=~/… as it is, and Hydra has no ~ in a value
@@ -99,8 +97,7 @@ class Session:
             folder.rmdir()
 
 
-# Hydra creates its callbacks and launchers by itself, from the config, and returns nothing of theirs: whoever calls it
-# can give them a session in no other way.
+# Hydra makes its callbacks and launchers by itself and returns nothing of theirs: nothing else gives them a session.
 _session: ContextVar[Session] = ContextVar("session")
 
 
@@ -143,7 +140,7 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
 
     Raise a RunError if one run failed after it was created; its traceback is in its run directory.
     """
-    register()
+    schema.register()
     raised: list[Exception] = []
 
     def job(config: DictConfig) -> Any:
@@ -170,20 +167,20 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
     if options.config_dir is None and (own := own_folder()) is not None:
         options.config_dir, arguments = own, [*arguments, "--config-dir", own]
     folders = [directory(), *filter(None, [options.config_dir])]
-    with as_config_error(options.overrides, folders, (Exception,)):
+    with hydra_errors.as_config_error(options.overrides, folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = _by_environment(parsed) if options.multirun else options.overrides
     if options.config_dir and not options.shell_completion:
         check_config_dir(options.config_dir)
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
-    kinds = COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
+    kinds = hydra_errors.COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
     here = here or Session()
     token, before, full_error = _session.set(here), sys.argv, os.environ.get("HYDRA_FULL_ERROR", "0")
     sys.argv = ["pipeline", *overrides, *flags]  # Hydra wants the overrides side by side
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it refuses in many lines and exits with 1
     try:
-        with as_config_error(overrides, folders, kinds), here.checking_folder():
+        with hydra_errors.as_config_error(overrides, folders, kinds), here.checking_folder():
             hydra.main(version_base="1.3", config_path=directory(), config_name="config")(job)()
     except ConfigError:
         if not raised:
@@ -228,8 +225,7 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 def own_folder() -> str | None:
     """Return the folder `conf` of the working directory if it holds config groups other than the package's own."""
     folder = Path("conf").absolute()
-    found = any(folder.glob("*/*.yaml")) and not folder.samefile(directory())
-    return str(folder) if found else None
+    return str(folder) if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()) else None
 
 
 @cache
@@ -247,10 +243,7 @@ def check_config_dir(folder: str) -> None:
 
 
 def _by_environment(overrides: Sequence[Override]) -> list[str]:
-    """Return the overrides with each secret left in the environment; one that is swept over stays.
-
-    The environment carries the secrets to the jobs of a sweep: Hydra writes their overrides into files.
-    """
+    """Leave all secrets but swept ones to the environment: Hydra writes the overrides of a sweep's jobs into files."""
     texts = [str(override.input_line) for override in overrides]
     for number, (text, override) in enumerate(zip(texts, overrides, strict=True)):
         if mask(text) != text and not override.is_sweep_override():

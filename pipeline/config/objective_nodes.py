@@ -47,8 +47,7 @@ def check_names(metrics: Sequence[MetricNode]) -> None:
     names = [metric.full_name for metric in metrics]
     for metric in metrics:
         name, ours = metric.full_name, ", ".join(sorted(UPDATE_METRICS))
-        taken = name in UPDATE_METRICS or metric.name == "loss" or names.count(name) > 1
-        if taken or not is_name(f"train/{name}"):
+        if name in UPDATE_METRICS or metric.name == "loss" or names.count(name) > 1 or not is_name(f"train/{name}"):
             rule = f"must have a name that MLflow takes ({NAME_RULE}) other than {ours} and those of other metrics"
             raise ConfigError(metric.key, rule, name)
 

@@ -38,10 +38,9 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 def links(config: DictConfig) -> dict[str, str]:
     """Return the links between keys, such as `${another.key}`, by the dotted name of the key that has the link."""
     written = leaves(OmegaConf.to_container(config, resolve=False))
-    for key, entry in list(written.items()):
-        if isinstance(entry, list):
-            written |= {f"{key}.{number}": part for number, part in enumerate(entry)}
-    return {key: entry for key, entry in written.items() if isinstance(entry, str) and LINK.fullmatch(entry)}
+    lists = ((key, entry) for key, entry in written.items() if isinstance(entry, list))
+    parts = {f"{key}.{number}": part for key, entry in lists for number, part in enumerate(entry)}
+    return {key: entry for key, entry in (written | parts).items() if isinstance(entry, str) and LINK.fullmatch(entry)}
 
 
 def mapped(value: Any, function: Callable[[str], str]) -> Any:

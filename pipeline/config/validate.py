@@ -9,15 +9,11 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from pipeline.common import memory_budget
+from pipeline.common import memory_budget, secrets
 from pipeline.common.errors import ConfigError
-from pipeline.common.secrets import remember
-from pipeline.config import sizes
-from pipeline.config.allow_list import check_allowed
-from pipeline.config.metric_names import NAME_RULE, is_name
+from pipeline.config import allow_list, metric_names, schema, sizes
 from pipeline.config.objective_nodes import METRIC_GROUPS, by_output, check_names, metrics_of
 from pipeline.config.plain import leaves, plain
-from pipeline.config.schema import SCHEMA, Config, Mode
 
 LARGEST = 2**31 - 1  # of all counts: TensorFlow counts the examples of a batch in 32 bits
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
@@ -46,12 +42,8 @@ def _is_null_or(node: Any, /, **holds: Callable[[Any], bool]) -> bool:
 
 
 def _are_class_weights(node: Any) -> bool:
-    return node is None or (
-        isinstance(node, Mapping)
-        and len(node) > 0
-        and all(_is_integer(label) and label >= 0 for label in node)
-        and all(_is_number(weight) and 0 <= weight < math.inf for weight in node.values())
-    )
+    labelled = isinstance(node, Mapping) and len(node) > 0 and all(_is_integer(key) and key >= 0 for key in node)
+    return node is None or (labelled and all(map(_NOT_NEGATIVE[1], node.values())))
 
 
 def _are_indices(node: Any) -> bool:
@@ -99,7 +91,7 @@ _CHECKS: dict[str, Check] = {
         lambda v: v in (None, "auto", "epoch") or _COUNT[1](v),
     ),
     "tracking.experiment": ("a name of 1 to 250 characters", lambda value: value.strip() and len(value) <= 250),
-    "schema": (f"{SCHEMA}, the one of this program", lambda value: value == SCHEMA),
+    "schema": (f"{schema.SCHEMA}, the one of this program", lambda value: value == schema.SCHEMA),
     "seed": ("from 0 to 4294967295", lambda value: 0 <= value < 2**32),
     "accumulation.micro_batch_size": _or_null(
         (f"an integer, {' or '.join(sizes.SEARCHED)}", lambda value: _is_integer(value) or value in sizes.SEARCHED)
@@ -112,9 +104,7 @@ _CHECKS: dict[str, Check] = {
     ),
     "hardware.replicas": (f"at most {_REPLICAS} GPUs, or logical devices on a CPU", lambda value: value <= _REPLICAS),
 }
-_COUNTING = re.compile(
-    r"(accumulation|training|hardware|scaling|tracking)\.(?!(gpu_)?memory$)\w+|dataset\.shuffle_buffer"
-)
+_COUNTING = re.compile(r"(accumulation|training|hardware|scaling|tracking)\.(?!\w*memory$)\w+|dataset\.shuffle_buffer")
 
 
 def check_form(config: DictConfig) -> None:
@@ -122,10 +112,10 @@ def check_form(config: DictConfig) -> None:
     given: Any = OmegaConf.to_container(config)
     there = leaves(given)
     # The merge raises for a key that the schema lacks, and brings back one that was deleted.
-    for key, value in leaves(OmegaConf.to_container(OmegaConf.merge(Config, given))).items():
+    for key, value in leaves(OmegaConf.to_container(OmegaConf.merge(schema.Config, given))).items():
         if value == MISSING or key not in there:
             raise ConfigError(key, "must be given")
-    remember(config.tracking.uri)  # before anything fails to read it
+    secrets.remember(config.tracking.uri)  # before anything fails to read it
     _check_targets(config)
 
 
@@ -141,8 +131,8 @@ def check_values(config: DictConfig) -> None:
     for key, value in leaves(plain(config)).items():
         if _COUNTING.fullmatch(key) and _is_integer(value) and value > LARGEST:
             raise ConfigError(key, f"must be at most {LARGEST}", value)
-        if not is_name(key):
-            raise ConfigError(key, f"must be a name that MLflow takes for a param: {NAME_RULE}", key)
+        if not metric_names.is_name(key):
+            raise ConfigError(key, f"must be a name that MLflow takes for a param: {metric_names.NAME_RULE}", key)
 
 
 def check_settings(config: DictConfig) -> None:
@@ -163,10 +153,10 @@ def check_settings(config: DictConfig) -> None:
             raise ConfigError("training.keep_best.metric", rule, best.metric)
         if best.mode is None:
             rule = f"must say which {best.metric} is best"
-            raise ConfigError("training.keep_best.mode", rule, None, Mode.__members__)
+            raise ConfigError("training.keep_best.mode", rule, None, schema.Mode.__members__)
     if config.start.weights_only and config.start.run is None:
         raise ConfigError("start.weights_only", "must come with start.run, whose weights are meant", True)
-    check_allowed(config.trust.allow)
+    allow_list.check_allowed(config.trust.allow)
 
 
 def _check_targets(config: DictConfig) -> None:

@@ -15,9 +15,7 @@ BUFFER = 128 * 2**20  # bytes of the shuffle buffer of streamed examples
 _SAMPLE = 64  # examples that are read if their size does not follow from their shapes
 
 
-def resolve(
-    node: DictConfig, data: Data, agreed: Callable[[bool], bool] = bool, processes: int = 1
-) -> tuple[dict[str, Any], str]:
+def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: int = 1) -> tuple[dict[str, Any], str]:
     """Decide whether the training split is kept in memory where the `dataset` group has `in_memory: auto`.
 
     `agreed` returns whether something holds for each of several workers; `processes` of the run share the memory.

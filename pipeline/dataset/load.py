@@ -11,10 +11,9 @@ import tensorflow as tf
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, first_line, refused
-from pipeline.dataset import tfds_files
+from pipeline.dataset import stream, tfds_files
 from pipeline.dataset.splits import Data as Data
 from pipeline.dataset.splits import Stored as Stored
-from pipeline.dataset.stream import Loader
 from pipeline.trust import gate, instantiate
 
 # Keys of the program; all others are arguments of the target.
@@ -66,10 +65,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
 
 
 def digits(data_dir: str | None = None, download: bool = True, test_split: str | None = None) -> Data:
-    """Load scikit-learn's handwritten digits: 1437 images for training and 180 for validation, inputs in 0 … 1.
-
-    Another 180 are its split `test`.
-    """
+    """Load scikit-learn's digits, inputs in 0 … 1: 1437 images to train, 180 for validation, 180 in split `test`."""
     from pipeline.dataset.builtin.digits import Digits
 
     make = _features("image", "label", 1 / 16, None)
@@ -158,7 +154,7 @@ def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, i
     return preprocess
 
 
-def _loaders(node: DictConfig, made: Data) -> dict[str, Loader]:
+def _loaders(node: DictConfig, made: Data) -> dict[str, stream.Loader]:
     for key in ("augment", "pad"):
         if node.get(key) is not None:
             rule = "must be null with dataset.batched=true: the loader does that, and weighs what it pads with 0"
@@ -168,7 +164,7 @@ def _loaders(node: DictConfig, made: Data) -> dict[str, Loader]:
             rule = f"must give its {name} split as a tf.data.Dataset, a keras.utils.PyDataset or a generator function"
             raise ConfigError("dataset._target_", rule, type(split).__name__)
     with refused("dataset", "must give batches", node._target_):
-        return {name: Loader(split, name) for name, split in made.splits.items()}
+        return {name: stream.Loader(split, name) for name, split in made.splits.items()}
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:

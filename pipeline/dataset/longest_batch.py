@@ -31,8 +31,7 @@ def of_evaluation(spec: RunSpec, split: tf.data.Dataset, batch_size: int) -> tf.
 def _longest(spec: RunSpec, split: tf.data.Dataset, count: int) -> tf.data.Dataset | None:
     """Return `count` copies of the longest examples of a split; None where all are of one size.
 
-    With `dataset.pad`, which pads a batch to the longest of each axis, these are the examples with the longest of any
-    axis, alternating. Without it, it is the example with the most elements.
+    With `dataset.pad` these are the examples with the longest of any axis, alternating; else that of most elements.
     """
     specs = tf.nest.flatten(split.element_spec)
     if not any(map(_varies, specs)):

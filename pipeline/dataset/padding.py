@@ -30,14 +30,11 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
 
     @tf.autograph.experimental.do_not_convert
     def padded(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
-        inputs = tf.nest.map_structure(
-            lambda leaf, one: _dense(_without(value, leaf), multiple, value, one), x, spec[0]
-        )
+        inputs = tf.nest.map_structure(lambda leaf, of: _dense(_without(value, leaf), multiple, value, of), x, spec[0])
         if y is None:
             return (inputs,)
         labels = tf.nest.map_structure(lambda leaf: _dense(leaf, multiple), y)
-        ragged = any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(y))
-        if sample_weight is None and not ragged:
+        if sample_weight is None and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(y)):
             return inputs, labels
         if isinstance(y, dict):
             given = sample_weight if isinstance(sample_weight, dict) else dict.fromkeys(y, sample_weight)

@@ -63,8 +63,7 @@ class Source(NamedTuple):
 
 def fixed(spec: Any) -> bool:
     """Return whether all examples have the same shape."""
-    leaves = tf.nest.flatten(spec)
-    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves)
+    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec))
 
 
 def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., tuple]:
@@ -86,13 +85,11 @@ def batched(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
     return examples.ragged_batch(size) if uneven else examples.batch(size)
 
 
-def map_batches(
-    batches: tf.data.Dataset, function: Callable[..., tuple], parallel: int | None = AHEAD
-) -> tf.data.Dataset:
+def map_batches(batches: tf.data.Dataset, apply: Callable[..., tuple], parallel: int | None = AHEAD) -> tf.data.Dataset:
     """Map each batch, or the part of it that is read, or those that are put together."""
     if isinstance(batches.element_spec, Share | Batches):
-        return batches.map(lambda share: share._replace(batch=function(*share.batch)), parallel)
-    return batches.map(function, parallel)
+        return batches.map(lambda share: share._replace(batch=apply(*share.batch)), parallel)
+    return batches.map(apply, parallel)
 
 
 def _spec_of(make: Callable[..., tuple], key: Any) -> tuple:

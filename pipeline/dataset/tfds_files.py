@@ -39,28 +39,24 @@ def _prepare(builder: Any, download: bool) -> None:
         raise ConfigError("dataset", rule, builder.info.full_name) from error
 
 
-def read(
-    builder: Any, download: bool, splits: Sequence[str | None], preprocess: Callable, label_key: str = "label"
-) -> Data:
-    """Prepare the dataset; return its splits for training, validation and test, with `preprocess` mapped over them."""
+def read(builder: Any, download: bool, splits: Sequence[str | None], make: Callable, label_key: str = "label") -> Data:
+    """Prepare the dataset; return its splits for training, validation and test, with `make` mapped over them."""
     _prepare(builder, download)
     named = {part: name for part, name in zip(("train", "validation", "test"), splits, strict=True) if name is not None}
-    stored = {part: _stored(builder, part, name, preprocess) for part, name in named.items()}
-    parts = {part: each.split for part, each in stored.items()}
-    labels = dict(builder.info.features or {}).get(label_key)
+    stored = {part: _stored(builder, part, name, make) for part, name in named.items()}
+    parts: dict[str, Any] = {"validation": None} | {part: each.split for part, each in stored.items()}
+    parts["shards"] = {
+        part: [Shard(Path(file.filename), file.skip, file.take) for file in _files(builder, name)]
+        for part, name in named.items()
+    }
     files = (path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json")
     return Data(
-        parts["train"],
-        parts.get("validation"),
-        test=parts.get("test"),
-        classes=getattr(labels, "num_classes", None),
+        parts.pop("train"),
+        **parts,
+        classes=getattr(dict(builder.info.features or {}).get(label_key), "num_classes", None),
         name=builder.name,
         version=str(builder.version),
         files=tuple(sorted(files)),
-        shards={
-            part: [Shard(Path(file.filename), file.skip, file.take) for file in _files(builder, name)]
-            for part, name in named.items()
-        },
         stored=stored,
     )
 
@@ -72,8 +68,7 @@ def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
     try:
         dataset = builder.as_dataset(split=name, shuffle_files=False, read_config=config)
     except ValueError as error:
-        none = "" if part == "train" else ", or null for none"
-        rule = f"must be a split of {builder.name}{none}"
+        rule = f"must be a split of {builder.name}{'' if part == 'train' else ', or null for none'}"
         raise ConfigError(f"dataset.{part}_split", rule, name, sorted(builder.info.splits)) from error
     dataset = dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
     converted = tf.function(preprocess)  # as `map` does: the user's may have an `if` of a tensor

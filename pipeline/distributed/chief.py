@@ -5,13 +5,12 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -21,12 +20,8 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, RunError, say
 from pipeline.config import cluster, compose
 from pipeline.config.resolve import RunSpec
-from pipeline.distributed import rendezvous
-from pipeline.distributed.worker import TRAIN
+from pipeline.distributed import rendezvous, worker
 from pipeline.trust import gate
-
-if TYPE_CHECKING:  # importing it takes seconds
-    import tensorflow as tf
 
 JOINING = 20.0  # seconds after which TensorFlow, once all have joined, has noticed by itself that a worker is gone
 
@@ -46,7 +41,7 @@ class Chief(AbstractContextManager["Chief"]):
             self._server = rendezvous.Server(spec.workers, self._secret)
         self._processes: list[subprocess.Popen[str]] = []
         self._made_logs = self._ended = False
-        self.reductions_ready: tf.Variable | None = None  # counts all-reduces, once the devices are set up
+        self.reductions_ready: Any = None  # the tf.Variable that counts all-reduces, once the devices are set up
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._ended, self.reductions_ready = True, None
@@ -64,7 +59,7 @@ class Chief(AbstractContextManager["Chief"]):
         if isinstance(error, ConfigError) and self._made_logs:
             shutil.rmtree(self._logs, ignore_errors=True)  # nothing was created
 
-    def start(self, spec: RunSpec, run_dir: Path, task: str = TRAIN) -> None:
+    def start(self, spec: RunSpec, run_dir: Path, task: str = worker.TRAIN) -> None:
         """Start the workers on this machine, unless something else does; `task` is as `worker.run` has it."""
         if self._server is None or not self._server.cluster.started:
             return
@@ -72,18 +67,13 @@ class Chief(AbstractContextManager["Chief"]):
         self._logs = run_dir.absolute() / "workers"
         self._made_logs = not self._logs.exists()
         self._logs.mkdir(exist_ok=True)
-        command = [sys.executable, "-P", "-m", "pipeline.distributed.worker"]
-        ours = {**os.environ, "PYTHONPATH": imports.path_of_processes(), cluster.SECRET: self._secret.decode()}
+        secret = {cluster.SECRET: self._secret.decode()}
         found = None if (strict := gate.in_force()) is None else asdict(strict)
         given = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text(), "gate": found}
         for index in range(1, len(addresses)):
             with (self._logs / f"{index}.log").open("ab") as log:
-                # A session of its own: Ctrl-C interrupts this process alone, which ends the workers.
-                process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=ours, text=True, start_new_session=True
-                )
+                process = imports.started("pipeline.distributed.worker", secret, stdout=log, stderr=log)
             self._processes.append(process)
-            assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:  # it may have ended, which `_check_processes` finds
                 pipe.write(json.dumps({**given, "index": index, "task": task}, default=os.fspath) + "\n")
 
@@ -107,8 +97,7 @@ class Chief(AbstractContextManager["Chief"]):
     def _check_processes(self) -> None:
         for index, process in enumerate(self._processes, start=1):
             if process.poll() is not None:
-                log = self._logs / f"{index}.log"
-                printed = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+                printed = (self._logs / f"{index}.log").read_text(encoding="utf-8", errors="replace").split("\n")
                 last = next((line for line in reversed(printed) if line.strip()), "it has said nothing")
                 raise WorkerError(f"worker {index} ended with status {process.returncode} before it began: {last}")
 

@@ -69,8 +69,7 @@ class Door:
 def hold(key: str, address: str) -> socket.socket:
     """Return a socket that keeps the port of `address` for TensorFlow, any free one for port 0, until it is closed.
 
-    TensorFlow's server takes a number and no socket. This one does not listen: TensorFlow can listen there, and the
-    system gives the port to nobody else.
+    It does not listen, so that TensorFlow, whose server takes a number and no socket, can; nobody else gets the port.
     """
     with refused(key, FREE, address), ExitStack() as held:
         kept = held.enter_context(socket.socket())

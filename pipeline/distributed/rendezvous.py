@@ -60,8 +60,7 @@ class Server:
     def gather(self, own: Mapping[str, Any], answer: Mapping[str, Any], check: Callable[[], None]) -> Cluster:
         """Wait for all workers, compare their statements with the chief's `own`, and send each the `answer`.
 
-        `check` is called meanwhile, and may raise. If a worker refuses, differs or does not come, all are told. Return
-        the cluster with the ports that the workers have for TensorFlow.
+        `check`, called meanwhile, may raise; if a worker is refused, all are told. Return the cluster with its ports.
         """
         try:
             self._wait(time.monotonic() + PATIENCE, check, lambda worker: _compare(worker.greeting, own))

@@ -16,21 +16,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoints import files
+from pipeline.checkpoints import files, fork
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.fork import Fork
-from pipeline.common import imports
+from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, described, say
-from pipeline.common.secrets import mask, remember
 from pipeline.config import cluster, compose, resolve
-from pipeline.config.cluster import Cluster
 from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous
 from pipeline.trust import gate
 
 if TYPE_CHECKING:  # importing it takes seconds
-    import tensorflow as tf
-
     from pipeline.components.assembly import Parts
 
 TRAIN = "pipeline.distributed.worker.train"
@@ -44,7 +39,7 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
     """
     workers = spec.workers
     assert workers is not None
-    remember(spec.config.tracking.uri)
+    secrets.remember(spec.config.tracking.uri)
     client = rendezvous.Client(workers, cluster.secret(spec.config.hardware.secret_file, os.environ))
     try:
         with imports.without_chatter():
@@ -54,9 +49,8 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the chief ends the run
-        joined = replace(workers, addresses=tuple(answer["addresses"]))
-        spec = replace(spec.adopting(answer["spec"]), workers=joined)
-        counted: list[tf.Variable] = []
+        spec = replace(spec.adopting(answer["spec"]), workers=replace(workers, addresses=tuple(answer["addresses"])))
+        counted: list[Any] = []  # the variable in which all-reduces are counted
         client.watch(lambda: int(counted[0].numpy()) if counted else 0)
         start = _from_json(answer["start"])
         parts = assembly.assemble(spec, None, 0 if start is None else start.update)
@@ -66,7 +60,7 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
     except BaseException as error:
         refuses = isinstance(error, ConfigError)
         if workers.started or not refuses:
-            say(*mask(traceback.format_exc()).splitlines())
+            say(*secrets.mask(traceback.format_exc()).splitlines())
         client.fail({"refused": str(error)} if refuses else {"failed": described(error)})
         if refuses and not (workers.started or client.told):
             say(f"pipeline: {error}")
@@ -77,35 +71,34 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
     client.wait()
 
 
-def train(parts: Parts, run_dir: Path, start: Checkpoint | Fork | None) -> None:
+def train(parts: Parts, run_dir: Path, start: Checkpoint | fork.Fork | None) -> None:
     """Train as the chief does, without writing anything."""
     from pipeline.components import fitting
 
     update = parts.update()
-    if isinstance(start, Fork):
+    if isinstance(start, fork.Fork):
         start.check(update, parts.plan)
     fitting.fit(parts, update, fitting.recorder(parts), fitting.checkpoints(parts, run_dir, writes=False), start)
 
 
-def _from_json(said: dict[str, Any] | None) -> Checkpoint | Fork | None:
+def _from_json(said: dict[str, Any] | None) -> Checkpoint | fork.Fork | None:
     if said is None:
         return None
     there = files.at(Path(said["folder"]), said["update"])
     if said["fork"] is None:
         return there
     run_id, run_dir, *options = said["fork"]
-    return Fork(run_id, Path(run_dir), there, *options)
+    return fork.Fork(run_id, Path(run_dir), there, *options)
 
 
 def main() -> None:
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     given = json.loads(sys.stdin.readline())
-    own = Cluster(tuple(given["addresses"]), given["index"], started=True, rendezvous=given["rendezvous"])
-    spec = resolve.from_text(given["spec"], own)
+    own = cluster.Cluster(tuple(given["addresses"]), given["index"], started=True, rendezvous=given["rendezvous"])
     passed = given["gate"] or {}
     places = {name: Path(passed[name]) for name in ("run_dir", "data_dir") if passed.get(name)}
     with gate.strict(gate.Gate(**passed | places)) if passed else nullcontext():
-        run(spec, given["task"])
+        run(resolve.from_text(given["spec"], own), given["task"])
 
 
 if __name__ == "__main__":

@@ -74,12 +74,8 @@ def compare(
     many micro-batches on as many replicas; `until` is the last update of the old run, if it was interrupted.
     """
     kept = [metric for metric in old if same_cut or not metric_names.of(metric).of_the_cut]
-    points = [
-        Point(metric, step, old[metric].get(step), new.get(metric, {}).get(step))
-        for metric in kept
-        for step in {*old[metric], *new.get(metric, {})}
-        if step <= until
-    ]
+    pairs = [(metric, old[metric], new.get(metric, {})) for metric in kept]
+    points = [Point(key, n, then.get(n), now.get(n)) for key, then, now in pairs for n in {*then, *now} if n <= until]
     # Within one update the training loss comes first.
     points.sort(key=lambda point: (point.step, point.metric != "train/loss", point.metric))
     sizes = old.get("train/effective_batch_size", {})
@@ -116,15 +112,11 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None, in_tf32: bo
     then, now = old.data.params, new.data.params
     halved = [run.data.tags.get(HALVED) for run in (old, new)]
     precisions = {params.get("hardware.precision") for params in (then, now)} | ({TF32} if in_tf32 else set())
+    precision = max(precisions & {*ROUNDING}, key=[*ROUNDING].index, default="float32")
+    same = halved[0] == halved[1] and all(then.get(key) == now.get(key) for key in CUT)
     last = max((step for points in before.values() for step in points), default=0)
-    found = compare(
-        before,
-        after,
-        max(precisions & {*ROUNDING}, key=[*ROUNDING].index, default="float32"),
-        validation=validation or 0,
-        same_cut=halved[0] == halved[1] and all(then.get(key) == now.get(key) for key in CUT),
-        until=math.inf if old.info.status == "FINISHED" else last,
-    )
+    until = math.inf if old.info.status == "FINISHED" else last
+    found = compare(before, after, precision, validation=validation or 0, same_cut=same, until=until)
     return found, page(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))
 
 

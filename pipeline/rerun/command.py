@@ -12,18 +12,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.checkpoints import fork
-from pipeline.checkpoints.run_dirs import quoted
-from pipeline.common import imports, nvidia
+from pipeline.checkpoints import fork, run_dirs
+from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError, first_line, printable, say
-from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import compose, former_names, hydra_errors, sizes
-from pipeline.config.allow_list import allowed_names
+from pipeline.config import allow_list, compose, former_names, hydra_errors, schema, sizes
 from pipeline.config.plain import leaves, plain
 from pipeline.config.resolve import resolve
-from pipeline.config.schema import SCHEMA
-from pipeline.rerun import agreement
-from pipeline.rerun.recorded_run import RecordedRun, fetch, relinked
+from pipeline.rerun import agreement, recorded_run
 from pipeline.rerun.request import Request, parsed
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore, SweepRecord
@@ -47,7 +42,7 @@ def rerun(arguments: Sequence[str]) -> int:
     if request.sweep:
         return _rerun_sweep(store, request)
     with store.confined():
-        return Rerun(request, own, store, fetch(store, request.run_id), _gate(request, own)).run()
+        return Rerun(request, own, store, recorded_run.fetch(store, request.run_id), _gate(request, own)).run()
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class Rerun:
     request: Request
     own: DictConfig
     store: ForeignStore
-    recorded: RecordedRun
+    recorded: recorded_run.RecordedRun
     gate: Gate
 
     @property
@@ -125,14 +120,14 @@ class Rerun:
         # The store is the user's own, and the experiment's name is masked in the store too.
         passed = ("tracking.", *(f"{key}." for key in deleted))
         for key, value in leaves(config).items():
-            if isinstance(value, str) and HIDDEN in value and not f"{key}.".startswith(passed):
+            if isinstance(value, str) and secrets.HIDDEN in value and not f"{key}.".startswith(passed):
                 raise ConfigError(key, "was a secret and is not in the record: give it again as an override", value)
         with imports.without_chatter():
             check_config(config, self.gate)
         if "optimizer.learning_rate" in values and not links and not any(key.startswith("sched") for key in values):
             rule = "must come with an override of the schedule: this record does not say what follows it"
             raise ConfigError("optimizer.learning_rate", rule, values["optimizer.learning_rate"])
-        return relinked(config, links, values)
+        return recorded_run.relinked(config, links, values)
 
     def _placed(self, experiment: str) -> dict[str, Any]:
         """Return the recorded config with this call's store, data and run directory."""
@@ -141,7 +136,7 @@ class Rerun:
         name = printable(f"rerun of {self.recorded.run.info.run_name}")
         here = {"sweep": None, "job": None, "uri": self.own.tracking.uri, "experiment": experiment, "run_name": name}
         here["code"] = self.own.tracking.code  # paths on this machine
-        config |= {"schema": SCHEMA, "tracking": (config.get("tracking") or {}) | here}
+        config |= {"schema": schema.SCHEMA, "tracking": (config.get("tracking") or {}) | here}
         ours = {key: self.own.hardware[key] for key in ("open_ports", "secret_file", "gpu")}
         config["hardware"] = (config.get("hardware") or {}) | ours
         if (config.get("start") or {}).get("run") is not None:  # recorded as given: maybe ambiguous
@@ -155,7 +150,7 @@ class Rerun:
         from pipeline.run import run
 
         run_ids: list[str] = []
-        command = " ".join(["pipeline rerun", self.run_id, *map(mask, self.request.overrides)])
+        command = " ".join(["pipeline rerun", self.run_id, *map(secrets.mask, self.request.overrides)])
         tags = {"rerun.of": self.run_id, "mlflow.source.name": command}
 
         def task(composed: DictConfig, overrides: list[str], run_dir: Path) -> float:
@@ -181,8 +176,7 @@ class Rerun:
             if self.recorded.dataset:
                 provenance.check_dataset(self.recorded.dataset, now, self.run_id)
         except ConfigError as error:
-            keys = self.request.values
-            if not any(f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key) for key in keys):
+            if not any(f"{key}.".startswith("dataset.") and not _SAME_DATA.match(key) for key in self.request.values):
                 raise
             say(f"  differs: {error}")
 
@@ -220,15 +214,12 @@ class Rerun:
 
 def _gate(request: Request, own: DictConfig) -> Gate:
     data_dir = request.values.get("dataset.data_dir", OmegaConf.select(own, "dataset.data_dir"))
-    return Gate(
-        _run_dir(request),
-        None if data_dir is None else Path(str(data_dir)).absolute(),
-        allowed_names(own.trust.allow),
-        own.tracking.uri,
-        downloads=request.values.get("dataset.download") is True,
-        start=any(key.split(".")[0] == "start" for key in request.values),
-        given=texts(request.values) | dict.fromkeys(request.groups),
-    )
+    folder = None if data_dir is None else Path(str(data_dir)).absolute()
+    downloads = request.values.get("dataset.download") is True
+    starts = any(key.split(".")[0] == "start" for key in request.values)
+    given = texts(request.values) | dict.fromkeys(request.groups)
+    names = allow_list.allowed_names(own.trust.allow)
+    return Gate(_run_dir(request), folder, names, own.tracking.uri, downloads=downloads, start=starts, given=given)
 
 
 def _run_dir(request: Request) -> Path:
@@ -251,7 +242,7 @@ def _rerun_sweep(store: ForeignStore, request: Request) -> int:
     verb, environment = ["-P", "-m", "pipeline", "rerun"], {**os.environ, "PYTHONPATH": imports.path_of_processes()}
     for number, (name, run) in enumerate(children.items()):
         say(f"{name}:")
-        command = [*verb, run.info.run_id, *options, *given, f"hydra.run.dir={quoted(folder / str(number))}"]
+        command = [*verb, run.info.run_id, *options, *given, f"hydra.run.dir={run_dirs.quoted(folder / str(number))}"]
         statuses.append(subprocess.call([sys.executable, *command], env=environment))
     verdict = "can be run again" if request.dry else "agree"
     say(f"rerun of sweep {parent.run_id}: {statuses.count(0)} of {len(statuses)} runs {verdict}")

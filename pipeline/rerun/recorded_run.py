@@ -9,9 +9,7 @@ from typing import Any
 
 from pipeline.common import recorded
 from pipeline.common.errors import ConfigError, first_line, say
-from pipeline.config import former_names
-from pipeline.config.plain import LINK
-from pipeline.config.schema import SCHEMA
+from pipeline.config import former_names, plain, schema
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.trust import gate
@@ -73,14 +71,14 @@ class RecordedRun:
         last validation of a run with `use_ema` used the averaged weights.
         """
         version, run_id = self.config.get("schema", 0), self.run.info.run_id
-        if type(version) is not int or not 0 <= version <= SCHEMA:
+        if type(version) is not int or not 0 <= version <= schema.SCHEMA:
             made_by = str((self.environment.get("package") or {}).get("version"))[:40]
-            rule = f"must have a record of schema 0 to {SCHEMA}; the version that made it, {made_by}, runs it: "
+            rule = f"must have a record of schema 0 to {schema.SCHEMA}; the version that made it, {made_by}, runs it: "
             # Anything but a small number may be long.
             received = version if type(version) is int and abs(version) < 10**9 else type(version).__name__
             raise ConfigError("RUN_ID", f"{rule}pipeline rerun {run_id}", received)
-        if version < SCHEMA:
-            say(f"the record of {run_id} is of schema {version}: brought to schema {SCHEMA}")
+        if version < schema.SCHEMA:
+            say(f"the record of {run_id} is of schema {version}: brought to schema {schema.SCHEMA}")
             if (self.config.get("optimizer") or {}).get("use_ema"):
                 say("  differs: val/…: all are of the averaged weights now, then only the last one was")
 
@@ -108,13 +106,12 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
 def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collection[str]) -> dict[str, Any]:
     """Return a checked config in which values that were linked to `changed` keys are links again.
 
-    The record holds resolved values: without this, an override of the learning rate would not reach the schedule. Links
-    to anything but keys of the config are ignored.
+    Without this, an override of the learning rate would not reach the schedule. Links to other than keys are ignored.
     """
     eligible = {
         key: link
         for key, link in links.items()
-        if LINK.fullmatch(link) and not _touches(key, changed)
+        if plain.LINK.fullmatch(link) and not _touches(key, changed)
         if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
     }
     followed, names = set(changed), {key: _references(link) for key, link in eligible.items()}

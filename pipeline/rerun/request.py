@@ -12,7 +12,6 @@ from hydra.core.override_parser.types import Override
 from pipeline.checkpoints.run_dirs import quoted
 from pipeline.common.errors import Parser
 from pipeline.config import compose, hydra_errors
-from pipeline.config.compose import directory
 
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # overrides that do not change the run
 
@@ -40,7 +39,7 @@ class Request:
 
     @property
     def folders(self) -> list[str]:  # with config groups, the package's first
-        return [directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
+        return [compose.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
 
     @cached_property
     def parsed(self) -> list[Override]:

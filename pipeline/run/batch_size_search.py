@@ -5,13 +5,14 @@
 Imports no TensorFlow: each trial is a process of its own, whose death means that the size does not fit.
 """
 
+import bisect
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pipeline.common import disk_cache, imports, memory_budget
+from pipeline.common import disk_cache, imports, memory_budget, nvidia
 from pipeline.common.errors import ConfigError, say
 from pipeline.common.memory_budget import MARGIN
 from pipeline.common.secrets import mask
@@ -122,10 +123,7 @@ def balanced(share: int, size: int) -> int:
 
 
 def largest(share: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does.
-
-    Of all sizes that cut `share` into the same number of pieces only the smallest is tried.
-    """
+    """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does."""
     if fits(share):
         return share
     powers = sorted({balanced(share, 2**power) for power in range((share - 1).bit_length())})
@@ -133,17 +131,14 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
     if found is None:
         return None
     above = min([size for size in powers if size > found], default=share)
-    between = sorted({balanced(share, size) for size in range(found + 1, above)} - {found, above})
-    return _last(between, fits) or found
+    between = {balanced(share, size) for size in range(found + 1, above)} - {found, above}
+    return _last(sorted(between), fits) or found
 
 
 def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Return the last of the ascending `sizes` that fits, by bisection."""
-    low, high = 0, len(sizes)  # those before `low` fit, those from `high` on do not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
-    return sizes[low - 1] if low else None
+    fitting = bisect.bisect(sizes, False, key=lambda size: not fits(size))
+    return sizes[fitting - 1] if fitting else None
 
 
 def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> int:
@@ -182,15 +177,10 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
 
 def _gpus(names: Sequence[str]) -> Sequence[str]:
     """Return the names of the GPUs that this process may use, from the `names` of all GPUs of the machine."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None or not names:
+    if not names:
         return names
-    found = []
-    for given in map(str.strip, listed.split(",")):
-        if not given or given.startswith("-") or (given.isdecimal() and int(given) >= len(names)):
-            break  # as CUDA reads it
-        found.append(names[int(given)] if given.isdecimal() else given)
-    return found
+    known = itertools.takewhile(lambda gpu: not gpu.isdecimal() or int(gpu) < len(names), nvidia.visible())
+    return [names[int(gpu)] if gpu.isdecimal() else gpu for gpu in known]
 
 
 def _own_code(targets: Sequence[str]) -> str:
@@ -212,27 +202,16 @@ def _own_code(targets: Sequence[str]) -> str:
 def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline.run.batch_size_trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
-            text=True,
-            start_new_session=True,  # Ctrl-C interrupts this process alone, which ends that one and its forks
-        ) as process,
+        imports.started("pipeline.run.batch_size_trial", stdout=subprocess.PIPE, stderr=said) as process,
     ):
-        questions, answers = process.stdin, process.stdout
-        assert questions is not None
-        assert answers is not None
 
         def tell(what: dict[str, Any]) -> None:
             with suppress(BrokenPipeError):
-                print(json.dumps(what), file=questions, flush=True)
+                print(json.dumps(what), file=process.stdin, flush=True)
 
         def trial(size: int, timed: bool) -> dict[str, Any]:
             tell({"micro_batch_size": size, "timed": timed})
-            if not (line := answers.readline()):
+            if not (line := process.stdout.readline()):
                 said.seek(0)
                 last = next((text for text in reversed([*map(str.strip, said)]) if text), "")
                 raise ConfigError(MICRO, f"must be a number, as the process that tries sizes ended ({mask(last)})")
@@ -249,4 +228,4 @@ def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             with suppress(OSError):  # what it has not read
-                questions.close()
+                process.stdin.close()

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pipeline.common import imports
+from pipeline.common import imports, memory_budget
 from pipeline.common.errors import ConfigError, cause, described
-from pipeline.common.memory_budget import MARGIN
 from pipeline.config import resolve
 from pipeline.config.resolve import RunSpec
 
@@ -53,10 +52,7 @@ def main() -> None:
 
 
 def _run_fork(spec: RunSpec, timed: bool, resident: float, address_space: float | None) -> dict[str, Any]:
-    """Try the cut of a spec in a fork of this process; return its measurements, with `why` if it does not fit.
-
-    On a CPU the limits of `resident` memory and of the `address_space` hold, in bytes.
-    """
+    """Try a cut in a fork of this process; return what it measures, with `why` if it does not fit into these bytes."""
     began, parent = time.monotonic(), os.getppid()
     answers, theirs = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(target=_try, args=(spec, timed, theirs))
@@ -137,7 +133,7 @@ def _measured(spec: RunSpec, timed: bool) -> dict[str, Any]:
         margins = []
         for gpu in tf.config.list_logical_devices("GPU"):
             with tf.device(gpu.name):
-                margins.append(tf.zeros([int(peak * (1 / MARGIN - 1))], tf.uint8))
+                margins.append(tf.zeros([int(peak * (1 / memory_budget.MARGIN - 1))], tf.uint8))
         step(batch)["loss"].numpy()
     return {"peak": peak, "address_space": devices.status_bytes("VmPeak") or 0, "update": min(seconds)}
 

@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import former_names
-from pipeline.config.allow_list import allowed_names
+from pipeline.config import allow_list, former_names
 from pipeline.config.plain import leaves
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
@@ -58,18 +57,15 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
 
     The `tags` are those of the parent run. The user's `own` config and command line are trusted, and are not checked.
     """
-    known = {mask(text) for text in given}
+    ours = {mask(text) for text in given}
     # Older records hold `tracking=server`; this call says where the store is.
-    recorded = [
-        text for text in listed(tags, "sweep.overrides") if mask(text) not in known and _key(text) != "tracking"
-    ]
+    recorded = [text for text in listed(tags, "sweep.overrides") if mask(text) not in ours and _key(text) != "tracking"]
     values: dict[str, Any] = {}
     try:
         for key, value in itertools.chain.from_iterable(map(_values, recorded)):
             _put(values, key.split("."), value)
         data_dir = OmegaConf.select(own, "dataset.data_dir")
-        names = allowed_names(own.trust.allow)
-        gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), names)
+        gate = Gate(Path.cwd(), data_dir and Path(data_dir).absolute(), allow_list.allowed_names(own.trust.allow))
         check_config(former_names.renamed(values), gate, imports="_target_" in str(values))
     except ConfigError as error:
         rule = "come from the store, and this one must be given again on the command line"

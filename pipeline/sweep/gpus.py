@@ -5,17 +5,13 @@ from collections.abc import Sequence
 
 from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError, say
-from pipeline.config import cluster
-from pipeline.config.schema import HardwareConfig
+from pipeline.config import cluster, schema
 
 DEVICES = "/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio"
 
 
-def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[str]]:
-    """Return the GPUs of each job that may run at once; by default one job per GPU, or a single one without a GPU.
-
-    GPUs that TensorFlow does not list are not counted, see `nvidia.why_no_gpu`.
-    """
+def slots(hardware: Sequence[schema.HardwareConfig], at_once: int | None) -> list[list[str]]:
+    """Return the GPUs of each job at once, of those that TensorFlow lists: by default one a job; no GPU, one job."""
     for each in hardware:
         if each.gpu is not None:
             rule = "must be null in a sweep, which gives each job its GPUs: CUDA_VISIBLE_DEVICES says which it has"
@@ -34,7 +30,7 @@ def slots(hardware: Sequence[HardwareConfig], at_once: int | None) -> list[list[
     return (apart * min(h.jobs_per_gpu for h in hardware))[:at_once]
 
 
-def per_job(hardware: Sequence[HardwareConfig]) -> int:
+def per_job(hardware: Sequence[schema.HardwareConfig]) -> int:
     """Return the largest number of GPUs that a job asks for."""
     here = not cluster.is_named(os.environ)  # otherwise each worker has GPUs of its own
     asking = [h for h in hardware if h.device.name != "cpu"]

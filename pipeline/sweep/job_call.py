@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +11,8 @@ from hydra.core.utils import run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from pipeline.common import imports
+from pipeline.common import imports, secrets
 from pipeline.common.errors import first_line
-from pipeline.common.secrets import mask
 
 WORST = float("inf")  # loss of a job that returned none: the worst, for a sweeper that searches
 FINISHED, FAILED = "finished", "failed"
@@ -59,21 +56,12 @@ class JobCall:
 def killed(how: str, printed: str) -> Ending:
     """Return the ending of a job that was killed; the last line that it printed is the reason."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    return Ending(how, reason=": ".join([how, *map(mask, lines[-1:])]))
+    return Ending(how, reason=": ".join([how, *map(secrets.mask, lines[-1:])]))
 
 
-@contextlib.contextmanager
-def importing_only_this_package(**more: str) -> Iterator[None]:
+def importing_only_this_package(**more: str) -> contextlib.AbstractContextManager[None]:
     """Environment, with `more` variables, in which new Python processes import nothing from the working directory.
 
     Before such a process becomes a job, it must not import a `pipeline.py` or `random.py` of the user's.
     """
-    ours = {"PYTHONSAFEPATH": "1", "PYTHONPATH": imports.path_of_processes(), **more}
-    before = {name: os.environ[name] for name in ours if name in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
-        os.environ.update(before)
+    return imports.variables_set(PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **more)

@@ -118,11 +118,8 @@ class SweepLauncher(Launcher):
         own = quoted(name)
         overrides = [*given, f"tracking.sweep={self.sweep.run_id}", f"tracking.job={own}", f"tracking.run_name={own}"]
         if (folder := self._begun.get(name)) is not None:  # resume from its checkpoint
-            overrides += [
-                "training.resume=auto",
-                f"hydra.sweep.dir={quoted(folder.absolute())}",
-                "hydra.sweep.subdir=.",
-            ]
+            place = [f"hydra.sweep.dir={quoted(folder.absolute())}", "hydra.sweep.subdir=."]
+            overrides += ["training.resume=auto", *place]
         return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
 
     def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:

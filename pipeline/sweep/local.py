@@ -26,9 +26,8 @@ import cloudpickle
 import psutil
 from omegaconf import DictConfig
 
-from pipeline.common import nvidia
+from pipeline.common import nvidia, signals
 from pipeline.common.errors import ConfigError, described
-from pipeline.common.signals import Terminated
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
@@ -182,7 +181,7 @@ def _main(parent: connection.Connection, log: str, variables: dict[str, str], sh
         ending = Ending(FAILED, reason=described(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except Terminated:
+    except signals.Terminated:
         sys.exit(128 + signal.SIGTERM)
     finally:
         atexit._run_exitfuncs()  # a forked process does not call them

@@ -52,13 +52,11 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
     return children
 
 
-def description(
-    name: str, question: str, varied: Sequence[str], fragment: str, results: Sequence[Sequence] = ()
-) -> str:
+def description(name: str, question: str, varied: Sequence[str], anchor: str, results: Sequence[Sequence] = ()) -> str:
     """Return the parent's description in Markdown; rows of `results` that do not fit its tag are counted instead."""
     differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
     # The link comes first, since the UI folds all but three lines.
-    lines = [f"[Compare the runs of this sweep]({fragment}). They differ in {differ}.", ""]
+    lines = [f"[Compare the runs of this sweep]({anchor}). They differ in {differ}.", ""]
     lines += [f"**{name}**" + (f": {question}" if question else ""), ""]
     if not results:
         return "\n".join([*lines, "The results come here when the sweep has ended."])
@@ -87,10 +85,7 @@ def _row(cells: Iterable[object]) -> str:
 def saved_view(
     client: Any, experiment_id: str, sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str], name: str
 ) -> str:
-    """Save the view of a sweep, whose runs measure `metrics` beside the loss; return its URL fragment, from `#/` on.
-
-    It is that of the plain page if the view is too long or MLflow not `TRIED`.
-    """
+    """Save the view of a sweep that measures `metrics`; return its URL fragment from `#/` on, or the plain page's."""
     import mlflow
 
     # Without a workflow type, a new browser opens every experiment as one for GenAI.
@@ -142,8 +137,7 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
     folded = {name: name for name in ("perf", "train", "val", "Model metrics", "System metrics")}
     return {
         "searchFilter": f"tags.sweep = '{sweep_run_id}'",
-        # Ordered by `attributes.start_time`, the UI lists the parent too and nests the jobs in it, hidden from charts.
-        # Ordered by the same time under its other name, it lists only the jobs.
+        # By its other name, `attributes.start_time`, the UI nests the jobs in the parent, out of its charts.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
         "groupBy": _grouping(varied),
@@ -160,10 +154,7 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
 
 
 def _grouping(varied: Sequence[str]) -> dict[str, Any] | None:
-    """Return the grouping that averages the runs of each setting, or None to show each run by its name.
-
-    Groups average seeds or show one key; if a config group is varied, no single param distinguishes its choices.
-    """
+    """Return the grouping that averages seeds or shows one key; None where no single param tells the runs apart."""
     keys = [key for key in varied if key != "seed"]
     if not keys or any("." not in key for key in keys) or (len(keys) > 1 and "seed" not in varied):
         return None

@@ -18,11 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, say, say_id
 from pipeline.common.secrets import mask
-from pipeline.config.allow_list import allowed_places
-from pipeline.config.compose import session
-from pipeline.config.plain import short
-from pipeline.sweep import again
-from pipeline.sweep.files import question
+from pipeline.config import allow_list, compose, plain
+from pipeline.sweep import again, files
 from pipeline.tracking.foreign_store import LONGEST_TAG, MULTIRUN, ForeignStore, OwnStore, SweepRecord, listed
 from pipeline.tracking.journal_file import WRITER, absolute, lock
 
@@ -115,7 +112,7 @@ def begin(config: DictConfig, names: Collection[str], varied: Sequence[str]) -> 
     name = MULTIRUN if file == "config" else file
     sweep = _reopen(config, name) if config.tracking.sweep else _create(config, name, len(names), varied)
     say_id(sweep.run_id)
-    session().sweep = sweep
+    compose.session().sweep = sweep
     sweep.varied, sweep.metrics = list(varied), [str(metric) for metric in config.training.metrics]
     sweep.plan(names, varied)
     beat(sweep.client(), sweep.run_id, sweep.closed)
@@ -150,7 +147,7 @@ def names_of(values: Sequence[Mapping[str, Any]], batches: Sequence[int], first:
     """Return a unique name for each job, such as `factor=8 batch=256`, from its varied `values` and effective batch."""
     names = []
     for job, batch in zip(values, batches, strict=True):
-        parts = [short(key, value) for key, value in job.items()]
+        parts = [plain.short(key, value) for key, value in job.items()]
         if len(set(batches)) > 1 and not any(part.startswith("batch=") for part in parts):
             parts.append(f"batch={batch}")
         names.append(" ".join(parts).replace("${", "{") or "job")  # not an interpolation
@@ -170,7 +167,7 @@ def _create(config: DictConfig, name: str, jobs: int, varied: Sequence[str]) -> 
     given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)  # resolved they may hold secrets
     overrides = again.recordable([*given["hydra"], *given["task"]])
     tags = {"sweep.name": name, "sweep.overrides": json.dumps(overrides), "mlflow.source.name": "pipeline"}
-    tags |= {"sweep.question": asked} if (asked := question(name)) else {}
+    tags |= {"sweep.question": asked} if (asked := files.question(name)) else {}
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
     params = {
@@ -182,7 +179,7 @@ def _create(config: DictConfig, name: str, jobs: int, varied: Sequence[str]) -> 
     }
     client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()])
     say(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs")
-    places = tuple(allowed_places([run.info.artifact_uri]))  # the user's own store chose it
+    places = tuple(allow_list.allowed_places([run.info.artifact_uri]))  # the user's own store chose it
     return ParentRun(config.tracking.uri, run.info.run_id, experiment_id, name, places)
 
 

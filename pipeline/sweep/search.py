@@ -73,6 +73,5 @@ def _choose(trial: Any, override: Override) -> str:
         number = trial.suggest_float(key, float(value.start), float(value.end), log="log" in value.tags)  # type: ignore
         return f"{key}={number:.{DIGITS}g}"
     if override.is_sweep_override():
-        choices = list(override.sweep_iterator(transformer=Transformer.encode))
-        return f"{key}={trial.suggest_categorical(key, choices)}"
+        return f"{key}={trial.suggest_categorical(key, list(override.sweep_iterator(transformer=Transformer.encode)))}"
     return str(override.input_line)

@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.common.signals import Terminated
-from pipeline.config import cluster
-from pipeline.config.schema import HardwareConfig
+from pipeline.config import cluster, schema
 from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.sweep.launcher import SweepLauncher
@@ -45,7 +44,7 @@ class SlurmLauncher(SweepLauncher):
     def name(self) -> str:  # of all Slurm jobs of the sweep
         return f"pipeline-{self.sweep.run_id}"
 
-    def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
+    def _slots(self, hardware: Sequence[schema.HardwareConfig]) -> list[list[str]]:
         if shutil.which("sbatch") is None:
             raise ConfigError("hydra/launcher", "must be one of this machine, which has no sbatch", "submitit_slurm")
         wanted = -(-gpus_of_machine.per_job(hardware) // (self.params.get("nodes") or 1))
@@ -88,8 +87,7 @@ class SlurmJob:
 
         params = {**self._launcher.params, "name": self._launcher.name}
         folder = params.pop("submitit_folder").replace("%j", f"{self._call.number}/%j")  # Slurm reuses its job numbers
-        retries = params.pop("max_num_timeout")
-        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=retries)
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=params.pop("max_num_timeout"))
         shared = set(OmegaConf.structured(BaseQueueConf).keys())
         executor.update_parameters(**{key if key in shared else f"slurm_{key}": value for key, value in params.items()})
         variable = os.environ.get("PYTHONPATH", "")

@@ -170,5 +170,4 @@ def sync_command(folder: str, uri: str) -> str:
 
 def store_argument(uri: str) -> list[str]:
     """Return the override with which a command finds the store `uri`; none is needed for the default one."""
-    default = uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ
-    return [] if default else [f"tracking.uri={mask(uri)}"]
+    return [] if uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ else [f"tracking.uri={mask(uri)}"]

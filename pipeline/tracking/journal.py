@@ -20,21 +20,17 @@ One line is one JSON object, with its time in milliseconds and its checksum (`pi
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import imports
+from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, say
-from pipeline.common.secrets import mask
-from pipeline.tracking import journal_file
-from pipeline.tracking.foreign_store import sync_command
+from pipeline.tracking import foreign_store, journal_file
 from pipeline.tracking.journal_file import FORMAT, Past, Writer
 from pipeline.trust import artifact_locations
 
@@ -51,16 +47,8 @@ class ShipperProcess:
     """A running shipper, whose first command is `opening`: takes commands, and queues the answers."""
 
     def __init__(self, opening: dict[str, Any]):
-        # -P: the shipper runs none of the user's code, so no file in their folder may shadow a module.
-        # A session of its own: Ctrl-C in the terminal reaches the trainer alone, which then says how the run ended.
-        self.process: Any = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline.tracking.shipper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": imports.path_of_processes()},
-            text=True,
-            start_new_session=True,
-        )
+        # It runs none of the user's code. Ctrl-C reaches the trainer alone, which then says how the run ended.
+        self.process = imports.started("pipeline.tracking.shipper", stdout=subprocess.PIPE)
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.send(opening)
@@ -134,7 +122,7 @@ class Journal:
         The journal at `path` must be new; `run` has `experiment`, `name`, `params`, `tags` and `system_metrics`.
         """
         tags = {**run["tags"], "journal": uuid.uuid4().hex}
-        start = {"format": FORMAT, "store": mask(journal_file.absolute(self.uri)), **run, "tags": tags}
+        start = {"format": FORMAT, "store": secrets.mask(journal_file.absolute(self.uri)), **run, "tags": tags}
         try:
             self._writer = journal_file.create(path)
             self._writer.write({"start": start})
@@ -224,7 +212,7 @@ class Journal:
                 self.abandon()
                 if answer.get("key") == "RUN_DIR":
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
-                command = sync_command(str(path.parent), self.uri)
+                command = foreign_store.sync_command(str(path.parent), self.uri)
                 raise RuntimeError(f"the store did not take the run ({answer['error']}); what it has of it: {command}")
             self._lives -= "died" not in answer  # the store may not be away, but refuse the run
             self.ready()
@@ -241,10 +229,9 @@ class Journal:
             return False
         self.abandon()
         if not died:
-            rule = answer.get("rule", AWAY.format(answer["error"]))
             self._offline = self._when_unreachable == "offline"
             what = "this run is kept in its directory, for pipeline sync" if self._offline else "waiting for it"
-            say(f"tracking.uri {rule}: {what}")
+            say(f"tracking.uri {answer.get('rule', AWAY.format(answer['error']))}: {what}")
             if self._offline:
                 return True
             time.sleep(RETRY)
@@ -263,7 +250,7 @@ class Journal:
             answer = self.shipper.answer(min(seconds, SILENCE))
             if answer is None or "failing" in answer:
                 if not why:
-                    say(f"waiting for the store {mask(self.uri)}, {seconds:.0f} s at most")
+                    say(f"waiting for the store {secrets.mask(self.uri)}, {seconds:.0f} s at most")
                 why = answer["failing"] if answer else why or silent
             elif "left" in answer:
                 self._deadline, why = time.monotonic() + self.patience, ""

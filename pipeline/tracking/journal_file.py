@@ -47,11 +47,9 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             return True
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-        if time.monotonic() >= until:
-            return False
+        except (BlockingIOError, PermissionError):  # which of the two it is differs between systems
+            if time.monotonic() >= until:
+                return False
         time.sleep(0.1)
 
 
@@ -151,10 +149,7 @@ def create(path: Path) -> Writer:
 
 def has_begun(path: Path) -> bool:
     """Return whether there is a journal with a first line: a trainer that was killed before it has no run."""
-    try:
-        return b"\n" in path.read_bytes()
-    except FileNotFoundError:
-        return False
+    return path.exists() and b"\n" in path.read_bytes()
 
 
 @dataclass

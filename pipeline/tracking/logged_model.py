@@ -68,16 +68,10 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder, "model"))
-            mlflow.tensorflow.save_model(
-                path=path,
-                mlflow_model=known,
-                model=served,
-                signature=_signature(model, example, outputs),
-                input_example=example,
-                pip_requirements=requirements,
-                code_paths=list(code) or None,
-                custom_objects={cls.__name__: cls for cls in own} or None,
-            )
+            shown: dict[str, Any] = {"signature": _signature(model, example, outputs), "input_example": example}
+            brought = {"code_paths": list(code) or None, "custom_objects": {cls.__name__: cls for cls in own} or None}
+            named = {"path": path, "mlflow_model": known, "pip_requirements": requirements}
+            mlflow.tensorflow.save_model(served, **named, **shown, **brought)
             reloaded = _predicted_elsewhere(path, example) if own else predicted(path, example)
             for loaded, trained in zip(reloaded, predictions, strict=True):
                 if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
@@ -121,14 +115,12 @@ def warm_up(uri: str, run_id: str) -> None:
 
 def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the files and packages in the working directory that define the `targets` or the model's layers."""
-    here = Path.cwd()
     modules = {cls.__module__ for cls in _own_classes(model)}
     modules |= {name for target in targets for name in sys.modules if target.startswith(f"{name}.")}
     found = set()
     for name in modules:
-        top = sys.modules.get(name.partition(".")[0])
-        file = Path(getattr(top, "__file__", None) or "/")
-        if file.is_relative_to(here) and "site-packages" not in file.parts:
+        file = Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or "/")
+        if file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts:
             found.add(file.parent if file.name == "__init__.py" else file)
     return sorted(map(str, found))
 
@@ -151,14 +143,10 @@ def _predicted_elsewhere(path: str, example: Any) -> list[Any]:
     """Return what the logged model predicts in a new process in another folder."""
     package = str(Path(imports.__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _ELSEWHERE],
-            input=pickle.dumps((path, example)),
-            cwd=folder,
-            # No bytecode, which would be logged beside the code.
-            env={**os.environ, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-        )
+        # No bytecode, which would be logged beside the code.
+        env = {**os.environ, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command, given = [sys.executable, "-P", "-c", _ELSEWHERE], pickle.dumps((path, example))
+        done = subprocess.run(command, input=given, cwd=folder, env=env, capture_output=True)
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().splitlines()
             why = (last[-1] if last else f"status {done.returncode}").removeprefix("Exception encountered: ")

@@ -35,14 +35,13 @@ def main() -> None:
     if (command := _command()) is not None:
         places = command["places"]  # None: the user's own store, whose artifacts may lie anywhere
         with nullcontext() if places is None else artifact_locations.confined(command["open"], places):
-            _serve(command)
+            _serve(command["open"], command["experiment"], command["patience"])
 
 
-def _serve(opening: dict[str, Any]) -> None:
-    patience = opening["patience"]
+def _serve(uri: str, experiment: str, patience: float) -> None:
     try:
-        store = Store(opening["open"])
-        store.check(opening["experiment"])
+        store = Store(uri)
+        store.check(experiment)
         _answer({})
         store.prepare()  # while the trainer imports TensorFlow
         command = _command()

@@ -22,10 +22,7 @@ TAGS = {"mlflow.experimentKind": "custom_model_development"}  # of an experiment
 
 
 class Store:
-    """A tracking store that answers; one that cannot be reached, read or written is a `ConfigError`.
-
-    A SQLite store is created when its first run starts, not before.
-    """
+    """A store that answers, else a `ConfigError` says why not; a SQLite one is created when its first run starts."""
 
     def __init__(self, uri: str):
         remember(uri)
@@ -82,10 +79,7 @@ class Store:
         return found.experiment_id
 
     def experiment(self, name: str) -> str:
-        """Return the ID of the experiment `name`, whose secrets are masked; create it if it does not exist.
-
-        Its artifacts are kept beside a SQLite store, or where a server keeps them.
-        """
+        """Return the ID of `name`, masked; a new one has its artifacts beside a SQLite store, or at the server."""
         client, known = self.client(), self.check(name)
         if known is None:
             location = None if self.database is None else (self.database.parent / "artifacts").as_uri()

@@ -14,8 +14,8 @@ def system_sampler(uri: str, run_id: str, gpus: Sequence[int] | None = None) -> 
 
     These are places in CUDA_VISIBLE_DEVICES; with None, as of an older journal, all GPUs of the machine are sampled.
 
-    MLflow's own thread would read the whole run before each of its writes. What is called here is private, as of MLflow
-    3.17.2: tests/tracking/test_mlflow_internals.py fails if another version differs.
+    MLflow's own thread would read the whole run before each write. This is private, as of MLflow 3.17.2:
+    tests/tracking/test_mlflow_internals.py fails if another version differs.
     """
     monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
     for part in monitor.monitors:

@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask, masked
 from pipeline.common.signals import Terminated
-from pipeline.config.plain import leaves, short
+from pipeline.config import plain, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Plan
-from pipeline.config.stream_plan import ENDLESS
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
@@ -62,16 +61,15 @@ class Tracker:
     ) -> None:
         """Create the run with its params, tags, inputs and the artifacts that exist before it trains.
 
-        `after` updates were completed before; `dataset` is what `provenance.dataset` returned of `data`; `gpus` are the
-        run's, by their places among those that this process sees.
+        `after` updates were completed before; `dataset` is the record of `data`; `gpus` are places among the visible.
         """
         resolved, tracking = spec.recorded, spec.config.tracking
-        values = leaves(resolved).items()
+        values = plain.leaves(resolved).items()
         params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
         sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
         derived = {
             **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
-            **({} if self.plan.updates == ENDLESS else {"derived.updates": self.plan.updates}),
+            **({} if self.plan.updates == stream_plan.ENDLESS else {"derived.updates": self.plan.updates}),
             "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
         }
         sweep = tracking.sweep
@@ -110,11 +108,10 @@ class Tracker:
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
         self.trains.set()
-        row = {f"train/{name}": value for name, value in results.items()}
-        row["train/effective_batch_size"] = self.plan.batch_size(update)
-        row["train/micro_steps"] = self.plan.micro_steps(update)
-        row["train/examples_seen"] = self.plan.examples_seen(update)
-        row["train/epoch"] = self.plan.epoch(update)
+        plan = self.plan
+        counts = {"epoch": plan.epoch(update), "micro_steps": plan.micro_steps(update)}
+        counts |= {"effective_batch_size": plan.batch_size(update), "examples_seen": plan.examples_seen(update)}
+        row = {f"train/{name}": value for name, value in [*results.items(), *counts.items()]}
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})
 
@@ -147,10 +144,7 @@ class Tracker:
             self.journal.write(line)
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
-        """Write the summary of a run that has trained to its end or was interrupted, after `updates` completed updates.
-
-        A callback `stopped_by` name may have ended it early; the row of the best evaluation is on the step of that.
-        """
+        """Write the summary of a run that ended after `updates` updates, perhaps by the callback `stopped_by`."""
         tags = {"updates": str(updates)}
         if stopped_by is not None:
             tags["stopped_by"] = f"training.callbacks.{stopped_by} after update {updates}"
@@ -182,9 +176,8 @@ class Tracker:
         """Log the inputs and the artifacts that exist before a run trains; `DESCRIBED` is the last one."""
         for name, split in data.splits.items():
             context = {"train": "training"}.get(name, name)
-            self.journal.write(
-                masked({"dataset": _dataset(data, context, split, data.count(name)), "context": context})
-            )
+            line = {"dataset": _dataset(data, context, split, data.count(name)), "context": context}
+            self.journal.write(masked(line))
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
@@ -217,7 +210,7 @@ def _name(overrides: Sequence[str], dataset: str) -> str:
     given = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
     of_run = [(key, value) for key, value in given if not key.startswith(_PLACE)]
     experiment = dict(of_run).get("experiment", dataset)
-    changed = [short(key, value[:40]) for key, value in of_run if key != "experiment"]
+    changed = [plain.short(key, value[:40]) for key, value in of_run if key != "experiment"]
     return " ".join([experiment, *changed])[:NAME_LENGTH] if of_run else ""
 
 
@@ -227,10 +220,9 @@ def _text(value: Any) -> str:
 
 def _dataset(data: Data, context: str, split: tf.data.Dataset, examples: int | None) -> dict[str, str]:
     schema = str(split.element_spec)
-    identity = f"{data.name} {data.version} {context} {examples} {schema}"
     return {
         "name": data.name[:500],  # MLflow takes no more
-        "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
+        "digest": hashlib.sha256(f"{data.name} {data.version} {context} {examples} {schema}".encode()).hexdigest()[:8],
         "source_type": "code",
         "source": json.dumps({"tags": {"version": data.version}}),
         "schema": json.dumps({"elements": schema}),

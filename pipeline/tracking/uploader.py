@@ -16,6 +16,7 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.exceptions import MlflowException
 
+from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.tracking.journal_file import SHIPPER, DamagedError, Reader, lock
 from pipeline.tracking.store import Store
@@ -68,10 +69,7 @@ class Uploader:
             raise
 
     def read(self, *, ended: bool = False) -> bool:
-        """Read as many new lines as fit into one request; return whether there were any.
-
-        If the trainer has `ended` but its journal has not, the run ends here, as KILLED.
-        """
+        """Read the lines of one request; return whether there were any. If the trainer has `ended`, so does its run."""
         before = self._reader.offset
         for line in self._readable(self._reader.lines()):
             self._add(line)
@@ -127,10 +125,7 @@ class Uploader:
             self._tell(self.left())
 
     def finish(self, patience: float, report: Callable[[Exception], object] = lambda error: None) -> None:
-        """Ship the rest of a journal that no trainer writes any more.
-
-        The store may fail for `patience` seconds on end before its error is raised; each error before that is reported.
-        """
+        """Ship the rest once no trainer writes; errors are reported, and raised once they last `patience` seconds."""
         more = True
         while more:
             more = self.read(ended=True)
@@ -163,9 +158,8 @@ class Uploader:
         try:
             if (places := artifact_locations.allowed_places()) is not None:
                 artifact_locations.check(self._run.info.artifact_uri, self._store.uri, places)
-            known = self._run.data.params
-            new = {key: str(value)[:PARAM_LENGTH] for key, value in start["params"].items() if key not in known}
-            params = [Param(key, value) for key, value in new.items()]
+            known, given = self._run.data.params, start["params"].items()
+            params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in given if key not in known]
             for first in range(0, len(params), PARAMS_AT_ONCE):
                 self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
             of_run = self._store.uri, self.run_id, start.get("gpus")
@@ -196,7 +190,7 @@ class Uploader:
         tries, found = 1, None
         while not found:
             try:
-                with _without_retries():
+                with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):  # which is read at each request
                     return self.client.create_run(self.experiment_id, line["time"], start["tags"], start["name"])
             except MlflowException as error:
                 if tries == TRIES or error.error_code in REFUSALS:
@@ -271,13 +265,3 @@ class Uploader:
 
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])
-
-
-@contextlib.contextmanager
-def _without_retries() -> Iterator[None]:
-    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read at each request; the door of this package sets it
-    before, os.environ[name] = os.environ[name], "0"
-    try:
-        yield
-    finally:
-        os.environ[name] = before

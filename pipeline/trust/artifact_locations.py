@@ -87,8 +87,7 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:
     """Return whether `path` lies in one of `folders`, with symlinks followed; False if it is no path."""
     try:
-        resolved = path.resolve()
-        return any(resolved.is_relative_to(folder.resolve()) for folder in folders)
+        return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
     except (OSError, RuntimeError, ValueError):  # a loop of symlinks, a name that is too long, a null byte
         return False
 
@@ -108,8 +107,7 @@ def _folders(tracking_uri: str) -> list[str]:
         return []
     folders = [Path("mlruns")]
     if tracking_uri.startswith("sqlite:///"):
-        database = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0])
-        folders += [database.parent / name for name in _BESIDE]
+        folders += [Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).parent / name for name in _BESIDE]
     return [folder.absolute().as_uri() for folder in folders]
 
 

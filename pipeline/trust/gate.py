@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.hydra_errors import as_config_error
-from pipeline.trust import allowlist
-from pipeline.trust.artifact_locations import is_inside
+from pipeline.trust import allowlist, artifact_locations
 
 _TFDS = "pipeline.dataset.from_tfds"
 # Without a namespace, which TFDS would download code for, and without arguments such as data_dir.
@@ -52,16 +51,13 @@ class Gate:
     given: Mapping[str, str | None] = field(default_factory=dict)
 
     def confine(self, path: str, key: str) -> None:
-        """Refuse a path that leads elsewhere, also through a symlink, and that the user has not given for `key`.
-
-        Data may also lie below the working directory.
-        """
+        """Refuse a path that leads elsewhere, also by a link, unless `given`; data may lie in the working directory."""
         parts = key.split(".")
         groups = [".".join(parts[:end]) for end in range(1, len(parts))]
         if self.given.get(key) == path or any(self.given.get(group, "") is None for group in groups):
             return
         roots = [self.run_dir, *filter(None, [self.data_dir]), *([Path.cwd()] if key.startswith("dataset.") else [])]
-        if path == "" or _leads_away(path) or not is_inside(Path(path), roots):
+        if path == "" or _leads_away(path) or not artifact_locations.is_inside(Path(path), roots):
             again = shlex.quote(f"{key}={path[:300]}")
             rule = f"must lie in {' or '.join(map(str, roots))}; if the path is your own, give it again: {again}"
             raise ConfigError(key, rule, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +48,13 @@ def test_the_first_line_says_it_where_float32_is_computed_in_it(gpu):
 
 def test_only_on_a_gpu():
     assert not nvidia.computes_in_tf32()
+
+
+def test_no_library_speaks_where_it_is_asked():
+    asking = "with imports.without_chatter():\n    import tensorflow\nnvidia.computes_in_tf32()"
+    code = f"from pipeline.common import imports, nvidia\n{asking}"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert asked.stderr == ""
 
 
 def test_what_is_exact_does_without():
