@@ -22,7 +22,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     In `fit` the size of a batch is not known here, so that all count alike: exact where batches have one size, and
     `AccumulatingModel` is where they have not. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last
-    gradients are applied although they are fewer.
+    gradients are applied although they are fewer. Put it first: other callbacks then see the weights after that step.
 
     Under `MirroredStrategy` the gradients of a call are those of each replica's share, as Keras' losses make them:
     their sum over replicas is that of the call. They are summed over replicas once an update.
@@ -89,24 +89,29 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner.learning_rate = value
 
     def apply(
-        self, grads: Sequence[Gradient], trainable_variables: Iterable[Any] | None = None, weight: Any = 1.0
+        self, grads: Sequence[Gradient], trainable_variables: Iterable[Any] | None = None, weight: Any = None
     ) -> None:
         """Add one gradient; with the last of `factor` ones take a step by their weighted mean.
 
         Args:
             grads: of each variable, dense or `tf.IndexedSlices`, None where nothing depends on it.
             trainable_variables: all of them, in any order; those that this optimizer was built for by default.
-            weight: by how much this gradient counts: of a mean over examples their number. Scalar.
+            weight: by how much this gradient counts: of a mean over examples their number. Scalar; all count alike
+                by default.
 
         Raises:
-            ValueError: they are not the variables that it was built for.
+            ValueError: they are not the variables that it was built for, or `GradientAccumulator.add` refuses them.
         """
+        variables = None if trainable_variables is None else list(trainable_variables)
         if not self.built:
-            self.build(list(trainable_variables or ()))
-        self.accumulator.add(self._in_order(grads, trainable_variables), weight)
+            self.build(variables or ())
+        # The replicas' gradients add up to that of a call, so that their average is to be taken as often.
+        replicas = self.accumulator.strategy.num_replicas_in_sync
+        weight = 1 / replicas if weight is None else weight
+        self.accumulator.add(self._in_order(grads, variables), weight, times=replicas)
         self._merged(self._count)
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Any]], weight: Any = 1.0) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Any]], weight: Any = None) -> Any:
         """Call `apply` with pairs; return `iterations`."""
         grads, variables = zip(*grads_and_vars, strict=True)
         self.apply(grads, variables, weight)
@@ -127,6 +132,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return keras.callbacks.LambdaCallback(
             on_epoch_end=lambda *_: self.flush(), on_test_begin=lambda *_: self.flush()
         )
+
+    def exclude_from_weight_decay(self, *arguments: Any, **options: Any) -> None:
+        """Exclude variables from the inner optimizer's weight decay; as in Keras."""
+        self.inner_optimizer.exclude_from_weight_decay(*arguments, **options)
 
     def scale_loss(self, loss: Any) -> Any:
         """Scale a loss as the inner optimizer does."""
@@ -178,9 +187,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.parts.assign(0)
 
     def _apply(self, sums: Sequence[tf.Tensor]) -> None:
-        # The replicas' gradients add up to that of a call, so that their average is to be taken as often.
-        replicas = self.accumulator.strategy.num_replicas_in_sync
-        self.inner.apply(self.accumulator.of_sums(sums, replicas), self.of)
+        self.inner.apply(self.accumulator.of_sums(sums), self.of)
 
 
 keras.saving.register_keras_serializable("accumulation")(AccumulatingOptimizer)

@@ -39,14 +39,15 @@ class GradientAccumulator(tf.Module):
             raise ValueError(f"{rule}. Received: {type(self.strategy).__name__}")
         self.sums = [_zeros(tuple(each.shape), _sum_dtype(each.dtype)) for each in variables]
         self.weight = _zeros((), "float64")
-        self._have_gradient: set[int] = set()  # a list would be tracked, and could not be saved after a change
+        # By variable; lists would be tracked, and could not be saved after a change.
+        self._have_gradient, self._left_out = set[int](), set[int]()
 
     @property
     def variables(self) -> list[keras.Variable]:
         """Return what a checkpoint has to hold between two parts: the weight, then a sum for each variable."""
         return [self.weight, *self.sums]
 
-    def add(self, gradients: Sequence[Gradient], weight: Any = 1.0) -> None:
+    def add(self, gradients: Sequence[Gradient], weight: Any = 1.0, times: int = 1) -> None:
         """Add the gradients of one part; under a strategy inside of `strategy.run`, each replica those of its share.
 
         Args:
@@ -54,19 +55,24 @@ class GradientAccumulator(tf.Module):
                 it does not depend on the variable. Inside of `strategy.run` Keras' losses divide their mean by the
                 number of replicas: multiply it by that.
             weight: of the part, scalar: by how much its mean counts.
+            times: by what the gradients are multiplied.
 
         Raises:
-            ValueError: their number or shapes are not those of the variables.
+            ValueError: their number or shapes are not those of the variables, or an average that was traced before
+                leaves one of them out.
         """
         if len(gradients) != len(self.sums):
             raise ValueError(f"gradients must be {len(self.sums)}, one a variable. Received: {len(gradients)}")
         for index, (gradient, total) in enumerate(zip(gradients, self.sums, strict=True)):
             if gradient is None:
                 continue
+            if index in self._left_out:
+                rule = "gradients must be zero, not None, where other parts have one (unconnected_gradients='zero')"
+                raise ValueError(f"{rule}. Received: None for variable {index} when the average was traced")
             self._have_gradient.add(index)
             dense = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
             # A replica's share may be empty: its mean is not a number, and its weight zero.
-            total.assign_add(tf.math.multiply_no_nan(dense, tf.cast(weight, total.dtype)))
+            total.assign_add(tf.math.multiply_no_nan(dense, tf.cast(weight, total.dtype) * times))
         self.weight.assign_add(tf.cast(weight, self.weight.dtype))
 
     def average(self) -> list[tf.Tensor | None]:
@@ -84,11 +90,13 @@ class GradientAccumulator(tf.Module):
             return reduce(self.strategy, values)
         return [tf.convert_to_tensor(value) for value in values]
 
-    def of_sums(self, values: Sequence[tf.Tensor], times: int = 1) -> list[tf.Tensor | None]:
-        """Return the average that such values hold, `times` itself."""
+    def of_sums(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        """Return the average that such values hold."""
         weight, *sums = values
-        have = self._have_gradient
-        return [divide(total, weight / times) if index in have else None for index, total in enumerate(sums)]
+        have = self._have_gradient or set(range(len(sums)))  # of sums that were loaded all may
+        if tf.inside_function():
+            self._left_out |= set(range(len(sums))) - have
+        return [divide(total, weight) if index in have else None for index, total in enumerate(sums)]
 
     def reset(self) -> None:
         """Begin the next update."""

@@ -124,10 +124,15 @@ def first_line(error: BaseException) -> str:
     return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
 
 
+PREAMBLE = "Graph execution error:", "Detected at node", "<stack traces"  # lines of TensorFlow's that name no cause
+
+
 def cause(error: BaseException) -> str:
     """Return the cause that TensorFlow names, without its position in the graph and its iterator."""
     lines = [said for line in str(error).splitlines() if (said := line.strip())]
     before = next((number for number, line in enumerate(lines) if "[[{{node" in line), 0)
+    if "[[{{node PyFunc}}]]" in lines:  # of Python code: the exception, its traceback, and its message once more
+        before = 1 + next(number for number, line in enumerate(lines) if not line.startswith(PREAMBLE))
     said = lines[before - 1] if before else first_line(error)
     said = re.sub(r"\{\{.*?\}\} | \[Op:.*$", "", said)
     said = re.sub(r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said)

@@ -241,7 +241,7 @@ def of_batches(asked: Mapping[str, Any], scaled: bool, replicas: int, named: Con
         rule = f"must be null or a number with {BATCHED}=true: the largest batch is not known before"
         raise ConfigError(MICRO, rule, asked["micro_batch_size"])
     if asked["factor"] is None or asked["factor"] < 1:
-        raise ConfigError(FACTOR, f"must be at least 1 with {BATCHED}=true: that many batches are an update", None)
+        raise ConfigError(FACTOR, f"must be at least 1 with {BATCHED}=true: that many batches are an update", asked["factor"])
     return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
 
 
@@ -253,7 +253,7 @@ def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = ()
     """
     effective, factor, micro = (sizes[name] for name in SIZES)
     if batched:
-        return derive(None, factor, micro or 1, replicas)
+        return derive(None, factor, 1 if micro is None else micro, replicas)
     if micro in SEARCHED:
         if factor is not None and (FACTOR in named or effective is not None):
             rule = f"must be null with {MICRO}={micro}, else the effective batch would depend on the machine"

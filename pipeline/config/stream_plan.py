@@ -94,11 +94,16 @@ class StreamPlan(Plan):
 
 
 def plan(batching: Batching, horizon: Horizon, windows: Sequence[Window], per_epoch: int | None, cut: bool) -> Plan:
-    """Return the plan of a run over a stream, of `per_epoch` updates an epoch if that is known."""
+    """Return the plan of a run over a stream, of `per_epoch` updates an epoch if that is known, or `ENDLESS`."""
     if horizon.unit == "examples":
         rule = "must be null: batches that the data cut have no known number of examples; set training.updates"
         raise ConfigError("training.examples", rule, horizon.length)
     in_epochs = horizon.unit == "epochs"
+    if per_epoch == ENDLESS:
+        if in_epochs:
+            rule = "must be null where the training split repeats without an end; set training.updates"
+            raise ConfigError("training.epochs", rule, horizon.length)
+        per_epoch = None
     updates = horizon.length * (per_epoch or ENDLESS) if in_epochs else horizon.length
     of_data: dict[str, Any] = {"windows": windows, "per_epoch": per_epoch, "cut": cut}
     whole_epochs = horizon.length if in_epochs else None

@@ -22,12 +22,14 @@ def located(data: Data, files: Files) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        of_data = "Iterator::" in str(error) or isinstance(error, tf.errors.DataLossError)
+        of_loader = bool(data.loaders) and "[[IteratorGetNext]]" in str(error)
+        of_data = of_loader or "Iterator::" in str(error) or isinstance(error, tf.errors.DataLossError)
         if not of_data and ("Iterator" not in str(error) or isinstance(error, tf.errors.ResourceExhaustedError)):
             raise  # of the model
         files.check()
         try:
-            found = "" if "[dataset.pad" in str(error) else _first(data)  # that is of a whole batch
+            # What fails in padding or in a user's loader is of a whole batch.
+            found = "" if of_loader or "[dataset.pad" in str(error) else _first(data)
         except (KeyboardInterrupt, Terminated):  # interrupts only the search
             found = ""
         if not found and not of_data:

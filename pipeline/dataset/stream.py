@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import Batches, examples_in, parts_of
 from pipeline.common.errors import ConfigError
-from pipeline.config.stream_plan import Window
+from pipeline.config.stream_plan import ENDLESS, Window
 
 KEY = "dataset._target_"
 
@@ -31,6 +31,7 @@ class Loader:
         first: the first batch of the first epoch, whose other ones follow when it is trained on.
         spec: of a batch, with any number of examples.
         count: batches in an epoch; None if unknown.
+        endless: whether the first epoch is known not to end.
     """
 
     def __init__(self, source: Any, split: str):
@@ -43,8 +44,11 @@ class Loader:
         self.first, self._begun = first, iterator
         spec = source.element_spec if isinstance(source, tf.data.Dataset) else None
         self.spec = _any_number(self.first if spec is None else spec)
-        known = source.cardinality() if spec is not None else getattr(source, "num_batches", None)
-        self.count = None if known is None or int(known) < 0 else int(known)
+        known = int(source.cardinality()) if spec is not None else getattr(source, "num_batches", None)
+        self.count = None if known is None or known < 0 else known
+        self.endless = known == (None if isinstance(source, keras.utils.PyDataset) else tf.data.INFINITE_CARDINALITY)
+        if self.endless and split != "train":
+            raise ConfigError(KEY, f"must give a {split} split that ends")
 
     def epoch(self) -> Iterator[tuple]:
         """Return the batches of the next epoch."""
@@ -97,7 +101,8 @@ class Stream:
 
     def __init__(self, loader: Loader, factor: int):
         self._loader, self._factor, self.windows = loader, factor, list[Window]()
-        self.per_epoch = None if loader.count is None else -(-loader.count // factor)
+        known = None if loader.count is None else -(-loader.count // factor)
+        self.per_epoch = ENDLESS if loader.endless else known
 
     def batches(self, first_update: int) -> tf.data.Dataset:
         """Return the effective batches from `first_update` on, for one iteration; those before are read here."""

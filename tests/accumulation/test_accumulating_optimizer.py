@@ -304,6 +304,88 @@ def test_a_checkpoint_of_tensorflow_between_two_steps_has_the_sums(float64, tmp_
     assert values(restored).tolist() == values(whole).tolist()
 
 
+def test_a_step_right_after_loading_takes_the_saved_sums(float64, tmp_path):
+    x, y = numbers_of(8)
+    model = classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 3))
+    model.train_on_batch(x, y)
+    model.save(tmp_path / "begun.keras")
+    loaded = keras.saving.load_model(tmp_path / "begun.keras")
+    before = values(model)
+    for each in (model, loaded):
+        each.optimizer.flush()
+    assert values(loaded).tolist() == values(model).tolist() != before.tolist()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_two_replicas_go_on_without_them(float64, tmp_path, weighted):
+    """And the other way round: what is saved does not depend on the number of replicas."""
+    parts = np.random.default_rng(0).normal(size=(3, 8, 2))
+    weights = [4, 4, 4] if weighted else [None] * 3
+
+    def made(replicas: int) -> tuple:
+        strategy = strategies(replicas)
+        with strategy.scope():
+            variable = keras.Variable(np.zeros(2))
+            accumulating = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
+            accumulating.build([variable])
+        return strategy, variable, accumulating
+
+    def add(strategy, variable, accumulating, number: int) -> None:
+        replicas = strategy.num_replicas_in_sync
+
+        def apply(rows: tf.Tensor) -> None:
+            options = {} if weights[number] is None else {"weight": 2 * weights[number] / replicas}
+            accumulating.apply([tf.reduce_mean(rows, 0) / replicas], [variable], **options)
+
+        shares = np.split(parts[number], replicas)
+        strategy.run(
+            apply,
+            [
+                strategy.experimental_distribute_values_from_function(
+                    lambda context: tf.constant(shares[context.replica_id_in_sync_group])
+                )
+            ],
+        )
+
+    for before, after in ((1, 2), (2, 1)):
+        begun, loaded = made(before), made(after)
+        for number in range(2):
+            add(*begun, number)
+        path = tf.train.Checkpoint(optimizer=begun[2]).save(tmp_path / "begun")
+        tf.train.Checkpoint(optimizer=loaded[2]).restore(path).assert_consumed()
+        add(*loaded, 2)
+        np.testing.assert_allclose(loaded[1].numpy(), -parts.mean((0, 1)), rtol=1e-12)
+
+
+def test_a_gradient_that_a_traced_step_leaves_out_is_refused(float64):
+    """Else the sum of that variable would be lost whenever the first function has the last part."""
+    variables = [keras.Variable(np.ones(2)) for _ in range(2)]
+    one = tf.ones(2, "float64")
+
+    def parts(*given: list) -> list:
+        accumulating = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
+        accumulating.build(variables)
+        return [tf.function(lambda each=each: accumulating.apply(each, variables)) for each in given]
+
+    first, second = parts([one, None], [None, one])
+    first()
+    with pytest.raises(ValueError, match=r"unconnected_gradients='zero'.*Received: None for variable 1"):
+        second()
+    first, second = parts([one, tf.zeros_like(one)], [tf.zeros_like(one), one])
+    for step in (first, second, first):
+        step()
+    np.testing.assert_allclose([each.numpy() for each in variables], [[1 / 3] * 2, [2 / 3] * 2], rtol=1e-15)
+
+
+def test_what_is_excluded_from_decay_is_so_for_the_inner_optimizer(float64):
+    kernel, bias = keras.Variable(np.ones(2), name="kernel"), keras.Variable(np.ones(2), name="bias")
+    accumulating = AccumulatingOptimizer(keras.optimizers.AdamW(0.1, weight_decay=0.5), 1)
+    accumulating.exclude_from_weight_decay(var_names=["bias"])
+    accumulating.apply([tf.zeros(2, "float64")] * 2, iter([kernel, bias]))
+    assert kernel.numpy() == pytest.approx([0.95, 0.95])
+    assert bias.numpy().tolist() == [1.0, 1.0]
+
+
 def test_callbacks_set_the_rate_and_swap_the_averages(float64):
     """The same history as with plain Keras on whole batches, also in validation, by averaged weights."""
     x, y = numbers_of(32)

@@ -10,10 +10,13 @@ import pytest
 import tensorflow as tf
 
 from pipeline.accumulation import Batches, Update, accumulate_gradients
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, DataError
 from pipeline.config import sizes, stream_plan
 from pipeline.config.sizes import Horizon
+from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import of_stream
+from pipeline.dataset.checksums import Files
+from pipeline.dataset.load import Data
 from pipeline.dataset.stream import Loader, Stream
 from tests.checkpoints.test_resume_rules import MINE
 from tests.running import ROOT, Store, pipeline
@@ -159,6 +162,35 @@ def test_counters_of_batches_of_any_size():
         stream_plan.plan(cut, Horizon("examples", 9), stream.windows, None, True)
 
 
+def test_a_loader_without_an_end_has_no_epochs():
+    endless = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones(4))).repeat()
+    stream = Stream(Loader(endless, "train"), FACTOR)
+    of = sizes.Batching(12, 4, FACTOR), stream.windows, stream.per_epoch, False
+    line = r"training\.epochs must be null where the training split repeats without an end; set training\.updates"
+    with pytest.raises(ConfigError, match=line):
+        stream_plan.plan(of[0], Horizon("epochs", 2), *of[1:])
+    assert stream_plan.plan(of[0], Horizon("updates", 2), *of[1:]).per_epoch is None
+    with pytest.raises(ConfigError, match="must give a validation split that ends"):
+        Loader(endless, "validation")
+
+
+def test_what_a_loader_raises_in_the_middle_is_shown():
+    """Of a Python exception TensorFlow's own error begins with lines that say nothing."""
+
+    def failing():
+        yield from itertools.islice(generator(), 4)
+        raise RuntimeError("page 7 is missing\nsecond line")
+
+    loader = Loader(failing, "train")
+    data = Data(loader.examples(), None, loaders={"train": loader})
+    step = tf.function(lambda batches: next(batches).sizes)
+    batches = iter(of_stream(Stream(loader, FACTOR), 0))
+    with pytest.raises(DataError, match="^the data cannot be read: RuntimeError: page 7 is missing$"):
+        with located(data, Files()):
+            for _ in range(3):
+                step(batches)
+
+
 @pytest.mark.parametrize(
     ("asked", "named", "scaled", "replicas", "line"),
     [
@@ -167,6 +199,7 @@ def test_counters_of_batches_of_any_size():
         ({}, (), False, 2, "replicas must be 1"),
         ({"micro_batch_size": "auto"}, (), False, 1, "micro_batch_size must be null or a number"),
         ({"factor": None}, (), False, 1, "factor must be at least 1"),
+        ({"factor": 0}, (), False, 1, r"factor must be at least 1 .* Received: 0\."),
     ],
 )
 def test_the_factor_alone_counts(asked, named, scaled, replicas, line):
@@ -175,6 +208,11 @@ def test_the_factor_alone_counts(asked, named, scaled, replicas, line):
     assert found == {**default, "effective_batch_size": None}
     with pytest.raises(ConfigError, match=line):
         sizes.of_batches({**default, **asked}, scaled, replicas, named)
+
+
+def test_a_micro_batch_of_no_examples_is_refused():
+    with pytest.raises(ConfigError, match=r"micro_batch_size must be at least 1\. Received: 0"):
+        sizes.batching({"effective_batch_size": None, "factor": 3, "micro_batch_size": 0}, 1, batched=True)
 
 
 @pytest.mark.slow
