@@ -55,7 +55,9 @@ def micro_batch_losses(
     losses, parts = {}, []
     weights = spread(totals.weights, list(outputs), to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
-        check_per_example(objective, term.loss)
+        if not objective.over_batch and couples_examples(term.loss):  # a micro-batch has not all of them
+            rule = "loss_over must be effective_batch for a loss of several examples at once"
+            raise ValueError(f"{rule}, {term.loss.name}. Received: 'example'")
         known = examples, weights.get(term.name)
         made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, known)
         scaled = made.total if term.scale is None else made.total * term.scale
@@ -74,13 +76,6 @@ def micro_batch_losses(
     if model.losses or not parts:
         parts.append(Part(divide(added, examples), count / examples, count, True))
     return losses, added, _merged(parts)
-
-
-def check_per_example(objective: Objective, loss: keras.losses.Loss) -> None:
-    """Raise a ValueError for a loss that is known to couple examples, of which a micro-batch has not all."""
-    if not objective.over_batch and couples_examples(loss):
-        rule = "loss_over must be effective_batch for a loss of several examples at once"
-        raise ValueError(f"{rule}, {loss.name}. Received: 'example'")
 
 
 def function_losses(

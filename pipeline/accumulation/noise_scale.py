@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from .gradient_sums import Gradients, GradientSums, means
+from .gradient_sums import Gradients, GradientSums, means, rows_once
 from .loss_sums import Part
 
 DECAY = 0.9  # of the moving averages, per measured update
@@ -38,8 +38,7 @@ def square(gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None])
     halves = []
     for gradient in filter(tf.is_tensor, gradients):
         if isinstance(gradient, tf.IndexedSlices):  # each row once, summed
-            rows, places = tf.unique(gradient.indices)
-            gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+            gradient, _ = rows_once(gradient.values, gradient.indices)
         halves.append(tf.nn.l2_loss(gradient))
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
