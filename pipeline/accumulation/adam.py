@@ -40,9 +40,9 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     once, for any optimizer, and is the value of the `with` block.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
-    with constant_rate(adam) as rate:
-        with replaced([(adam, "update_step", _fused_step(adam))] if _steps_as_keras(adam) else []):
-            yield rate
+    fuses = _steps_as_keras(adam)
+    with constant_rate(adam) as rate, replaced([(adam, "update_step", _fused_step(adam))] if fuses else []):
+        yield rate
 
 
 def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:

@@ -107,7 +107,8 @@ class Evaluator:
                 if not self.retry:
                     raise
                 self.on_halved(self.name, halve(self.evaluation, f"the {self.name} split", error))
-                return self._trace()
+                self._trace()
+                return None
             sums = found if sums is None else tf.nest.map_structure(tf.add, sums, found)
         assert sums is not None
         return {name: float(value) for name, value in sums.results(metrics).items()}
