@@ -30,7 +30,7 @@ class FunctionLoss(keras.losses.Loss):
 
     def __init__(self, function: Callable[[Any, Any], Any]):
         super().__init__(name=getattr(function, "__name__", "loss"))
-        self._function = function
+        self.fn = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         # As `compile(loss=function)` does: (batch,) labels beside (batch, 1) outputs would be broadcast.
@@ -39,7 +39,7 @@ class FunctionLoss(keras.losses.Loss):
                 y_true = tf.squeeze(y_true, -1)
             elif y_pred.shape.rank == y_true.shape.rank + 1 and y_pred.shape[-1] == 1:
                 y_true = tf.expand_dims(y_true, -1)
-        return self._function(y_true, y_pred)
+        return self.fn(y_true, y_pred)
 
 
 def build(training: DictConfig) -> Objective:
