@@ -88,7 +88,6 @@ def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
 
 
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
-
     def cast(value: Any) -> tf.Tensor:  # as Keras does: a Python number through float32
         return keras.ops.cast(value, dtype.name)
 

@@ -33,6 +33,9 @@ class LossSum(NamedTuple):
     weight: tf.Tensor
 
 
+LossSums = dict[str, LossSum]  # by output
+
+
 class Part(NamedTuple):
     """What is minimised over a micro-batch and divided by one weight; scalars."""
 
@@ -44,7 +47,7 @@ class Part(NamedTuple):
 
 def micro_batch_losses(
     model: keras.Model, objective: Objective, outputs: Mapping[str, Nest], micro_batch: Nest, totals: BatchTotals
-) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
+) -> tuple[LossSums, tf.Tensor, list[Part]]:
     """Return the loss of each output, what the model adds, and both as parts of what is minimised.
 
     Call it after the forward pass that gave `outputs`; `totals` are of the effective batch.
@@ -78,9 +81,7 @@ def micro_batch_losses(
     return losses, added, _merged(parts)
 
 
-def function_losses(
-    function: Any, micro_batch: Nest, totals: BatchTotals
-) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
+def function_losses(function: Any, micro_batch: Nest, totals: BatchTotals) -> tuple[LossSums, tf.Tensor, list[Part]]:
     """Return what `micro_batch_losses` does, of a function that returns a mean loss, or one with its weight."""
     made = function(*(part for part in micro_batch if part is not None))
     mean, weight = made if isinstance(made, tuple | list) else (made, None)
@@ -154,15 +155,13 @@ def weighted_sum(
     masks = [each for each in (mask, mask_of(found)) if each is not None]
     dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
     values = _dense(found, dtype)
-    if values.shape.rank == 0 and over_batch:
-        if sample_weight is not None:
-            rule = "The loss must give one value per example where there are sample weights, not a scalar"
-            raise ValueError(f"{rule}. Received: {loss.name}")
+    if values.shape.rank == 0:
+        if not over_batch or sample_weight is not None:
+            where = " where there are sample weights" if over_batch else ""
+            raise ValueError(f"The loss must give one value per example{where}, not a scalar. Received: {loss.name}")
         examples = tf.cast(examples_in(outputs), dtype)  # by which an evaluation weighs the batches
         by = (values, tf.zeros((), dtype)) if loss.reduction == "sum" else (values * examples, examples)
         return WeightedSum(*by, None, examples)
-    if values.shape.rank == 0:
-        raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
     count = tf.cast(tf.size(values), dtype)
     factors = [] if sample_weight is None else [_dense(sample_weight, dtype)]
     if masks:

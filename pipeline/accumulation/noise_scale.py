@@ -80,19 +80,18 @@ class NoiseScale:
     """tr(Σ)/|G|² in examples, smoothed over the updates that were measured."""
 
     def __init__(self) -> None:
-        self._variance = self._square = self._weight = 0.0
+        self._variance = self._square = 0.0
 
     def add(self, variance: float, square: float) -> None:
         """Add one update's estimates; a pair that is not finite is ignored."""
         if math.isfinite(variance) and math.isfinite(square):
             self._variance = DECAY * self._variance + (1 - DECAY) * variance
             self._square = DECAY * self._square + (1 - DECAY) * square
-            self._weight = DECAY * self._weight + (1 - DECAY)
 
     @property
     def value(self) -> float | None:
         """The noise scale in examples; None while nothing was measured, or |G|² is not positive."""
-        return self._variance / self._square if self._weight and self._square > 0 else None
+        return self._variance / self._square if self._square > 0 else None
 
     def get_state(self) -> dict[str, float]:
         """Return the averages, for `set_state`."""

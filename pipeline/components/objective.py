@@ -121,16 +121,13 @@ def _losses(node: Any, key: str) -> Losses:
 
 def _metrics(training: DictConfig, group: str) -> Metrics:
     """Return the metrics of a group: a list for the only output, or lists by the names of outputs."""
-    nodes = metrics_of(training, group)
-    single: list[keras.metrics.Metric] = []
-    by_output: dict[str, list[keras.metrics.Metric]] = {}
+    nodes, made = metrics_of(training, group), dict[Any, list[keras.metrics.Metric]]()
     for metric in nodes:
-        listed = single if metric.output is None else by_output.setdefault(metric.output, [])
-        listed.append(_metric(metric.node, metric.key, metric.name))
-    if single and by_output:
+        made.setdefault(metric.output, []).append(_metric(metric.node, metric.key, metric.name))
+    if None in made and len(made) > 1:
         rule = "must have all metrics under the name of their output, or none"
         raise ConfigError(f"training.{group}", rule, [metric.full_name for metric in nodes])
-    return by_output or single
+    return made.get(None, made)
 
 
 def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:

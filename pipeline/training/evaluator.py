@@ -110,6 +110,7 @@ class Evaluator:
                 self._trace()
                 return None
             sums = found if sums is None else tf.nest.map_structure(tf.add, sums, found)
+            del batch  # before the next one is read
         assert sums is not None
         return {name: float(value) for name, value in sums.results(metrics).items()}
 
@@ -117,10 +118,7 @@ class Evaluator:
 @contextmanager
 def averaged_weights(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> Iterator[None]:
     """With `use_ema`, give the model its averaged weights meanwhile, so that all rows of a curve are of the same."""
-    if not getattr(optimizer, "inner_optimizer", optimizer).use_ema:
-        yield
-        return
-    variables = model.trainable_variables
+    variables = model.trainable_variables if getattr(optimizer, "inner_optimizer", optimizer).use_ema else []
     raw = [tf.identity(variable.value) for variable in variables]
     optimizer.finalize_variable_values(variables)
     try:
