@@ -179,8 +179,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     def _apply(self, sums: Sequence[tf.Tensor]) -> None:
         # The replicas' gradients add up to that of a call, so that their average is to be taken as often.
-        replicas = self.accumulator.strategy.num_replicas_in_sync
-        self.inner.apply(self.accumulator.of_sums(sums, replicas), self.of)
+        self.inner.apply(self.accumulator.of_sums(sums, self.accumulator.strategy.num_replicas_in_sync), self.of)
 
 
 keras.saving.register_keras_serializable("accumulation")(AccumulatingOptimizer)

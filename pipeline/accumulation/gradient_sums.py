@@ -152,8 +152,7 @@ def over_replicas(
     if strategy.num_replicas_in_sync == 1:
         return reduce(strategy, sums, ready)
     if tf.nest.flatten(sums.weights):  # before the gradients, which each replica divides: they go over once
-        weights = reduce(strategy, sums.weights, ready)
-        sums = strategy.run(GradientSums.divided, (sums, weights))
+        sums = strategy.run(GradientSums.divided, (sums, reduce(strategy, sums.weights, ready)))
     sums = reduce(strategy, sums, ready)
     first = of_first_replica(strategy, sums)
 

@@ -61,8 +61,7 @@ def micro_batch_losses(
         if not objective.over_batch and couples_examples(term.loss):  # a micro-batch has not all of them
             rule = "loss_over must be effective_batch for a loss of several examples at once"
             raise ValueError(f"{rule}, {term.loss.name}. Received: 'example'")
-        known = examples, weights.get(term.name)
-        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, known)
+        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, (examples, weights.get(term.name)))
         scaled = made.total if term.scale is None else made.total * term.scale
         losses[term.name] = LossSum(made.total, scaled, made.weight)
         if made.batch_weight is None:

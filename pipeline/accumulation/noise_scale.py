@@ -50,14 +50,13 @@ def of_micro_batch(
     if measure is False:
         return ()
     share = minimised[0].share
-    examples = tf.cast(minimised[0].examples, share.dtype)
 
     def measure_now() -> tuple[tf.Tensor, ...]:
         if len(sums) == 1:  # saves a pass over the gradient
             squares = tf.math.divide_no_nan(tf.cast(square(sums[0]), share.dtype), share)
         else:
             squares = share * tf.cast(square(means(sums, [part.share for part in minimised])), share.dtype)
-        each = tf.math.divide_no_nan(share, examples)
+        each = tf.math.divide_no_nan(share, tf.cast(minimised[0].examples, share.dtype))
         return squares, each, share * each, share
 
     return tf.cond(measure, measure_now, lambda: (tf.zeros_like(share),) * 4)

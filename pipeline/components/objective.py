@@ -56,8 +56,7 @@ def build(training: DictConfig) -> Objective:
         accumulation.Objective(**(losses | {group: _metrics(training, group) for group in METRIC_GROUPS}))
         for _ in range(2)
     )
-    callbacks = {str(name): _callback(node, name) for name, node in training.callbacks.items()}
-    return Objective(goal, evaluated, callbacks)
+    return Objective(goal, evaluated, {str(name): _callback(node, name) for name, node in training.callbacks.items()})
 
 
 def compile(

@@ -50,8 +50,7 @@ def check(
     labels = {} if y is None else accumulation.labels_by_name(goal.loss, y, example.outputs)
     for group in METRIC_GROUPS:
         _check_metrics(goal, group, labels, example)
-    layers = model.layers if model.compiled else [model]
-    layer_metrics = [metric for layer in layers for metric in layer.metrics]
+    layer_metrics = [each for layer in (model.layers if model.compiled else [model]) for each in layer.metrics]
     _check_names(goal, list(example.outputs), layer_metrics)
     training, evaluation = (replace(each, layer_metrics=layer_metrics) for each in (goal, objective.evaluation))
     return y, outputs, replace(objective, training=training, evaluation=evaluation)
