@@ -16,7 +16,7 @@ from .flops import training_flops
 from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras, unsupported
 from .gradient_accumulator import GradientAccumulator
 from .gradient_sums import GradientSums
-from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layers_of, logits_of, mask_of
+from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layers_of, logits_of, mask_of, replaced
 from .loss_sums import added_losses, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
@@ -66,6 +66,7 @@ __all__ = [
     "normalising_layers",
     "not_supported",
     "parts_of",
+    "replaced",
     "shapes_compiled",
     "slice_of",
     "slice_specs",
@@ -80,7 +81,3 @@ __all__ = [
 ]
 
 load_cuda_libraries()
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -7,8 +7,8 @@ batch differ in size. Each replica takes its share of a batch that stays on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ from .batch import Nest, parts_of, share_of
 from .evaluation import Evaluation
 from .forward_effects import unsupported
 from .gradient_sums import GradientSums
-from .keras_internals import compiled_losses, compiled_metrics, loss_mean
+from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
 from .objective import Objective, by_name
 from .update import Update
 
@@ -89,13 +89,8 @@ class AccumulatingModel(keras.Model):
         with self._lent():
             self.inner.load_weights(*arguments, **options)
 
-    @contextmanager
-    def _lent(self) -> Iterator[None]:
-        before, self.inner.optimizer = getattr(self.inner, "optimizer", None), getattr(self, "optimizer", None)
-        try:
-            yield
-        finally:
-            self.inner.optimizer = before
+    def _lent(self) -> AbstractContextManager[None]:
+        return replaced([(self.inner, "optimizer", getattr(self, "optimizer", None))])
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner)

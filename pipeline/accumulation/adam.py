@@ -11,14 +11,14 @@ where gradients are not constant: at most half of 1.3e-5 of a step, for a weight
 thousands of updates. In float64 there is no difference.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from .keras_internals import adam_moments, constant_rate
+from .keras_internals import adam_moments, constant_rate, replaced
 
 REPLACED = ("update_step", "assign_add", "assign_sub")  # methods of Keras that the operation replaces
 TOLERANCE = 2e-5  # of the relative difference in 1 − β: 1.3e-5 with 0.999, 1.7e-4 with 0.9999
@@ -40,12 +40,12 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     once, for any optimizer, and is the value of the `with` block.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
-    with constant_rate(adam) as rate, _steps_as_one(adam) if _steps_as_keras(adam) else nullcontext():
+    fuses = _steps_as_keras(adam)
+    with constant_rate(adam) as rate, replaced([(adam, "update_step", _fused_step(adam))] if fuses else []):
         yield rate
 
 
-@contextmanager
-def _steps_as_one(adam: keras.optimizers.Adam) -> Iterator[None]:
+def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
     # Here, once for all variables: Keras applies in a branch of the graph, or on each device.
     scalars = {dtype: _scalars(adam, dtype) for dtype in (tf.float32, tf.float64) if _near(adam, dtype)}
 
@@ -64,11 +64,7 @@ def _steps_as_one(adam: keras.optimizers.Adam) -> Iterator[None]:
             **scalars[variable.dtype],
         )
 
-    object.__setattr__(adam, "update_step", update_step)  # bypasses the optimizer's own, which tracks attributes
-    try:
-        yield
-    finally:
-        object.__delattr__(adam, "update_step")
+    return update_step
 
 
 def _steps_as_keras(optimizer: Any) -> bool:
@@ -92,7 +88,6 @@ def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
 
 
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
-
     def cast(value: Any) -> tf.Tensor:  # as Keras does: a Python number through float32
         return keras.ops.cast(value, dtype.name)
 

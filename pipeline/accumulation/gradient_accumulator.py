@@ -37,7 +37,7 @@ class GradientAccumulator(tf.Module):
         if self.strategy.num_replicas_in_sync > 1 and not isinstance(self.strategy, tf.distribute.MirroredStrategy):
             rule = "strategy must be MirroredStrategy or have one replica; `Update` runs under the others"
             raise ValueError(f"{rule}. Received: {type(self.strategy).__name__}")
-        self.sums = [_zeros(tuple(each.shape), _sum_dtype(each.dtype)) for each in variables]
+        self.sums = [_zeros(tuple(each.shape), each.dtype) for each in variables]
         self.weight = _zeros((), "float64")
         # By variable; lists would be tracked, and could not be saved after a change.
         self._have_gradient, self._left_out = set[int](), set[int]()
@@ -104,11 +104,8 @@ class GradientAccumulator(tf.Module):
             variable.assign(tf.zeros(variable.shape, variable.dtype))
 
 
-def _zeros(shape: tuple[int, ...], dtype: str) -> keras.Variable:
-    options = {"trainable": False, "synchronization": "on_read", "aggregation": "sum"}
-    return keras.Variable(keras.initializers.Zeros(), shape=shape, dtype=dtype, **options)
-
-
-def _sum_dtype(dtype: Any) -> str:
+def _zeros(shape: tuple[int, ...], dtype: Any) -> keras.Variable:
     name = keras.backend.standardize_dtype(dtype)
-    return "float32" if name in ("float16", "bfloat16") else name
+    name = "float32" if name in ("float16", "bfloat16") else name
+    options = {"trainable": False, "synchronization": "on_read", "aggregation": "sum"}
+    return keras.Variable(keras.initializers.Zeros(), shape=shape, dtype=name, **options)

@@ -13,17 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import (
-    Batches,
-    Nest,
-    dense,
-    examples_in,
-    of_first_replica,
-    parts_of,
-    reduce,
-    slice_of,
-    slice_specs,
-)
+from .batch import Batches, Nest, dense, examples_in, of_first_replica, parts_of, reduce, slice_of, slice_specs
 from .loss_sums import LossSum, divide
 from .moving_statistics import Moves
 
@@ -126,14 +116,9 @@ def gradients_by(
     return tuple(map(shaped, tape.gradient(targets, variables, output_gradients=by_target), variables))
 
 
-def has_examples(output: Any) -> bool:
-    """Return whether a tensor has examples on axis 0, in an unknown number: it is concatenated, not summed."""
-    return isinstance(output, tf.Tensor) and output.shape.rank != 0 and output.shape[0] is None
-
-
 def empty_sum(output: Any) -> tuple[Any, Any]:
     """Return the sum of no micro-batches, and the shapes of a sum: of rows and their indices, or of a dense tensor."""
-    if has_examples(output):
+    if isinstance(output, tf.Tensor) and output.shape.rank and output.shape[0] is None:  # examples are concatenated
         rows = tf.TensorArray(output.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=output.shape)
         return rows, tf.TensorShape([])
     if not isinstance(output, tf.IndexedSlices):  # zeros of its size would take the memory of a second gradient
@@ -151,16 +136,13 @@ def add(total: Any, value: Any) -> Any:
     if not isinstance(value, tf.IndexedSlices):
         return total + value
     rows, indices = total
-    indices, places = tf.unique(tf.concat([indices, value.indices], 0))
-    rows = tf.math.unsorted_segment_sum(tf.concat([rows, value.values], 0), places, tf.size(indices))
-    return rows, indices
+    return rows_once(tf.concat([rows, value.values], 0), tf.concat([indices, value.indices], 0))
 
 
-def rows_once(rows: tf.IndexedSlices, shape: Sequence[int]) -> tf.IndexedSlices:
-    """Return rows of a tensor of `shape`, those of one index added."""
-    indices, places = tf.unique(rows.indices)
-    values = tf.math.unsorted_segment_sum(rows.values, places, tf.size(indices))
-    return tf.IndexedSlices(tf.ensure_shape(values, [None, *shape[1:]]), indices, tf.constant(list(shape)))
+def rows_once(rows: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return rows and their indices, the rows of one index added."""
+    indices, places = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(rows, places, tf.size(indices)), indices
 
 
 def over_replicas(
@@ -170,14 +152,17 @@ def over_replicas(
     if strategy.num_replicas_in_sync == 1:
         return reduce(strategy, sums, ready)
     if tf.nest.flatten(sums.weights):  # before the gradients, which each replica divides: they go over once
-        weights = reduce(strategy, sums.weights, ready)
-        sums = strategy.run(GradientSums.divided, (sums, weights))
+        sums = strategy.run(GradientSums.divided, (sums, reduce(strategy, sums.weights, ready)))
     sums = reduce(strategy, sums, ready)
     first = of_first_replica(strategy, sums)
 
     def gradient(of_each: Any, of_first: Any, variable: keras.Variable) -> Any:
         """Return the gradient on each replica, which applies it there, or rows that the first one has added."""
-        return rows_once(of_first, variable.shape) if isinstance(of_first, tf.IndexedSlices) else of_each
+        if not isinstance(of_first, tf.IndexedSlices):
+            return of_each
+        rows, indices = rows_once(of_first.values, of_first.indices)
+        rows = tf.ensure_shape(rows, [None, *variable.shape[1:]])
+        return tf.IndexedSlices(rows, indices, tf.constant(list(variable.shape)))
 
     groups = zip(sums.gradient_sums, first.gradient_sums, strict=True)
     gradients = [tuple(map(gradient, *group, variables)) for group in groups]
@@ -244,9 +229,8 @@ def sum_over_micro_batches(
         with tf.device("CPU:0"):
             micro_batch = slice_of(leaves, start, stop_of(start))
             if isinstance(batch, Batches):
-                micro_batch = [
-                    tf.ensure_shape(dense(leaf), spec.shape) for leaf, spec in zip(micro_batch, specs, strict=True)
-                ]
+                pairs = zip(micro_batch, specs, strict=True)
+                micro_batch = [tf.ensure_shape(dense(leaf), spec.shape) for leaf, spec in pairs]
         return [tf.identity(leaf) for leaf in micro_batch]  # outside of the block: on the device that computes
 
     def body(run: Any, start: tf.Tensor, now: list[Any], sums: list[Any]) -> tuple[tf.Tensor, list[Any], list[Any]]:

@@ -27,7 +27,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -115,42 +115,43 @@ def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
 
     It is computed on the host and waits for nothing of this update. NaN for a `MultiOptimizer`, which has none.
     """
-    before = optimizer._learning_rate
     with tf.control_dependencies(None), tf.device("CPU:0"):
         rate = tf.convert_to_tensor(getattr(optimizer, "learning_rate", math.nan))
-    # Adafactor asks whether it is callable. Bypasses the optimizer's own, which tracks attributes.
-    object.__setattr__(optimizer, "_learning_rate", (lambda: rate) if callable(before) else rate)
-    try:
+    fixed = (lambda: rate) if callable(optimizer._learning_rate) else rate  # Adafactor asks whether it is callable
+    with replaced([(optimizer, "_learning_rate", fixed)]):
         yield rate
-    finally:
-        object.__setattr__(optimizer, "_learning_rate", before)
+
+
+def applying_sums(optimizer: keras.optimizers.Optimizer) -> AbstractContextManager[None]:
+    """Have `apply` use the gradients on each replica as they are, inside the `with` block: they are sums already."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return replaced([(inner, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)])
 
 
 @contextmanager
-def applying_sums(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Have `apply` use the gradients on each replica as they are, inside the `with` block: they are sums already."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    object.__setattr__(inner, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
-    try:
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes of objects other values inside the `with` block, past Keras, which tracks what it is given."""
+    with ExitStack() as after:
+        for thing, name, value in changes:
+            if name in vars(thing) or isinstance(getattr(type(thing), name, None), property):
+                after.callback(object.__setattr__, thing, name, getattr(thing, name))
+            else:  # a method of its class, or nothing
+                after.callback(object.__delattr__, thing, name)
+            object.__setattr__(thing, name, value)
         yield
-    finally:
-        object.__delattr__(inner, "_all_reduce_sum_gradients")
 
 
 @contextmanager
 def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator[None]:
     """Replace each layer's `call` inside the `with` block; a model saved meanwhile has Keras' own."""
-    replaced = []
-    with _REPLACING:
-        try:
-            for layer, call in calls:
-                call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras reads it
-                object.__setattr__(layer, "call", call)  # bypasses the layer's own, which tracks attributes
-                replaced.append(layer)
-            yield
-        finally:
-            for layer in replaced:
-                object.__delattr__(layer, "call")
+
+    def changes() -> Iterator[tuple[keras.Layer, str, Any]]:
+        for layer, call in calls:
+            call.__signature__ = inspect.signature(layer.call)  # type: ignore[attr-defined]  # Keras reads it
+            yield layer, "call", call
+
+    with _REPLACING, replaced(changes()):
+        yield
 
 
 def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:

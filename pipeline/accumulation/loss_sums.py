@@ -33,6 +33,9 @@ class LossSum(NamedTuple):
     weight: tf.Tensor
 
 
+LossSums = dict[str, LossSum]  # by output
+
+
 class Part(NamedTuple):
     """What is minimised over a micro-batch and divided by one weight; scalars."""
 
@@ -44,7 +47,7 @@ class Part(NamedTuple):
 
 def micro_batch_losses(
     model: keras.Model, objective: Objective, outputs: Mapping[str, Nest], micro_batch: Nest, totals: BatchTotals
-) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
+) -> tuple[LossSums, tf.Tensor, list[Part]]:
     """Return the loss of each output, what the model adds, and both as parts of what is minimised.
 
     Call it after the forward pass that gave `outputs`; `totals` are of the effective batch.
@@ -55,9 +58,10 @@ def micro_batch_losses(
     losses, parts = {}, []
     weights = spread(totals.weights, list(outputs), to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
-        check_per_example(objective, term.loss)
-        known = examples, weights.get(term.name)
-        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, known)
+        if not objective.over_batch and couples_examples(term.loss):  # a micro-batch has not all of them
+            rule = "loss_over must be effective_batch for a loss of several examples at once"
+            raise ValueError(f"{rule}, {term.loss.name}. Received: 'example'")
+        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, (examples, weights.get(term.name)))
         scaled = made.total if term.scale is None else made.total * term.scale
         losses[term.name] = LossSum(made.total, scaled, made.weight)
         if made.batch_weight is None:
@@ -76,16 +80,7 @@ def micro_batch_losses(
     return losses, added, _merged(parts)
 
 
-def check_per_example(objective: Objective, loss: keras.losses.Loss) -> None:
-    """Raise a ValueError for a loss that is known to couple examples, of which a micro-batch has not all."""
-    if not objective.over_batch and couples_examples(loss):
-        rule = "loss_over must be effective_batch for a loss of several examples at once"
-        raise ValueError(f"{rule}, {loss.name}. Received: 'example'")
-
-
-def function_losses(
-    function: Any, micro_batch: Nest, totals: BatchTotals
-) -> tuple[dict[str, LossSum], tf.Tensor, list[Part]]:
+def function_losses(function: Any, micro_batch: Nest, totals: BatchTotals) -> tuple[LossSums, tf.Tensor, list[Part]]:
     """Return what `micro_batch_losses` does, of a function that returns a mean loss, or one with its weight."""
     made = function(*(part for part in micro_batch if part is not None))
     mean, weight = made if isinstance(made, tuple | list) else (made, None)
@@ -159,15 +154,13 @@ def weighted_sum(
     masks = [each for each in (mask, mask_of(found)) if each is not None]
     dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
     values = _dense(found, dtype)
-    if values.shape.rank == 0 and over_batch:
-        if sample_weight is not None:
-            rule = "The loss must give one value per example where there are sample weights, not a scalar"
-            raise ValueError(f"{rule}. Received: {loss.name}")
+    if values.shape.rank == 0:
+        if not over_batch or sample_weight is not None:
+            where = " where there are sample weights" if over_batch else ""
+            raise ValueError(f"The loss must give one value per example{where}, not a scalar. Received: {loss.name}")
         examples = tf.cast(examples_in(outputs), dtype)  # by which an evaluation weighs the batches
         by = (values, tf.zeros((), dtype)) if loss.reduction == "sum" else (values * examples, examples)
         return WeightedSum(*by, None, examples)
-    if values.shape.rank == 0:
-        raise ValueError(f"The loss must give one value per example, not a scalar. Received: {loss.name}")
     count = tf.cast(tf.size(values), dtype)
     factors = [] if sample_weight is None else [_dense(sample_weight, dtype)]
     if masks:

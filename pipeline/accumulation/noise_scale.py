@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from .gradient_sums import Gradients, GradientSums, means
+from .gradient_sums import Gradients, GradientSums, means, rows_once
 from .loss_sums import Part
 
 DECAY = 0.9  # of the moving averages, per measured update
@@ -38,8 +38,7 @@ def square(gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None])
     halves = []
     for gradient in filter(tf.is_tensor, gradients):
         if isinstance(gradient, tf.IndexedSlices):  # each row once, summed
-            rows, places = tf.unique(gradient.indices)
-            gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+            gradient, _ = rows_once(gradient.values, gradient.indices)
         halves.append(tf.nn.l2_loss(gradient))
     return 2 * tf.add_n([tf.cast(half, halves[0].dtype) for half in halves])
 
@@ -51,14 +50,13 @@ def of_micro_batch(
     if measure is False:
         return ()
     share = minimised[0].share
-    examples = tf.cast(minimised[0].examples, share.dtype)
 
     def measure_now() -> tuple[tf.Tensor, ...]:
         if len(sums) == 1:  # saves a pass over the gradient
             squares = tf.math.divide_no_nan(tf.cast(square(sums[0]), share.dtype), share)
         else:
             squares = share * tf.cast(square(means(sums, [part.share for part in minimised])), share.dtype)
-        each = tf.math.divide_no_nan(share, examples)
+        each = tf.math.divide_no_nan(share, tf.cast(minimised[0].examples, share.dtype))
         return squares, each, share * each, share
 
     return tf.cond(measure, measure_now, lambda: (tf.zeros_like(share),) * 4)
@@ -81,19 +79,18 @@ class NoiseScale:
     """tr(Σ)/|G|² in examples, smoothed over the updates that were measured."""
 
     def __init__(self) -> None:
-        self._variance = self._square = self._weight = 0.0
+        self._variance = self._square = 0.0
 
     def add(self, variance: float, square: float) -> None:
         """Add one update's estimates; a pair that is not finite is ignored."""
         if math.isfinite(variance) and math.isfinite(square):
             self._variance = DECAY * self._variance + (1 - DECAY) * variance
             self._square = DECAY * self._square + (1 - DECAY) * square
-            self._weight = DECAY * self._weight + (1 - DECAY)
 
     @property
     def value(self) -> float | None:
         """The noise scale in examples; None while nothing was measured, or |G|² is not positive."""
-        return self._variance / self._square if self._weight and self._square > 0 else None
+        return self._variance / self._square if self._square > 0 else None
 
     def get_state(self) -> dict[str, float]:
         """Return the averages, for `set_state`."""

@@ -131,9 +131,10 @@ def couples_examples(loss: Any) -> bool:
 
     Known are Keras' `Circle`, and losses and functions of your own with a true attribute `couples_examples`.
     """
-    both = (loss, getattr(loss, "fn", None))  # `compile` wraps a function
-    known = isinstance(loss, keras.losses.Circle) or keras.losses.circle in both
-    return known or any(getattr(each, "couples_examples", False) for each in both)
+    function = getattr(loss, "fn", loss)  # `compile` wraps a function
+    function = getattr(function, "func", function)  # and so does `functools.partial`
+    known = isinstance(loss, keras.losses.Circle) or function is keras.losses.circle
+    return known or any(getattr(each, "couples_examples", False) for each in (loss, function))
 
 
 def labels_by_name(loss: Losses, y: Nest, outputs: Iterable[str]) -> dict[str, Nest]:

@@ -20,7 +20,7 @@ from .batch import Nest, Share, examples_in, of_first_replica, parts_of, reduce,
 from .forward_effects import Forward, batch_dependent_layers, unknown_to_keras
 from .gradient_sums import sum_over_micro_batches
 from .keras_internals import logits_of, mask_of, with_mask_and_logits
-from .loss_sums import LossSum, divide, weighted_sum
+from .loss_sums import LossSum, LossSums, divide, weighted_sum
 from .objective import Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
 from .xla import without_cudnn
@@ -81,11 +81,9 @@ def differentiable(outputs: Outputs) -> list[tf.Tensor]:
     return [tensor for tensor in found if tf.is_tensor(tensor) and tensor.dtype.is_floating]
 
 
-def batch_losses(
-    objective: Objective, outputs: Outputs, y: Nest, sample_weight: Nest
-) -> tuple[dict[str, LossSum], tf.Tensor]:
+def batch_losses(objective: Objective, outputs: Outputs, y: Nest, sample_weight: Nest) -> tuple[LossSums, tf.Tensor]:
     """Return the loss of each output over the batch, and what is minimised, without what the model adds; scalars."""
-    losses, means = dict[str, LossSum](), list[tf.Tensor]()
+    losses, means = LossSums(), list[tf.Tensor]()
     given = {name: with_mask_and_logits(*each) for name, each in outputs.items()}
     for term in objective.terms(y, given, sample_weight):
         made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, over_batch=True)
@@ -101,7 +99,7 @@ def output_gradients(
     y: Nest,
     sample_weight: Nest,
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
-) -> tuple[dict[str, LossSum], list[tf.Tensor | None]]:
+) -> tuple[LossSums, list[tf.Tensor | None]]:
     """Return the losses over the batch and the gradient of their sum by each of `differentiable(outputs)`.
 
     A gradient is scaled by `scale_loss`, and None where the loss does not depend on the tensor.

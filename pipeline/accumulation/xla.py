@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import keras
 import tensorflow as tf
 
 from .batch import Nest, Share, parts_of
-from .keras_internals import layers_of, model_supports_jit
+from .keras_internals import layers_of, model_supports_jit, replaced
 
 
 def compiled_by_xla(jit_compile: bool | str, model: keras.Model, batch: Nest | Share) -> bool:
@@ -34,15 +33,8 @@ def shapes_compiled(batch: Nest | Share) -> tf.Tensor:
         return tf.strings.to_hash_bucket_fast(text, 2**52)  # exact in float64
 
 
-@contextmanager
-def without_cudnn(model: keras.Model | None, jit_compile: bool) -> Iterator[None]:
+def without_cudnn(model: keras.Model | None, jit_compile: bool) -> AbstractContextManager[None]:
     """Have the model's LSTM and GRU do without cuDNN in the `with` block if XLA compiles, which cannot call it."""
     layers = layers_of(model) if jit_compile and model is not None else []
-    before = {layer: layer.use_cudnn for layer in layers if isinstance(layer, keras.layers.LSTM | keras.layers.GRU)}
-    try:
-        for layer in before:
-            layer.use_cudnn = False
-        yield
-    finally:
-        for layer, use_cudnn in before.items():
-            layer.use_cudnn = use_cudnn
+    recurrent = (layer for layer in layers if isinstance(layer, keras.layers.LSTM | keras.layers.GRU))
+    return replaced((layer, "use_cudnn", False) for layer in recurrent)

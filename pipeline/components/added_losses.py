@@ -1,7 +1,6 @@
 """Whether what layers add to the loss is a mean or a sum over their batch: a few examples in two cuts show it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -26,7 +25,8 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
     found = list[Amounts]()
     try:
         values = [(variable, variable.value) for variable in model.trainable_variables]
-        with _in_float64(model), keras.StatelessScope(values, collect_losses=True):
+        policies = [(layer, "dtype_policy", _Float64("float32")) for layer in (model, *accumulation.layers_of(model))]
+        with accumulation.replaced(policies), keras.StatelessScope(values, collect_losses=True):
             for start, stop in cuts:
                 model(accumulation.slice_of(x, start, stop), training=False)
                 found.append(amounts(model, stop - start))
@@ -71,16 +71,3 @@ class _Float64(keras.DTypePolicy):
     @property
     def compute_dtype(self) -> str:
         return "float64"
-
-
-@contextmanager
-def _in_float64(model: keras.Model) -> Iterator[None]:
-    layers = [model, *accumulation.layers_of(model)]
-    policies = [layer.dtype_policy for layer in layers]
-    try:
-        for layer in layers:
-            layer.dtype_policy = _Float64("float32")
-        yield
-    finally:
-        for layer, policy in zip(layers, policies, strict=True):
-            layer.dtype_policy = policy

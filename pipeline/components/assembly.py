@@ -208,8 +208,7 @@ def _first_batch(spec: RunSpec, data: Data, files: Files, used: Devices) -> tupl
         count = min(max(2, spec.batching.micro_batch_size), 32)
         first = first_examples(data, "train", count, spec.dataset.get("pad"))
         if spec.workers is not None and not used.same(_digest(first, data)):
-            rule = "must be the same for all workers, whose first examples are not"
-            raise ConfigError("dataset", rule, data.name)
+            raise ConfigError("dataset", "must be the same for all workers, whose first examples are not", data.name)
     weigh = weigher(spec.config.training, data)
     return first if weigh is None else weigh(*first)
 

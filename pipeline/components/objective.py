@@ -30,7 +30,7 @@ class FunctionLoss(keras.losses.Loss):
 
     def __init__(self, function: Callable[[Any, Any], Any]):
         super().__init__(name=getattr(function, "__name__", "loss"))
-        self._function = function
+        self.fn = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         # As `compile(loss=function)` does: (batch,) labels beside (batch, 1) outputs would be broadcast.
@@ -39,7 +39,7 @@ class FunctionLoss(keras.losses.Loss):
                 y_true = tf.squeeze(y_true, -1)
             elif y_pred.shape.rank == y_true.shape.rank + 1 and y_pred.shape[-1] == 1:
                 y_true = tf.expand_dims(y_true, -1)
-        return self._function(y_true, y_pred)
+        return self.fn(y_true, y_pred)
 
 
 def build(training: DictConfig) -> Objective:
@@ -56,8 +56,7 @@ def build(training: DictConfig) -> Objective:
         accumulation.Objective(**(losses | {group: _metrics(training, group) for group in METRIC_GROUPS}))
         for _ in range(2)
     )
-    callbacks = {str(name): _callback(node, name) for name, node in training.callbacks.items()}
-    return Objective(goal, evaluated, callbacks)
+    return Objective(goal, evaluated, {str(name): _callback(node, name) for name, node in training.callbacks.items()})
 
 
 def compile(
@@ -121,16 +120,13 @@ def _losses(node: Any, key: str) -> Losses:
 
 def _metrics(training: DictConfig, group: str) -> Metrics:
     """Return the metrics of a group: a list for the only output, or lists by the names of outputs."""
-    nodes = metrics_of(training, group)
-    single: list[keras.metrics.Metric] = []
-    by_output: dict[str, list[keras.metrics.Metric]] = {}
+    nodes, made = metrics_of(training, group), dict[Any, list[keras.metrics.Metric]]()
     for metric in nodes:
-        listed = single if metric.output is None else by_output.setdefault(metric.output, [])
-        listed.append(_metric(metric.node, metric.key, metric.name))
-    if single and by_output:
+        made.setdefault(metric.output, []).append(_metric(metric.node, metric.key, metric.name))
+    if None in made and len(made) > 1:
         rule = "must have all metrics under the name of their output, or none"
         raise ConfigError(f"training.{group}", rule, [metric.full_name for metric in nodes])
-    return by_output or single
+    return made.get(None, made)
 
 
 def _metric(node: DictConfig, key: str, name: str) -> keras.metrics.Metric:

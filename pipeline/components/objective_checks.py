@@ -50,17 +50,14 @@ def check(
     labels = {} if y is None else accumulation.labels_by_name(goal.loss, y, example.outputs)
     for group in METRIC_GROUPS:
         _check_metrics(goal, group, labels, example)
-    layers = model.layers if model.compiled else [model]
-    layer_metrics = [metric for layer in layers for metric in layer.metrics]
+    layer_metrics = [each for layer in (model.layers if model.compiled else [model]) for each in layer.metrics]
     _check_names(goal, list(example.outputs), layer_metrics)
     training, evaluation = (replace(each, layer_metrics=layer_metrics) for each in (goal, objective.evaluation))
     return y, outputs, replace(objective, training=training, evaluation=evaluation)
 
 
-def _check_loss(
-    objective: accumulation.Objective, model: keras.Model, data: Data, example: _Example, padded: bool
-) -> None:
-    if objective.loss is None:
+def _check_loss(goal: accumulation.Objective, model: keras.Model, data: Data, example: _Example, padded: bool) -> None:
+    if goal.loss is None:
         if not model.losses:
             raise ConfigError("training.loss", "must be given for a model that adds no loss by itself", model.name)
         return
@@ -70,7 +67,7 @@ def _check_loss(
     reached += [logits for output in reached if (logits := accumulation.logits_of(output)) is not None]
     with tf.GradientTape() as tape:
         tape.watch(reached)
-        total = _sum_of_losses(objective, data, example, padded)
+        total = _sum_of_losses(goal, data, example, padded)
     if all(gradient is None for gradient in tape.gradient(total, reached)):
         raise ConfigError("training.loss", "must depend on the model's outputs: no gradient reaches any", model.name)
 
@@ -135,15 +132,12 @@ def _check_metrics(goal: accumulation.Objective, group: str, labels: dict[str, A
         metric.reset_state()
 
 
-def _check_names(
-    objective: accumulation.Objective, outputs: list[str], layer_metrics: list[keras.metrics.Metric]
-) -> None:
+def _check_names(goal: accumulation.Objective, outputs: list[str], layer_metrics: list[keras.metrics.Metric]) -> None:
     """Refuse names of outputs and of layers' metrics under which nothing can be logged."""
     own = list(dict.fromkeys(metric.name for metric in layer_metrics))
     own += [f"{name}_loss" for name in outputs] if len(outputs) > 1 else []
-    configured = objective.measured()
     for name in own:
-        if name in UPDATE_METRICS or name in configured or own.count(name) > 1 or not is_name(f"train/{name}"):
+        if name in UPDATE_METRICS or name in goal.measured() or own.count(name) > 1 or not is_name(f"train/{name}"):
             rule = "must name its outputs and the metrics of its layers as MLflow takes names, and unlike other metrics"
             raise ConfigError("model", rule, name)
 
@@ -163,10 +157,10 @@ def _check_shapes(measure: Any, y: Any, outputs: Any) -> None:
     if not kind.__module__.startswith("keras.") or not (tf.is_tensor(y) and tf.is_tensor(outputs)):
         return
     labels, predicted = list(y.shape[1:]), list(outputs.shape[1:])
+    if kind.__name__ in _OTHER or not isinstance(measure, keras.losses.Loss | keras.metrics.MeanMetricWrapper):
+        return
     if kind.__name__ in _SPARSE:
         predicted = predicted[:-1]
-    elif kind.__name__ not in _ELEMENTWISE:
-        return
     if [size for size in labels if size != 1] != [size for size in predicted if size != 1]:
         raise ValueError("the shapes differ")
 
@@ -189,15 +183,11 @@ def _check_classes(loss: keras.losses.Loss, y: Any, outputs: Any, classes: int |
         raise ValueError("the outputs are no probabilities; for logits, set from_logits=true")
 
 
-# Losses and metrics whose labels have the shape of the outputs, and those whose labels lack its last axis.
-_ELEMENTWISE = {
-    *("MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredLogarithmicError"),
-    *("Huber", "LogCosh", "LogCoshError", "CosineSimilarity", "Hinge", "SquaredHinge", "CategoricalHinge"),
-    *("KLDivergence", "Poisson", "BinaryCrossentropy", "BinaryFocalCrossentropy", "Dice", "Tversky"),
-    *("CategoricalCrossentropy", "CategoricalFocalCrossentropy"),
-    *("Accuracy", "BinaryAccuracy", "CategoricalAccuracy", "TopKCategoricalAccuracy"),
-}
+# Losses and metrics whose labels lack the last axis of the outputs, and those of which they may have another shape: the
+# labels of all others have that of the outputs.
 _SPARSE = {"SparseCategoricalCrossentropy", "SparseCategoricalAccuracy", "SparseTopKCategoricalAccuracy"}
+_OTHER = {"CTC", "CategoricalGeneralizedCrossEntropy", "Circle", "LossFunctionWrapper", "MeanMetricWrapper"}
+_OTHER |= {"ConcordanceCorrelation", "PearsonCorrelation"}
 _CROSS_ENTROPIES = (
     keras.losses.BinaryCrossentropy,
     keras.losses.CategoricalCrossentropy,

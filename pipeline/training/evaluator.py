@@ -1,6 +1,5 @@
 """The loss and the metrics over a split: when they are computed, how, with which weights, and which were the best."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipeline.accumulation import Evaluation, GradientSums
+from pipeline.accumulation import Evaluation
 from pipeline.config.sizes import Plan
 from pipeline.training.oom_retry import assign_all, halve
 
@@ -67,89 +66,59 @@ class Evaluations:
         return last or (plan.ends_epoch(update) if isinstance(self.every, str) else update % self.every == 0)
 
 
+@dataclass
 class Evaluator:
-    """Computes the loss and the metrics over all of a split, each example exactly once.
+    """Computes the loss and the metrics over all of a split, each example exactly once."""
 
-    Args:
-        evaluation: of one batch.
-        batches, name: of the split.
-        on_halved: called with the name and the new size when micro-batches do not fit into memory and are halved.
-        changed: variables that a forward pass may change; they are put back before the evaluation is repeated.
-        retry: whether it is repeated with smaller micro-batches. One of several workers cannot, as the others go on.
-    """
+    evaluation: Evaluation  # of one batch
+    batches: tf.data.Dataset
+    name: str = "validation"  # of the split
+    # Called with that and the new size when micro-batches do not fit into memory and are halved.
+    on_halved: Callable[[str, int], None] = lambda name, size: None
+    changed: Sequence[tf.Variable] = ()  # those that a forward pass may change, put back before a second try
+    retry: bool = True  # in smaller micro-batches; one of several workers cannot, as the others go on
 
-    def __init__(
-        self,
-        evaluation: Evaluation,
-        batches: tf.data.Dataset,
-        name: str = "validation",
-        on_halved: Callable[[str, int], None] = lambda name, size: None,
-        changed: Sequence[tf.Variable] = (),
-        retry: bool = True,
-    ):
-        self._evaluation, self._batches, self._name = evaluation, batches, name
-        self._on_halved, self._changed, self._retry = on_halved, changed, retry
-        self._count = int(batches.cardinality())  # negative where only reading them shows it
-        self._evaluate_next = tf.function(lambda iterator: evaluation(next(iterator)), autograph=False)
-        # Used in its place once memory has run out: it shows whether reading a batch or evaluating it takes too much.
-        self._evaluate_batch: Any = None
+    def __post_init__(self) -> None:
+        self._trace()
 
     def __call__(self, check: Check = lambda: None) -> dict[str, float]:
         """Return the loss and the metrics; raise a ResourceExhaustedError if a batch cannot be read into memory."""
-        evaluation, spec = self._evaluation, self._batches.element_spec
-        before = [tf.identity(variable) for variable in self._changed]
-        while True:
-            try:
-                return self._evaluate(check)
-            except _DoesNotFit as error:
-                self._on_halved(self._name, halve(evaluation, f"the {self._name} split", error.args[0]))
-            except tf.errors.ResourceExhaustedError:
-                if self._evaluate_batch is not None or not self._retry:
-                    raise
-            # Traced anew: a traced function keeps the size of its micro-batches.
-            self._evaluate_batch = tf.function(lambda batch: evaluation(batch), autograph=False, input_signature=[spec])
-            assign_all(self._changed, before)
+        before = [tf.identity(variable) for variable in self.changed]
+        while (results := self._evaluate(check)) is None:
+            assign_all(self.changed, before)
+        return results
 
-    def _evaluate(self, check: Check) -> dict[str, float]:
-        metrics = self._evaluation.measured
+    def _trace(self) -> None:
+        """Make the function that evaluates a batch; once it is traced, it keeps the size of its micro-batches."""
+        spec = [self.batches.element_spec]
+        self._evaluate_batch = tf.function(lambda batch: self.evaluation(batch), spec, autograph=False)
+
+    def _evaluate(self, check: Check) -> dict[str, float] | None:
+        """Return the results; None if a batch did not fit into memory, after which micro-batches are halved."""
+        metrics, sums = self.evaluation.measured, None
         for metric in metrics.values():
             metric.reset_state()
-        iterator = iter(self._batches)
-        sums = self._next_sums(iterator)
-        for place in itertools.count(1):
-            if place == self._count:
-                break
-            check()
+        for batch in self.batches:
+            if sums is not None:
+                check()
             try:
-                found = self._next_sums(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if self._count >= 0:
+                found = self._evaluate_batch(batch)
+            except tf.errors.ResourceExhaustedError as error:
+                if not self.retry:
                     raise
-                break
-            sums = tf.nest.map_structure(tf.add, sums, found)
+                self.on_halved(self.name, halve(self.evaluation, f"the {self.name} split", error))
+                self._trace()
+                return None
+            sums = found if sums is None else tf.nest.map_structure(tf.add, sums, found)
+            del batch  # before the next one is read
+        assert sums is not None
         return {name: float(value) for name, value in sums.results(metrics).items()}
-
-    def _next_sums(self, iterator: Any) -> GradientSums:
-        if self._evaluate_batch is None:
-            return self._evaluate_next(iterator)
-        batch = next(iterator)
-        try:
-            return self._evaluate_batch(batch)
-        except tf.errors.ResourceExhaustedError as error:
-            raise _DoesNotFit(error) from error
-
-
-class _DoesNotFit(Exception):
-    """A batch that was read does not fit into memory as it is evaluated; holds the error."""
 
 
 @contextmanager
 def averaged_weights(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> Iterator[None]:
     """With `use_ema`, give the model its averaged weights meanwhile, so that all rows of a curve are of the same."""
-    if not getattr(optimizer, "inner_optimizer", optimizer).use_ema:
-        yield
-        return
-    variables = model.trainable_variables
+    variables = model.trainable_variables if getattr(optimizer, "inner_optimizer", optimizer).use_ema else []
     raw = [tf.identity(variable.value) for variable in variables]
     optimizer.finalize_variable_values(variables)
     try:

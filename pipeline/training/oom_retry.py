@@ -21,11 +21,10 @@ class OomRetry:
     def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any, retry: bool = True):
         self._update, self._spec, self._changed, self._retry = update, spec, changed, retry
         self._copies = [_copy(variable) for variable in changed]
-        # A function of its own, and only if there is something to copy: a control edge from the copies to the reading
-        # of the batch would make the host wait for a GPU at every update.
-        copy = tf.function(lambda: assign_all(self._copies, changed), autograph=False)
-        self._copy_changed = copy if changed else None
-        self._applied, self._runs, self._failed = int(update.applying), 0, False
+        # A function of its own, and only run if there is something to copy: a control edge from the copies to the
+        # reading of the batch would make the host wait for a GPU at every update.
+        self._copy_changed = tf.function(lambda: assign_all(self._copies, changed), autograph=False)
+        self._before, self._runs, self._done = int(update.applying), 0, 0
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
             self._run_number = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -48,13 +47,11 @@ class OomRetry:
 
     def run(self, next_update: Callable[[Any], tf.Tensor], iterator: Any) -> tf.Tensor:
         """Return the results of the next update. If it raises ResourceExhaustedError, `retry_halved` may help."""
-        if self._copy_changed is not None:
+        if self._changed:
             self._copy_changed()
         self._runs += 1
-        self._failed = True
         results = next_update(iterator)
-        self._applied += 1
-        self._failed = False
+        self._done += 1
         return results
 
     def retry_halved(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
@@ -78,13 +75,12 @@ class OomRetry:
                 error = next_error
                 self._check_not_applied(error, number)
             else:
-                self._applied += 1
-                self._failed = False
+                self._done += 1
                 return results
 
     def rollback(self) -> bool:
         """Undo what an update that failed has changed; return False if none failed, or some of it may be applied."""
-        if not self._failed or self._may_be_applied():
+        if self._runs == self._done or self._may_be_applied():
             return False
         assign_all(self._changed, self._copies)
         return True
@@ -100,7 +96,7 @@ class OomRetry:
         return tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True)
 
     def _may_be_applied(self) -> bool:
-        return int(self._update.applying) != self._applied
+        return int(self._update.applying) != self._before + self._done
 
     def _check_not_applied(self, error: tf.errors.ResourceExhaustedError, number: int) -> None:
         if self._may_be_applied():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -59,24 +58,12 @@ class Profiler:
         # `tensorboard --logdir` finds it by this path, in the run directory and among the artifacts.
         written = max(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
         shutil.copy(written, self.folder / f"{name}.xplane.pb")
-        with gzip.open(self.folder / f"{name}.trace.json.gz", "wt", encoding="utf-8") as file:
-            json.dump({"traceEvents": list(_events(written.read_bytes()))}, file)
+        # Private, as read in TensorFlow 2.21: TensorBoard's plugin, by which it makes what a browser shows.
+        from tensorflow.python.profiler.internal import _pywrap_profiler_plugin as plugin
+
+        trace, _ = plugin.xspace_to_tools_data([str(written)], "trace_viewer@", {})
+        (self.folder / f"{name}.trace.json.gz").write_bytes(gzip.compress(trace))
+        for kept in written.parent.glob("*.SSTABLE"):  # what the plugin would read next time
+            kept.unlink()
         self.log(f"{name}.xplane.pb")
         self.log(f"{name}.trace.json.gz")
-
-
-def _events(written: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the events of TensorFlow's trace in Chrome's format, a device or the host as a process; times are in µs."""
-    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace  # the file's format, of which TensorBoard is public
-
-    planes = XSpace.FromString(written).planes
-    begin = min((line.timestamp_ns for plane in planes for line in plane.lines if line.events), default=0)
-    for process, plane in enumerate(planes):
-        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": plane.name}}
-        for thread, line in enumerate(plane.lines):
-            place = {"pid": process, "tid": thread}
-            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": line.display_name or line.name}}
-            for event in line.events:
-                at = (line.timestamp_ns - begin) / 1e3 + event.offset_ps / 1e6
-                name = plane.event_metadata[event.metadata_id].name
-                yield {"ph": "X", "name": name, **place, "ts": at, "dur": event.duration_ps / 1e6}

@@ -208,17 +208,13 @@ def _largest_term(update: Update, batch: Any) -> float:
     return max(_most(array) for array in _arrays(sums.gradients()) if array is not None)
 
 
-def _longest_sum(update: Update | Evaluation, batch: Any) -> int:
-    """Return an upper bound of the number of sequential additions in the computation of a gradient."""
+def _gamma(update: Update | Evaluation, batch: Any) -> float:
     layers = 1 + len({variable.path.rpartition("/")[0] for variable in update.model.trainable_variables})
     widest = max(int(np.prod(variable.shape)) for variable in update.model.trainable_variables)
     leaves = [leaf for leaf in tf.nest.flatten(accumulation.parts_of(batch)) if leaf is not None]
     dense = [leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf for leaf in leaves]
-    return 2 * layers * widest + sum(int(tf.size(leaf)) for leaf in dense)
-
-
-def _gamma(update: Update | Evaluation, batch: Any) -> float:
-    terms, rounding = _longest_sum(update, batch), unit(update)
+    terms = 2 * layers * widest + sum(int(tf.size(leaf)) for leaf in dense)  # at most, one after the other
+    rounding = unit(update)
     gamma = min((terms if rounding < 2.0**-50 else 8 * math.sqrt(terms)) * rounding, 0.5)
     return gamma / (1 - gamma)
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from pipeline import accumulation
 from pipeline.accumulation import Objective, by_name, calling, examples_in, layers_of, parts_of, slice_of, weighted_sum
 from pipeline.components import added_losses
 from pipeline.verify.engine import perturbed, restored
@@ -20,19 +21,14 @@ _AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # arguments of Ke
 def without_noise(model: keras.Model, but: Collection[keras.Layer] = ()) -> Iterator[list[str]]:
     """Disable the noise of all Keras layers except for `but`; yield the names of the affected layers."""
     found = [
-        (layer, name, amount)
+        (layer, name, 0)
         for layer in layers_of(model)
         if layer not in but
         for name in _AMOUNTS
         if isinstance(amount := getattr(layer, name, None), int | float) and amount and _is_noise(layer, name)
     ]
-    for layer, name, _ in found:
-        setattr(layer, name, 0)
-    try:
+    with accumulation.replaced(found):
         yield sorted({layer.name for layer, _, _ in found})
-    finally:
-        for layer, name, amount in found:
-            setattr(layer, name, amount)
 
 
 def _is_noise(layer: keras.Layer, name: str) -> bool:
