@@ -50,7 +50,7 @@ def check(spec: RunSpec) -> None:
 
 @keras.saving.register_keras_serializable("pipeline")
 class Gain(keras.optimizers.schedules.LearningRateSchedule):
-    """schedule(⌊τ⌋) · r, or · √r; it is `schedule` alone until it is attached to an optimizer, which keeps its state.
+    """schedule(⌊τ⌋) · r, or · √r; `schedule` alone until it is attached to an optimizer, which keeps its state.
 
     Args:
         schedule: of scale-invariant updates; may be a number.

@@ -60,6 +60,21 @@ def test_the_schedule_counts_scale_invariant_updates():
         assert rate(made) == pytest.approx(expected)
 
 
+def test_the_state_is_with_the_weights_and_the_rate_too():
+    """An update computes its rate on the host, which would wait there for the state of a GPU."""
+    with tf.device("CPU:1"):
+        gain, made, _ = gain_of()
+
+    def device_of_rate():
+        with tf.device("CPU:0"):
+            devices.append(tf.convert_to_tensor(made.learning_rate).device)
+
+    devices: list[str] = []
+    tf.function(device_of_rate, autograph=False).get_concrete_function()
+    assert gain.state.value.device[-5:] == "CPU:1"
+    assert devices == [""]  # left to TensorFlow, which takes that of the state
+
+
 def results(variance, square, norm=1.0):
     found = {"gradient_variance": variance, "gradient_square": square, "gradient_norm": norm}
     return {name: tf.constant(value, tf.float64) for name, value in found.items()}
