@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components import added_losses, devices, model, objective, objective_checks, optimizer
+from pipeline.components import adascale, added_losses, devices, model, objective, objective_checks, optimizer
 from pipeline.components.devices import Devices
 from pipeline.components.objective import Objective
 from pipeline.config import sizes, stream_plan
@@ -53,7 +53,8 @@ class Parts:
         """Return the update, which applies one effective batch."""
         cut, config = self.plan.batching, self.spec.config
         several, over_batch = cut.factor * cut.replicas > 1, self.objective.training.over_batch
-        return accumulation.Update(
+        kind = accumulation.Update if adascale.of(self.model.optimizer) is None else adascale.Update
+        return kind(
             self.model,
             self.objective.training,
             self.model.optimizer,
@@ -185,6 +186,8 @@ def assemble(
         network = model.build(spec.node("model"), data)
         goal = objective.build(spec.node("training"))
         stepping, scaled = optimizer.build(spec, plan.updates)
+        if (gain := adascale.of(stepping)) is not None:
+            plan = adascale.EstimatedPlan(plan.batching, plan.examples, plan.updates, gain=gain)
         first = _first_batch(spec, data, files, used)
         labels, outputs, goal = objective_checks.check(goal, network, data, first, spec)
         notes += added_losses.check(network, first[0], goal.training.added_losses)

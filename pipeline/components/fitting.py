@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.accumulation import Update
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork
-from pipeline.components import devices, utilization
+from pipeline.components import adascale, devices, utilization
 from pipeline.components.assembly import Parts
 from pipeline.config.stream_plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example
@@ -26,10 +26,8 @@ WRITING = {"ModelCheckpoint", "OrbaxCheckpoint", "BackupAndRestore", "CSVLogger"
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, logs = parts.spec.config, tracker is not None
-    progress, skips = (
-        Progress(parts.plan.updates % ENDLESS, shown=logs),
-        config.hardware.precision.name == "mixed_float16",
-    )
+    known = 0 if isinstance(parts.plan, adascale.EstimatedPlan) else parts.plan.updates % ENDLESS
+    progress, skips = Progress(known, shown=logs), config.hardware.precision.name == "mixed_float16"
     peak_memory = (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0)
     of_run = tracker, parts.plan, config.tracking.log_every, peak_memory, progress
     share = utilization.share_of_peak(parts, devices.gpu_names()) if logs and parts.devices.on_gpu else 0.0

@@ -11,7 +11,7 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components import scaling
+from pipeline.components import adascale, scaling
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stream_plan import ENDLESS
@@ -40,6 +40,9 @@ def build(spec: RunSpec, updates: int) -> tuple[keras.optimizers.Optimizer, str]
             raise ConfigError("scaling.warmup", rule, warmup)
         if factor != 1 or scale.rule in (Rule.linear, Rule.sqrt):  # else callbacks may still set the rate
             schedule = scaling.Scaled(schedule, factor, warmup)
+    if scale.rule == Rule.adascale:
+        adascale.check(spec)
+        schedule = adascale.Gain(schedule, batch, scale.reference_batch_size)
     with tf.device("CPU:0"):  # its counter: the schedule, on the host, would wait for a GPU's
         optimizer = instantiate.build(node, "optimizer", learning_rate=schedule)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -47,7 +50,10 @@ def build(spec: RunSpec, updates: int) -> tuple[keras.optimizers.Optimizer, str]
     if optimizer.gradient_accumulation_steps:
         rule = "must be left out: the pipeline accumulates; set accumulation.factor"
         raise ConfigError("optimizer.gradient_accumulation_steps", rule, optimizer.gradient_accumulation_steps)
-    changed = scaling.rescale(getattr(optimizer, "inner_optimizer", optimizer), scale, batch)
+    named = getattr(optimizer, "inner_optimizer", optimizer)
+    changed = scaling.rescale(named, scale, batch)
+    if isinstance(schedule, adascale.Gain):
+        changed = [schedule.attach(named), *changed]
     changes = [*([f"learning rate × {factor:g}"] if factor != 1 else []), *changed]
     said = f"scaling.rule={scale.rule.name}: {', '.join(changes)}" if changes else ""
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

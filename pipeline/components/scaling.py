@@ -16,6 +16,7 @@ _FOR = {
     Rule.sde: ("Adam", "AdamW", "RMSprop"),
     Rule.half_life: ("Adam", "AdamW"),
     Rule.surge: ("Adam", "AdamW", "Nadam", "Lion"),
+    Rule.adascale: ("SGD", "Adam", "AdamW"),
 }
 
 
@@ -31,6 +32,7 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
     - `timescale`: 1, or √κ if `scaling.rate` is sqrt: Bergsma et al. 2025 (arXiv:2505.13738).
     - `surge`: f(B) / f(B_ref), f(B) = 2 / (√(B_n/B) + √(B/B_n)), which has its peak at B_n, `scaling.peak_batch_size`,
       and falls beyond it: Li et al. 2024 (arXiv:2405.14578, equation 13). B_n is not the gradient noise scale.
+    - `adascale`: 1, as its factor changes with every update: see `pipeline.components.adascale`.
     """
     kappa = effective_batch_size / scaling.reference_batch_size
     if scaling.rule == Rule.linear:

@@ -38,6 +38,9 @@ UPDATE_METRICS = {
     # The two estimates that the noise scale is made of: an update returns them, no run logs them.
     "gradient_variance": UpdateMetric(of_the_cut=True),
     "gradient_square": UpdateMetric(of_the_cut=True),
+    # Of `scaling.rule=adascale`.
+    "gain": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
+    "scale_invariant_updates": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
     "skipped_updates": UpdateMetric(counted=True),
     "effective_batch_size": UpdateMetric(counted=True),
     "micro_steps": UpdateMetric(counted=True, of_the_cut=True),

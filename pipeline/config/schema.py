@@ -13,7 +13,7 @@ from omegaconf import MISSING, OmegaConf
 
 from pipeline.common.errors import ConfigError
 
-Rule = Enum("Rule", ["none", "linear", "sqrt", "sde", "half_life", "timescale", "surge"])
+Rule = Enum("Rule", ["none", "linear", "sqrt", "sde", "half_life", "timescale", "surge", "adascale"])
 Device = Enum("Device", ["auto", "cpu", "gpu"])
 Resume = Enum("Resume", ["auto"])
 Mode = Enum("Mode", ["min", "max"])
