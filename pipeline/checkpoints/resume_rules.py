@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeline.config.plain import leaves, plain
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, Plan
+from pipeline.config.stages import CLOCK, SCHEDULE, STAGES
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
 
@@ -32,6 +34,7 @@ _SAME = (
     *("dataset.", "model.", "optimizer.", "schedule.", "scaling.", "seed.", "schema.", "start.", "hardware.precision."),
     *("training.loss.", "training.loss_weights.", "training.class_weight.", "training.metrics."),
     *("training.weighted_metrics.", "training.added_losses.", "training.loss_over."),
+    *("accumulation.schedule.", "accumulation.scale_rate.", "accumulation.seesaw_max."),
 )
 _FREE = (
     *("dataset.data_dir.", "dataset.download.", "dataset.checksum.", "tracking.", "trust.", "training.resume."),
@@ -81,6 +84,11 @@ class Continuation:
         if self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED"):
             raise ConfigError("training", f"must have a horizon beyond the {self.update} updates done", plan.updates)
         snapshot.check(self.checkpoint.meta, update)
+        if (stages := self.past.start["tags"].get(STAGES)) is not None:
+            then, now = ([s for s in json.loads(text) if s[0] < self.update] for text in (stages, plan.stage_tags[STAGES]))
+            if then != now:
+                rule = f"must keep the stages up to update {self.update}, {then}: a longer horizon may move those of seesaw"
+                raise ConfigError(SCHEDULE, rule, now)
         then = self.checkpoint.meta["values"]["loop"].get("batch")
         if then != plan.digest(self.update):
             rule = f"must give the batches of the run again: that of update {self.update} is another one"
@@ -117,9 +125,11 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
         spec = _with_order(spec, recorded["dataset"])
+        if CLOCK not in leaves(recorded) and spec.resolved["schedule"].get("clock") == "updates":
+            spec = spec.changed({}, without=[CLOCK])
         if spec.searches:
             then = past.start["segment"]["cut"]["micro_batch_size"]
-            spec = spec.with_micro_batch(min(then, spec.batching.share))  # on more replicas each gets less
+            spec = spec.with_micro_batch(min(then, spec.largest.share))  # on more replicas each gets less
         found = changes(recorded, spec, past)
         longer = any(recorded["training"].get(unit) != spec.resolved["training"][unit] for unit in HORIZONS)
         if past.status == "FINISHED" and not longer:

@@ -26,10 +26,9 @@ WRITING = {"ModelCheckpoint", "OrbaxCheckpoint", "BackupAndRestore", "CSVLogger"
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, logs = parts.spec.config, tracker is not None
-    progress, skips = (
-        Progress(parts.plan.updates % ENDLESS, shown=logs),
-        config.hardware.precision.name == "mixed_float16",
-    )
+    work: dict[str, Any] = {"work": parts.plan.examples_seen} if parts.plan.stages else {}
+    progress = Progress(parts.plan.updates % ENDLESS, shown=logs, **work)
+    skips = config.hardware.precision.name == "mixed_float16"
     peak_memory = (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0)
     of_run = tracker, parts.plan, config.tracking.log_every, peak_memory, progress
     share = utilization.share_of_peak(parts, devices.gpu_names()) if logs and parts.devices.on_gpu else 0.0

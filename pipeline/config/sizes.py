@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
+from pipeline.config.stages import SCHEDULE, STAGES, Asked, EpochCut, Place, Stage
 
 EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
@@ -46,6 +47,10 @@ class Batching:
         """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
         return replace(self, micro_batch_size=micro_batch_size, factor=_ceil(self.share, micro_batch_size))
 
+    def at(self, effective_batch_size: int) -> Batching:
+        """Return how an effective batch of another size is cut into micro-batches of the same size."""
+        return replace(self, effective_batch_size=effective_batch_size).of(self.micro_batch_size)
+
     def __str__(self) -> str:
         replicas = f"{self.replicas} replica" + "s" * (self.replicas > 1)
         rounded_up = self.micro_batch_size * self.factor * self.replicas
@@ -54,8 +59,13 @@ class Batching:
         return text + (smaller if rounded_up != self.effective_batch_size else "")
 
 
-def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
-    """Derive the third size from any two; all three are accepted when they agree, else a ConfigError is raised."""
+def derive(
+    effective: int | None, factor: int | None, micro: int | None, replicas: int = 1, most: int = 0
+) -> Batching:
+    """Derive the third size from any two; all three are accepted when they agree, else a ConfigError is raised.
+
+    A micro-batch may be as large as the share of an effective batch of `most` examples, where later ones are larger.
+    """
     given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**given, REPLICAS: replicas}.items():
         if value is not None and value < 1:
@@ -69,8 +79,8 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
     share = _ceil(effective, replicas)
     if micro is None:
         micro = _ceil(share, given[FACTOR])
-    if micro > share:
-        of = f"the {share} examples that each replica gets of the effective batch of {effective}"
+    if micro > (limit := _ceil(max(effective, most), replicas)):
+        of = f"the {limit} examples that each replica gets of the effective batch of {max(effective, most)}"
         raise ConfigError(MICRO, f"must be at most {of}", micro)
     needed = _ceil(share, micro)
     if factor is not None and factor != needed:
@@ -90,6 +100,7 @@ class Plan:
     examples: int  # in one epoch
     updates: int  # in the whole run
     before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
+    stages: tuple[Stage, ...] = ()  # of other effective batch sizes than that of `batching`, which is the first one's
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
         """Return the plan of a run that from after `update` on is cut into other micro-batches."""
@@ -111,20 +122,39 @@ class Plan:
         return replace(self, before=tuple(before))
 
     @property
+    def stage_tags(self) -> dict[str, str]:
+        """Return the tag that records the stages, if there are any."""
+        return {STAGES: json.dumps([(stage.after, stage.size) for stage in self.stages])} if self.stages else {}
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        return self.stages or (Stage(self.batching.effective_batch_size, self.examples),)
+
+    @property
     def updates_per_epoch(self) -> int:
-        return _ceil(self.examples, self.batching.effective_batch_size)
+        """Return the updates of an epoch of the first stage."""
+        return self.all_stages[0].per_epoch
 
     @property
     def epochs(self) -> int:
-        return _ceil(self.updates, self.updates_per_epoch)
+        return self._begin(self.updates - 1).epoch + 1
 
     def ended(self, update: int) -> bool:
         """Return whether the run ends with `update`."""
         return update >= self.updates
 
+    def stage(self, done: int) -> Stage:
+        """Return the stage of the update after `done` ones."""
+        return next(stage for stage in reversed(self.all_stages) if stage.after <= done)
+
+    def _begin(self, done: int) -> Place:
+        """Return where the update after `done` ones begins: all counters of examples and epochs follow from it."""
+        return self.stage(done).place(done)
+
     def place(self, done: int) -> tuple[int, int]:
         """Return the epoch of the update after `done` ones, and which of its updates that is, both from 0 on."""
-        return divmod(done, self.updates_per_epoch)
+        begin = self._begin(done)
+        return begin.epoch, begin.index
 
     @property
     def micro_batch_size(self) -> int:
@@ -137,12 +167,29 @@ class Plan:
 
     def batch_size(self, update: int) -> int:
         """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
-        first = ((update - 1) % self.updates_per_epoch) * self.batching.effective_batch_size
-        return min(self.batching.effective_batch_size, self.examples - first)
+        stage = self.stage(update - 1)
+        return min(stage.size, self.examples - stage.place(update - 1).first)
 
     def examples_seen(self, update: int) -> int:
-        epochs, rest = divmod(update, self.updates_per_epoch)
-        return epochs * self.examples + rest * self.batching.effective_batch_size
+        begin = self._begin(update)
+        return begin.epoch * self.examples + begin.first
+
+    def updates_at(self, examples: int) -> int:
+        """Return the least number of updates after which so many examples were seen."""
+        place = divmod(examples, self.examples)
+        return next(s for s in reversed(self.all_stages) if s.begin[:2] <= place).updates_at(examples)
+
+    def epoch_cuts(self, done: int) -> list[EpochCut]:
+        """Return how the epochs are cut from the update after `done` ones on, in order."""
+        (epoch, first, _), found = self._begin(done), list[EpochCut]()
+        while epoch < self.epochs:
+            now = next(s for s in reversed(self.all_stages) if s.begin[:2] <= (epoch, first))
+            later = [s for s in self.all_stages if s.begin[:2] > (epoch, first)]
+            here = [(s.begin.first, s.size) for s in later if s.begin.epoch == epoch]
+            end = epoch + 1 if here else min([self.epochs, *(s.begin.epoch for s in later)])
+            found.append(EpochCut(epoch, end, ((first, now.size), *here)))
+            epoch, first = end, 0
+        return found
 
     def micro_steps(self, update: int) -> int:
         """Return the micro-steps on each replica in the first `update` updates."""
@@ -153,21 +200,32 @@ class Plan:
         return steps
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
-        epochs, rest = divmod(update, self.updates_per_epoch)
-        tail = _ceil(_ceil(self.batch_size(self.updates_per_epoch), cut.replicas), cut.micro_batch_size)
-        return epochs * ((self.updates_per_epoch - 1) * cut.factor + tail) + rest * cut.factor
+        def of(examples: int) -> int:
+            return _ceil(_ceil(examples, cut.replicas), cut.micro_batch_size)
+
+        ends = [*(stage.after for stage in self.all_stages[1:]), update]
+        both = zip(self.all_stages, ends, strict=True)
+        return sum(stage.micro_steps(min(end, update), of) for stage, end in both)
 
     def epoch(self, update: int) -> float:
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
-        return update % self.updates_per_epoch == 0
+        return self._begin(update).first == 0
 
     def __str__(self) -> str:
         tail = self.batch_size(self.updates_per_epoch)
         last = "" if tail == self.batching.effective_batch_size else f" (last one {tail})"
         per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
-        return f"{self.batching}; {per_epoch}, {self.updates} in all"
+        text = f"{self.batching}; {per_epoch}, {self.updates} in all"
+        if not self.stages:
+            return text
+        factor = {stage: self.batching.at(stage.size).factor for stage in self.stages}
+        first, *later = [f"{s.size} (factor {factor[s]})" for s in self.stages if s.after < self.updates]
+        sizes = [first, *(f"{text} after update {s.after}" for text, s in zip(later, self.stages[1:], strict=False))]
+        per_update = f"effective batch {', '.join(sizes)}; micro-batch {self.micro_batch_size} × "
+        replicas = f"{self.batching.replicas} replica" + "s" * (self.batching.replicas > 1)
+        return f"{per_update}{replicas}; {self.examples} examples per epoch, {self.updates} updates in all"
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
@@ -183,15 +241,28 @@ def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
     return [(int(first), int(last) if last.isdecimal() else None) for first, *_, last in words]
 
 
-def plan(batching: Batching, examples: int, horizon: Horizon) -> Plan:
-    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates."""
+def plan(batching: Batching, examples: int, horizon: Horizon, stages: Sequence[Asked] = ()) -> Plan:
+    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates.
+
+    So are the starts of the `stages`, of which the first one has the effective batch size of `batching`.
+    """
+    keys = [f"{SCHEDULE}[{number}].effective_batch_size" for number in range(len(stages))]
     size = batching.effective_batch_size
-    if size > examples:
-        raise ConfigError(EFFECTIVE, f"must be at most the {examples} examples of the training split", size)
-    per_epoch, (epochs, rest) = _ceil(examples, size), divmod(horizon.length, examples)
-    in_examples = epochs * per_epoch + _ceil(rest, size)
-    updates = {"epochs": horizon.length * per_epoch, "updates": horizon.length, "examples": in_examples}
-    return Plan(batching, examples, updates[horizon.unit])
+    for key, each in zip(keys or [EFFECTIVE], [stage.size for stage in stages] or [size], strict=True):
+        if each > examples:
+            raise ConfigError(key, f"must be at most the {examples} examples of the training split", each)
+    made = Plan(batching, examples, 0, stages=(Stage(size, examples),) if stages else ())
+    for number, stage in enumerate(stages[1:], 1):
+        after = int(stage.start) if stage.unit == "updates" else made.updates_at(stage.examples(examples))
+        if after <= made.stages[-1].after:
+            rule = f"must lie in a later update than that of the stage before, which begins after update "
+            received = f"{stage.start}, after update {after}"
+            raise ConfigError(f"{SCHEDULE}[{number}].start.{stage.unit}", rule + str(made.stages[-1].after), received)
+        begin = made.stages[-1].place(after)
+        made = replace(made, stages=(*made.stages, Stage(stage.size, examples, after, begin)))
+    if horizon.unit == "updates":
+        return replace(made, updates=horizon.length)
+    return replace(made, updates=made.updates_at(horizon.length * (examples if horizon.unit == "epochs" else 1)))
 
 
 class Horizon(NamedTuple):
@@ -245,8 +316,10 @@ def of_batches(asked: Mapping[str, Any], scaled: bool, replicas: int, named: Con
     return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
 
 
-def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = (), batched: bool = False) -> Batching:
-    """Return how an effective batch is cut by the sizes in force, on the `replicas` of all workers.
+def batching(
+    sizes: Mapping[str, Any], replicas: int, named: Container[str] = (), batched: bool = False, most: int = 0
+) -> Batching:
+    """Return how an effective batch, the first of up to `most` examples, is cut on the `replicas` of all workers.
 
     A micro-batch size that is yet to be searched for is replaced by the largest there can be: the share of a replica.
     If the data are `batched`, the sizes are as of batches of that size, or of one example, until the first is read.
@@ -261,4 +334,4 @@ def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = ()
         if effective is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
         factor, micro = 1, None
-    return derive(effective, factor, micro, replicas)
+    return derive(effective, factor, micro, replicas, most)

@@ -82,7 +82,7 @@ class Tracker:
             "experiment": resolved["tracking"]["experiment"],
             "name": tracking.run_name or _name(spec.overrides, data.name) or f"{data.name} {model.name}",
             "params": params | derived,
-            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **tags},
+            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **self.plan.stage_tags, **tags},
             "system_metrics": tracking.system_metrics,
             "gpus": list(gpus),
             "segment": provenance.segment(after, spec),
@@ -112,7 +112,9 @@ class Tracker:
         self.trains.set()
         row = {f"train/{name}": value for name, value in results.items()}
         row["train/effective_batch_size"] = self.plan.batch_size(update)
-        row["train/micro_steps"] = self.plan.micro_steps(update)
+        row["train/micro_steps"] = steps = self.plan.micro_steps(update)
+        if self.plan.stages:
+            row["train/accumulation_factor"] = steps - self.plan.micro_steps(update - 1)
         row["train/examples_seen"] = self.plan.examples_seen(update)
         row["train/epoch"] = self.plan.epoch(update)
         row |= {f"perf/{name}": value for name, value in performance.items()}
