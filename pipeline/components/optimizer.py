@@ -37,11 +37,11 @@ def build(spec: RunSpec, updates: int, plan: Plan | None = None) -> tuple[keras.
     # An update of the reference batch is this share of one, as a warm-up counts them.
     reference = scale.reference_batch_size / batch if scale.rule == Rule.sde else 1.0
     horizon, later = updates, list[str]()
-    if plan is not None and stage_rates.in_reference_updates(spec):
-        horizon = stage_rates.reference_horizon(spec, plan.examples, plan)
+    if plan is not None and stage_rates.in_examples(spec):
+        horizon = stage_rates.horizon(spec, plan.examples, plan)
     node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), horizon, reference)
     if plan is not None:
-        schedule, later = stage_rates.rates(spec, plan, schedule, horizon), stage_rates.said(spec, plan)
+        schedule, later = stage_rates.rates(spec, plan, schedule, horizon)
     factor = scaling.rate_factor(scale, batch)
     if scale.rule != Rule.none:
         warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
@@ -71,11 +71,11 @@ def stages(spec: RunSpec, examples: int) -> list[Asked]:
     schedule = spec.config.accumulation.schedule
     if schedule != SEESAW:
         return asked(schedule)
-    most, horizon = spec.largest.effective_batch_size, stage_rates.reference_horizon(spec, examples)
+    most, horizon = spec.largest.effective_batch_size, stage_rates.horizon(spec, examples)
     if most > examples:
         raise ConfigError(SEESAW_MAX, f"must be at most the {examples} examples of the training split", most)
-    falling = stage_rates.Falling(build_schedule(spec.node("schedule"), horizon), horizon)
-    return falling.stages(spec.batching.effective_batch_size, most)
+    schedule = build_schedule(spec.node("schedule"), horizon)
+    return stage_rates.seesaw(schedule, horizon, spec.batching.effective_batch_size, most)
 
 
 def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,143 +17,110 @@ from pipeline.config.schema import Rule
 from pipeline.config.sizes import Plan
 from pipeline.config.stages import CLOCK, SCHEDULE, SEESAW, Asked
 
-_FOLLOW = (Rule.none, Rule.linear, Rule.sqrt, Rule.surge)  # rules that change the rate alone
-GRID = 1024  # places at which a schedule is looked at; between two of them it is taken to rise or to fall
+GRID = 2**14  # places at which a schedule is looked at; every update of a run of so many
 CLOSE = 1e-6  # relative: rates in float32 that are nearer count as equal
 
 
 def check(spec: RunSpec) -> None:
     """Refuse a `scaling` that would change more than the rate where a stage begins."""
     scale, accumulation = spec.config.scaling, spec.config.accumulation
-    if accumulation.schedule is None or not accumulation.scale_rate:
+    if accumulation.schedule is None or not accumulation.scale_rate or scale.rule == Rule.none:
         return
-    fixed = f"with {SCHEDULE}, unless accumulation.scale_rate=false: an optimizer has one"
-    if scale.rule not in _FOLLOW:
-        choices = [rule.name for rule in _FOLLOW]
-        raise ConfigError("scaling.rule", f"must change the rate alone {fixed} β and weight decay", scale.rule, choices)
-    if scale.ema and scale.rule != Rule.none and spec.resolved["optimizer"].get("use_ema"):
-        raise ConfigError("scaling.ema", f"must be false {fixed} momentum", True)
+    rule = f"with {SCHEDULE}, which only the rate follows; or set accumulation.scale_rate=false"
+    if scale.rule not in (follow := (Rule.linear, Rule.sqrt, Rule.surge)):
+        raise ConfigError(
+            "scaling.rule", f"must change no β {rule}", scale.rule.name, ["none", *(r.name for r in follow)]
+        )
+    if scale.ema and spec.resolved["optimizer"].get("use_ema"):
+        raise ConfigError("scaling.ema", f"must be false {rule}", True)
 
 
-def rates(spec: RunSpec, plan: Plan, schedule: Any, horizon: int) -> Any:
-    """Return the schedule as a run with this plan uses it, its factor for the first stage left out."""
-    scale, first = spec.config.scaling, plan.all_stages[0].size
-    seesaw = spec.config.accumulation.schedule == SEESAW
-    by_root = [math.sqrt(stage.size / first) for stage in plan.all_stages]
-    factors = by_root if seesaw else [1.0] * len(by_root)
-    if not seesaw and spec.config.accumulation.scale_rate:
-        at = scaling.rate_factor(scale, first)
-        factors = [scaling.rate_factor(scale, stage.size) / at for stage in plan.all_stages]
-    in_examples = in_reference_updates(spec) and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
-    if not in_examples and set(factors) == {1.0}:
-        return schedule
-    peak = (*Falling(schedule, horizon).peak,) if seesaw else None
-    begins = [[s.after, s.size, s.begin.epoch, s.begin.first] for s in plan.all_stages]
-    return StageRates(schedule, begins, factors, plan.examples if in_examples else None, peak)
+def in_examples(spec: RunSpec) -> bool:
+    """Return whether the schedule counts updates of the first effective batch, by the examples seen."""
+    return bool(spec.resolved["schedule"].get(CLOCK.partition(".")[2]) == "examples")
 
 
-def said(spec: RunSpec, plan: Plan) -> list[str]:
-    """Return what the stages change of the rate, in words, for each that does."""
-    scale, later = spec.config.scaling, [stage for stage in plan.stages[1:] if stage.after < plan.updates]
-    seesaw = spec.config.accumulation.schedule == SEESAW
-    if seesaw or scale.rule == Rule.none or not spec.config.accumulation.scale_rate:
-        return []
-    return [f"× {scaling.rate_factor(scale, stage.size):g} after update {stage.after}" for stage in later]
-
-
-def reference_horizon(spec: RunSpec, examples: int, plan: Plan | None = None) -> int:
+def horizon(spec: RunSpec, examples: int, plan: Plan | None = None) -> int:
     """Return the horizon in updates of the first effective batch, of so many `examples` in an epoch."""
     unit, length = spec.horizon
-    in_unit = {"epochs": examples, "examples": 1}
-    total = length * in_unit[unit] if plan is None or unit in in_unit else plan.examples_seen(length)
+    total = plan.examples_seen(length) if plan and unit == "updates" else length * (examples if unit == "epochs" else 1)
     return -(-total // spec.batching.effective_batch_size)
 
 
-def in_reference_updates(spec: RunSpec) -> bool:
-    """Return whether the schedule counts updates of the first effective batch, by the examples seen."""
-    group, _, key = CLOCK.partition(".")
-    return bool(spec.resolved[group].get(key) == "examples")
+def rates(spec: RunSpec, plan: Plan, schedule: Any, updates: int) -> tuple[Any, list[str]]:
+    """Return the schedule, over so many `updates` of its clock, as the stages change it; and what they do, in words.
+
+    The factor of `scaling.rule` for the first stage is left out.
+    """
+    scale, asked, sizes = spec.config.scaling, spec.config.accumulation, [stage.size for stage in plan.all_stages]
+    scaled = [scaling.rate_factor(scale, size if asked.scale_rate else sizes[0]) for size in sizes]
+    by_root = asked.schedule == SEESAW
+    factors = [
+        math.sqrt(b / sizes[0]) if by_root else factor / scaled[0] for b, factor in zip(sizes, scaled, strict=True)
+    ]
+    by_examples = in_examples(spec) and callable(schedule)
+    if not by_examples and set(factors) == {1.0}:
+        return schedule, []
+    begins = [[s.after, s.size, s.begin.epoch, s.begin.first] for s in plan.all_stages]
+    peak = [float(found[0]) for found in falling(schedule, updates)] if by_root else None
+    said = [f"× {f * scaled[0]:g} after update {begin[0]}" for f, begin in zip(factors, begins, strict=True)]
+    made = StageRates(schedule, begins, factors, plan.examples if by_examples else None, peak)
+    return made, [] if by_root or set(factors) == {1.0} else said[1:]
 
 
-class Falling:
-    """A learning-rate schedule that has its peak early and then falls, over `horizon` updates.
+def falling(schedule: Any, updates: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return places of a schedule from its peak on, in `updates`, and the rates there; all but the peak lie on `GRID`.
 
     Raises:
         ConfigError: it does not fall to half of its peak, or rises again.
     """
+    rate = lambda step: tf.cast(schedule(step) if callable(schedule) else schedule, tf.float64)  # noqa: E731
+    signature = [tf.TensorSpec([None], tf.int64)]
+    at = tf.function(lambda x: tf.map_fn(rate, x, fn_output_signature=tf.float64), signature, autograph=False)
+    grid = np.unique(np.linspace(0, updates, min(updates, GRID) + 1).astype(np.int64))
+    top = max(1, int(np.argmax(at(grid))))
+    near = np.arange(grid[top - 1], grid[min(top + 1, len(grid) - 1)] + 1)  # the peak lies between
+    peak = near[np.argmax(at(near))]
+    places = np.array([peak, *grid[grid > peak]])
+    rates = at(places).numpy()
+    if np.any(np.diff(rates) > CLOSE * rates[0]) or rates[-1] > rates[0] * (0.5 + CLOSE):
+        rule = f"must fall to half of its peak, and rise no more, with {SCHEDULE}={SEESAW}"
+        raise ConfigError("schedule", rule, f"from {rates[0]:g} to {rates[-1]:g}")
+    return places, rates
 
-    def __init__(self, schedule: Any, horizon: int):
-        self._horizon, refused = horizon, f"with {SCHEDULE}={SEESAW}"
-        if not callable(schedule):
-            raise ConfigError("schedule", f"must fall to half of its peak {refused}", schedule)
-        self._rates = tf.function(
-            lambda at: tf.map_fn(lambda x: tf.cast(schedule(x), tf.float64), at, fn_output_signature=tf.float64),
-            input_signature=[tf.TensorSpec([None], tf.int64)],
-            autograph=False,
-        )
-        grid = np.unique(np.linspace(0, horizon, GRID + 1).astype(np.int64))
-        top = int(np.argmax(self._at(grid)))
-        near = np.arange(grid[max(0, top - 1)], grid[min(len(grid) - 1, top + 1)] + 1)  # the peak lies between
-        found = self._at(near)
-        self.peak = int(near[np.argmax(found)]), float(found.max())  # where it is, and the rate
-        after = self._at(np.array([self.peak[0], *grid[grid > self.peak[0]]]))
-        if np.any(np.diff(after) > CLOSE * self.peak[1]):
-            raise ConfigError("schedule", f"must not rise again after its peak {refused}", self.peak[1])
-        if after[-1] > self.peak[1] / 2 * (1 + CLOSE):
-            raise ConfigError("schedule", f"must fall to half of its peak {refused}", f"{self.peak[1]:g}")
 
-    def stages(self, size: int, most: int) -> list[Asked]:
-        """Return the stages by which `size` doubles, up to `most`, with each halving of the rate."""
-        found = [(0, size)]
-        while 2 * size <= most:
-            size *= 2
-            low, high = self.peak[0], self._horizon  # the rate is above the wanted one at `low`
-            wanted = self.peak[1] * found[0][1] / size * (1 + CLOSE)
-            if self._at(np.array([high]))[0] > wanted:
-                break
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if self._at(np.array([middle]))[0] > wanted else (low, middle)
-            # The last stage begins up to one update of the stage before it late, and might have no update.
-            if len(found) > 1 and (high - found[-1][0]) * found[0][1] < found[-2][1]:
-                found.pop()
-            if high < self._horizon:
-                found.append((high, size))
-        return [Asked("examples", at * found[0][1], batch) for at, batch in found]
-
-    def _at(self, steps: np.ndarray) -> np.ndarray:
-        rates: np.ndarray = self._rates(steps.astype(np.int64)).numpy()
-        return rates
+def seesaw(schedule: Any, updates: int, size: int, most: int) -> list[Asked]:
+    """Return the stages by which `size` doubles, up to `most`, with each halving of the schedule's rate."""
+    found, first, (places, rates) = [(0, size)], size, falling(schedule, updates)
+    while 2 * size <= most:
+        size *= 2
+        at = int(places[np.argmax(rates <= rates[0] * first / size * (1 + CLOSE))])
+        if at in (places[0], updates):  # it falls no further before the end
+            break
+        # The last stage begins up to one update of the stage before it late, and might have no update.
+        if len(found) > 1 and (at - found[-1][0]) * first < found[-2][1]:
+            found.pop()
+        found.append((at, size))
+    return [Asked("examples", at * first, size) for at, size in found]
 
 
 @keras.saving.register_keras_serializable("pipeline")
 class StageRates(keras.optimizers.schedules.LearningRateSchedule):
     """schedule(clock) × the factor of the stage, which begins where its effective batch does.
 
-    Args:
-        schedule: a schedule, or a number.
-        begins: of each stage [updates before it, effective batch size, epoch, examples of the epoch before it].
-        factors: of each stage.
-        examples: in an epoch, where the clock is examples seen ÷ the first effective batch size; None: updates.
-        peak: of `seesaw`: where the schedule has its peak, and the rate. From there on the rate is the peak ÷ the
-            factor of the stage; in the last stage it is the schedule × the factor, which begins alike.
+    Each of `begins` is [updates before the stage, its effective batch size, epoch, examples of the epoch before it].
+    With `examples`, those in an epoch, the clock is examples seen ÷ the first size, else updates. `peak` is
+    for `seesaw`: where the schedule has its peak, and the rate. From there on the rate is the peak ÷ the factor; in the
+    last stage it is the schedule × the factor, which begins alike.
     """
 
-    def __init__(
-        self,
-        schedule: Any,
-        begins: Sequence[Sequence[int]],
-        factors: Sequence[float],
-        examples: int | None = None,
-        peak: Sequence[float] | None = None,
-    ):
-        self.schedule, self.begins, self.factors = schedule, [list(begin) for begin in begins], list(factors)
-        self.examples, self.peak = examples, peak
+    def __init__(self, schedule: Any, begins: Any, factors: Any, examples: int | None = None, peak: Any = None):
+        self.schedule, self.begins, self.factors, self.examples, self.peak = schedule, begins, factors, examples, peak
 
     def __call__(self, step: Any) -> Any:
         done = ops.cast(step, "int64")
-        stage = ops.sum(ops.cast(done >= self._constant([begin[0] for begin in self.begins]), "int64")) - 1
-        clock = step if self.examples is None else self._updates_of_the_first_size(done, stage)
+        stage = ops.sum(ops.cast(done >= _constant([begin[0] for begin in self.begins]), "int64")) - 1
+        clock = step if self.examples is None else self._seen(done, stage) / self.begins[0][1]
         rate = ops.convert_to_tensor(self.schedule(clock) if callable(self.schedule) else self.schedule)
         factor = ops.take(ops.convert_to_tensor(self.factors, rate.dtype), stage)
         if self.peak is None:
@@ -162,23 +128,22 @@ class StageRates(keras.optimizers.schedules.LearningRateSchedule):
         held = ops.logical_and(clock >= self.peak[0], stage < len(self.begins) - 1)
         return ops.where(held, ops.cast(self.peak[1], rate.dtype) / factor, rate * factor)
 
-    def _updates_of_the_first_size(self, done: Any, stage: Any) -> Any:
-        after, size, epoch, first = (ops.take(self._constant(part), stage) for part in zip(*self.begins, strict=True))
-        here, examples = done - after, self._constant(self.examples)
+    def _seen(self, done: Any, stage: Any) -> Any:
+        """Return the examples after so many updates, as `Plan.examples_seen` does; float64."""
+        after, size, epoch, first = (ops.take(_constant(part), stage) for part in zip(*self.begins, strict=True))
+        here, examples = done - after, _constant(self.examples)
         head, per_epoch = -(-(examples - first) // size), -(-examples // size)
         rest = here - head  # updates since the epoch in which the stage begins
         later = (epoch + 1 + rest // per_epoch) * examples + rest % per_epoch * size
-        seen = ops.where(rest < 0, epoch * examples + first + here * size, later)
-        return ops.cast(seen, "float64") / self.begins[0][1]
-
-    def _constant(self, values: Any) -> Any:
-        return ops.convert_to_tensor(values, "int64")
+        return ops.cast(ops.where(rest < 0, epoch * examples + first + here * size, later), "float64")
 
     def get_config(self) -> dict[str, Any]:
-        schedule = keras.saving.serialize_keras_object(self.schedule)
-        rest = {"begins": self.begins, "factors": self.factors, "examples": self.examples, "peak": self.peak}
-        return {"schedule": schedule, **rest}
+        return {**vars(self), "schedule": keras.saving.serialize_keras_object(self.schedule)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> StageRates:
         return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})
+
+
+def _constant(values: Any) -> Any:
+    return ops.convert_to_tensor(values, "int64")

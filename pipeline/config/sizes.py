@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
+from pipeline.config.stages import EFFECTIVE as EFFECTIVE
 from pipeline.config.stages import SCHEDULE, STAGES, Asked, EpochCut, Place, Stage
 
-EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"
@@ -59,9 +59,7 @@ class Batching:
         return text + (smaller if rounded_up != self.effective_batch_size else "")
 
 
-def derive(
-    effective: int | None, factor: int | None, micro: int | None, replicas: int = 1, most: int = 0
-) -> Batching:
+def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1, most: int = 0) -> Batching:
     """Derive the third size from any two; all three are accepted when they agree, else a ConfigError is raised.
 
     A micro-batch may be as large as the share of an effective batch of `most` examples, where later ones are larger.
@@ -123,7 +121,7 @@ class Plan:
 
     @property
     def stage_tags(self) -> dict[str, str]:
-        """Return the tag that records the stages, if there are any."""
+        """Return the tag that records the stages, if any."""
         return {STAGES: json.dumps([(stage.after, stage.size) for stage in self.stages])} if self.stages else {}
 
     @property
@@ -154,7 +152,7 @@ class Plan:
     def place(self, done: int) -> tuple[int, int]:
         """Return the epoch of the update after `done` ones, and which of its updates that is, both from 0 on."""
         begin = self._begin(done)
-        return begin.epoch, begin.index
+        return begin.epoch, begin.updates
 
     @property
     def micro_batch_size(self) -> int:
@@ -162,8 +160,11 @@ class Plan:
         return self.batching.micro_batch_size
 
     def digest(self, update: int) -> int | None:
-        """Return a checksum of the batch of `update` where its content does not follow from the config."""
-        return None
+        """Return a checksum of the batch of `update` where its content does not follow from the config.
+
+        With stages, which may follow from the horizon, it is the examples seen.
+        """
+        return self.examples_seen(update) if self.stages else None
 
     def batch_size(self, update: int) -> int:
         """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
@@ -216,16 +217,12 @@ class Plan:
     def __str__(self) -> str:
         tail = self.batch_size(self.updates_per_epoch)
         last = "" if tail == self.batching.effective_batch_size else f" (last one {tail})"
-        per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
-        text = f"{self.batching}; {per_epoch}, {self.updates} in all"
-        if not self.stages:
-            return text
-        factor = {stage: self.batching.at(stage.size).factor for stage in self.stages}
-        first, *later = [f"{s.size} (factor {factor[s]})" for s in self.stages if s.after < self.updates]
-        sizes = [first, *(f"{text} after update {s.after}" for text, s in zip(later, self.stages[1:], strict=False))]
-        per_update = f"effective batch {', '.join(sizes)}; micro-batch {self.micro_batch_size} × "
-        replicas = f"{self.batching.replicas} replica" + "s" * (self.batching.replicas > 1)
-        return f"{per_update}{replicas}; {self.examples} examples per epoch, {self.updates} updates in all"
+        epochs, cut = f"{self.updates_per_epoch} updates per epoch{last}", str(self.batching)
+        if self.stages:
+            reached = [(s.after, self.batching.at(s.size)) for s in self.stages if s.after < self.updates]
+            cut = ", then ".join(f"{cut} after update {after}" if after else str(cut) for after, cut in reached)
+            epochs += " at first"
+        return f"{cut}; {self.examples} examples → {epochs}, {self.updates} in all"
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
@@ -246,20 +243,20 @@ def plan(batching: Batching, examples: int, horizon: Horizon, stages: Sequence[A
 
     So are the starts of the `stages`, of which the first one has the effective batch size of `batching`.
     """
-    keys = [f"{SCHEDULE}[{number}].effective_batch_size" for number in range(len(stages))]
-    size = batching.effective_batch_size
-    for key, each in zip(keys or [EFFECTIVE], [stage.size for stage in stages] or [size], strict=True):
-        if each > examples:
-            raise ConfigError(key, f"must be at most the {examples} examples of the training split", each)
-    made = Plan(batching, examples, 0, stages=(Stage(size, examples),) if stages else ())
-    for number, stage in enumerate(stages[1:], 1):
-        after = int(stage.start) if stage.unit == "updates" else made.updates_at(stage.examples(examples))
-        if after <= made.stages[-1].after:
-            rule = f"must lie in a later update than that of the stage before, which begins after update "
-            received = f"{stage.start}, after update {after}"
-            raise ConfigError(f"{SCHEDULE}[{number}].start.{stage.unit}", rule + str(made.stages[-1].after), received)
-        begin = made.stages[-1].place(after)
-        made = replace(made, stages=(*made.stages, Stage(stage.size, examples, after, begin)))
+    first = Stage(batching.effective_batch_size, examples)
+    made = Plan(batching, examples, 0, stages=(first,) if stages else ())
+    for number, stage in enumerate(stages or [Asked("updates", 0, first.size)]):
+        key = f"{SCHEDULE}[{number}]" if stages else "accumulation"
+        if stage.size > examples:
+            rule = f"must be at most the {examples} examples of the training split"
+            raise ConfigError(f"{key}.effective_batch_size", rule, stage.size)
+        if number > 0:
+            last = made.stages[-1]
+            after = int(stage.start) if stage.unit == "updates" else made.updates_at(stage.examples(examples))
+            if after <= last.after:
+                rule = f"must be later than update {last.after + 1}, with which the stage before begins"
+                raise ConfigError(f"{key}.start.{stage.unit}", rule, stage.start)
+            made = replace(made, stages=(*made.stages, Stage(stage.size, examples, after, last.place(after))))
     if horizon.unit == "updates":
         return replace(made, updates=horizon.length)
     return replace(made, updates=made.updates_at(horizon.length * (examples if horizon.unit == "epochs" else 1)))

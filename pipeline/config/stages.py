@@ -5,6 +5,7 @@ A stage begins where it is asked to, in updates, examples or epochs, with the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,13 +13,10 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
 
-SCHEDULE = "accumulation.schedule"
-SEESAW_MAX = "accumulation.seesaw_max"
-CLOCK = "schedule.clock"
-SEESAW = "seesaw"
+EFFECTIVE, SCHEDULE, SEESAW_MAX = (f"accumulation.{key}" for key in ("effective_batch_size", "schedule", "seesaw_max"))
+CLOCK, SEESAW = "schedule.clock", "seesaw"
 UNITS = ("updates", "examples", "epochs")
-LARGEST = 2**31 - 1  # of a count
-STAGES = "accumulation.stages"  # the tag of a run with its stages as JSON, [[updates before, effective batch size], …]
+STAGES = "accumulation.stages"  # the tag of a run with its stages as JSON: [[updates before, effective batch size], …]
 
 
 class Asked(NamedTuple):
@@ -30,15 +28,18 @@ class Asked(NamedTuple):
 
     def examples(self, in_epoch: int) -> int:
         """Return the examples before it, of `in_epoch` in an epoch; a decimal share of an epoch is exact."""
-        return -int(-Fraction(str(self.start)) * (in_epoch if self.unit == "epochs" else 1) // 1)
+        return math.ceil(Fraction(str(self.start)) * (in_epoch if self.unit == "epochs" else 1))
 
 
 class Place(NamedTuple):
-    """Where an update begins."""
+    """Where an update begins: in which epoch, from 0 on, and after how many of its examples and updates."""
 
-    epoch: int  # from 0 on
-    first: int  # examples of the epoch before it
-    index: int  # updates of the epoch before it
+    epoch: int
+    first: int
+    updates: int
+
+
+START = Place(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Stage:
     size: int
     examples: int  # in one epoch
     after: int = 0  # updates before it
-    begin: Place = Place(0, 0, 0)
+    begin: Place = START
 
     @property
     def in_first_epoch(self) -> int:
@@ -63,30 +64,27 @@ class Stage:
         """Return where the update after `done` ones begins."""
         here = done - self.after
         if here < self.in_first_epoch:
-            return Place(self.begin.epoch, self.begin.first + here * self.size, self.begin.index + here)
+            return Place(self.begin.epoch, self.begin.first + here * self.size, self.begin.updates + here)
         epochs, index = divmod(here - self.in_first_epoch, self.per_epoch)
         return Place(self.begin.epoch + 1 + epochs, index * self.size, index)
 
     def updates_at(self, examples: int) -> int:
         """Return the least number of updates after which so many examples were seen."""
-        epoch, rest = divmod(examples, self.examples)
-        if epoch == self.begin.epoch:
+        epochs, rest = divmod(examples - self.begin.epoch * self.examples, self.examples)
+        if epochs == 0:
             return self.after - (self.begin.first - rest) // self.size
-        epochs = epoch - self.begin.epoch - 1
-        return self.after + self.in_first_epoch + epochs * self.per_epoch - (-rest // self.size)
+        return self.after + self.in_first_epoch + (epochs - 1) * self.per_epoch - (-rest // self.size)
 
     def micro_steps(self, done: int, of: Callable[[int], int]) -> int:
         """Return its micro-steps up to update `done`, where an update of so many examples has `of` them."""
-
-        def to_the_end(updates: int, examples: int) -> int:  # of an epoch
-            return (updates - 1) * of(self.size) + of(examples - (updates - 1) * self.size)
-
-        here = max(0, done - self.after)
-        if here < self.in_first_epoch:
-            return here * of(self.size)
-        epochs, rest = divmod(here - self.in_first_epoch, self.per_epoch)
-        head = to_the_end(self.in_first_epoch, self.examples - self.begin.first)
-        return head + epochs * to_the_end(self.per_epoch, self.examples) + rest * of(self.size)
+        end, full = self.place(max(done, self.after)), of(self.size)
+        if end.epoch == self.begin.epoch:
+            return (end.updates - self.begin.updates) * full
+        head, whole = (  # from its first example, and from the epoch's, to the end of the epoch
+            (rest - 1) // self.size * full + of((rest - 1) % self.size + 1)
+            for rest in (self.examples - self.begin.first, self.examples)
+        )
+        return head + (end.epoch - self.begin.epoch - 1) * whole + end.updates * full
 
 
 class EpochCut(NamedTuple):
@@ -103,37 +101,34 @@ def asked(schedule: Any) -> list[Asked]:
         return []
     if not isinstance(schedule, list) or not schedule:
         raise ConfigError(SCHEDULE, "must be null, seesaw or a list of stages", schedule)
-    found = [_asked(f"{SCHEDULE}[{number}]", stage) for number, stage in enumerate(schedule)]
-    if found[0].start != 0:
-        raise ConfigError(f"{SCHEDULE}[0].start", "must be 0, as the run begins with it", found[0].start)
-    for number, (before, stage) in enumerate(zip(found, found[1:], strict=False), 1):
-        if stage.start <= (before.start if before.unit == stage.unit else 0):
-            raise ConfigError(f"{SCHEDULE}[{number}].start.{stage.unit}", "must rise from stage to stage", stage.start)
+    found: list[Asked] = []
+    for key, stage in ((f"{SCHEDULE}[{number}]", stage) for number, stage in enumerate(schedule)):
+        start = stage.get("start") if isinstance(stage, Mapping) else None
+        if not isinstance(start, Mapping) or {*stage} != {"start", "effective_batch_size"} or len(start) != 1:
+            raise ConfigError(key, "must be as {start: {updates: 400}, effective_batch_size: 128}", stage)
+        ((unit, value),), size = start.items(), stage["effective_batch_size"]
+        if unit not in UNITS:
+            raise ConfigError(f"{key}.start", "must be in a known unit", unit, UNITS)
+        if not (_is_count(value) or (unit == "epochs" and isinstance(value, float) and 0 <= value < 2**31)):
+            raise ConfigError(f"{key}.start.{unit}", "must be a number of at least 0, whole but for epochs", value)
+        if not _is_count(size) or size < 1:
+            raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
+        if not found and value != 0:
+            raise ConfigError(f"{key}.start.{unit}", "must be 0, as the run begins with it", value)
+        if found and value <= (found[-1].start if found[-1].unit == unit else 0):
+            raise ConfigError(f"{key}.start.{unit}", "must rise from stage to stage", value)
+        found.append(Asked(unit, value, size))
     return found
 
 
-def _asked(key: str, stage: Any) -> Asked:
-    if not isinstance(stage, Mapping) or {*stage} != {"start", "effective_batch_size"}:
-        rule = "must have a start and an effective_batch_size: {start: {updates: 400}, effective_batch_size: 128}"
-        raise ConfigError(key, rule, stage)
-    start, size = stage["start"], stage["effective_batch_size"]
-    if not isinstance(start, Mapping) or len(start) != 1 or {*start} - {*UNITS}:
-        raise ConfigError(f"{key}.start", "must have one unit, such as {updates: 400}", start, UNITS)
-    ((unit, value),) = start.items()
-    kinds = int | float if unit == "epochs" else int
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= LARGEST:
-        words = "a number of at least 0" if unit == "epochs" else "a whole number of at least 0"
-        raise ConfigError(f"{key}.start.{unit}", f"must be {words}", value)
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= LARGEST:
-        raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
-    return Asked(str(unit), value, size)
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def largest(accumulation: Mapping[str, Any], first: int) -> int:
     """Return the most examples of an update, where the `first` stage has so many; of `seesaw` the most it may reach."""
     if accumulation["schedule"] == SEESAW:
-        while 2 * first <= accumulation["seesaw_max"]:
-            first *= 2
+        return first << max(1, accumulation["seesaw_max"] // first).bit_length() - 1
     return max([first, *(stage.size for stage in asked(accumulation["schedule"]))])
 
 
@@ -142,32 +137,25 @@ def resolved(config: Mapping[str, Any], unit: str, replicas: int, named: Contain
 
     `config` is plain, `unit` that of the horizon, and `named` are the keys of the command line.
     """
-    accumulation, clock, batched = config["accumulation"], config["schedule"].get("clock"), "dataset.batched=true"
-    schedule, most, size_key = accumulation["schedule"], accumulation["seesaw_max"], "accumulation.effective_batch_size"
-    if config["dataset"].get("batched") and (schedule is not None or clock == "examples"):
-        key, must = (CLOCK, "updates") if schedule is None else (SCHEDULE, "null")
-        raise ConfigError(key, f"must be {must} with {batched}: batches have any size", schedule or clock)
-    if schedule != SEESAW and most is not None:
-        raise ConfigError(SEESAW_MAX, f"must be null without {SCHEDULE}={SEESAW}", most)
-    stages = asked(schedule)
-    for number, stage in enumerate(stages):
-        if stage.size < replicas:
-            rule = f"must be at least the number of replicas, {replicas}"
-            raise ConfigError(f"{SCHEDULE}[{number}].effective_batch_size", rule, stage.size)
-    if stages:
-        given = accumulation["effective_batch_size"] if size_key in named else None
-        if given not in (None, stages[0].size):
-            raise ConfigError(size_key, f"must be left out, or that of the first stage, {stages[0].size}", given)
-        return {size_key: stages[0].size}
-    if schedule != SEESAW:
-        return {}
-    if most is None:
-        raise ConfigError(SEESAW_MAX, f"must be given with {SCHEDULE}={SEESAW}: the largest effective batch")
-    if unit == "updates":
-        rule = f"must be null with {SCHEDULE}={SEESAW}, whose updates follow: set training.epochs or training.examples"
-        raise ConfigError("training.updates", rule, config["training"]["updates"])
-    if clock == "updates" and CLOCK in named:
-        raise ConfigError(CLOCK, f"must be examples with {SCHEDULE}={SEESAW}", clock)
-    if accumulation["scale_rate"] is not True:
-        raise ConfigError("accumulation.scale_rate", f"must be true with {SCHEDULE}={SEESAW}", False)
-    return {CLOCK: "examples"}
+    accumulation, clock = config["accumulation"], config["schedule"].get("clock")
+    schedule, most, batched = accumulation["schedule"], accumulation["seesaw_max"], config["dataset"].get("batched")
+    seesaw, by_seesaw, by_batches = schedule == SEESAW, f"with {SCHEDULE}={SEESAW}", "with dataset.batched=true"
+    stages, given = asked(schedule), accumulation["effective_batch_size"] if EFFECTIVE in named else None
+    first = stages[0].size if stages else given
+    refused = [
+        (batched and schedule is not None, SCHEDULE, f"must be null {by_batches}", schedule),
+        (batched and clock == "examples", CLOCK, f"must be updates {by_batches}", clock),
+        (not seesaw and most is not None, SEESAW_MAX, f"must be null without {SCHEDULE}={SEESAW}", most),
+        (seesaw and most is None, SEESAW_MAX, f"must be given {by_seesaw}: the largest effective batch", None),
+        (seesaw and unit == "updates", "training.updates", f"must be null {by_seesaw}: set epochs or examples", unit),
+        (seesaw and clock == "updates" and CLOCK in named, CLOCK, f"must be examples {by_seesaw}", clock),
+        (seesaw and not accumulation["scale_rate"], "accumulation.scale_rate", f"must be true {by_seesaw}", False),
+        (given not in (None, first), EFFECTIVE, f"must be left out, or that of the first stage, {first}", given),
+    ]
+    at_least = f"must be at least the number of replicas, {replicas}"
+    for number, (_, _, size) in enumerate(stages):
+        refused.append((size < replicas, f"{SCHEDULE}[{number}].effective_batch_size", at_least, size))
+    for wrong, *error in refused:
+        if wrong:
+            raise ConfigError(*error)
+    return {EFFECTIVE: first} if stages else {CLOCK: "examples"} if seesaw else {}

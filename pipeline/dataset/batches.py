@@ -3,8 +3,8 @@
     keys ─► shuffle by (seed, epoch) ─► make the examples ─► augment by (seed, epoch, number) ─► batch of E
 
 The order depends on (dataset, seed, epoch) alone, never on the factor, the micro-batch, the replicas or the device;
-only where it is cut depends on the effective batch sizes. Each of several workers shuffles the keys as all do, and makes
-the examples of its own replicas alone.
+only where it is cut depends on the effective batch sizes. Each of several workers shuffles the keys as all do, and
+makes the examples of its own replicas alone.
 """
 
 import functools

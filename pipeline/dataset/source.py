@@ -85,7 +85,9 @@ def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., 
 
 
 def in_sizes(
-    examples: tf.data.Dataset, sizes: Sequence[tuple[int, int]], batch: Callable[[tf.data.Dataset, Any], tf.data.Dataset]
+    examples: tf.data.Dataset,
+    sizes: Sequence[tuple[int, int]],
+    batch: Callable[[tf.data.Dataset, Any], tf.data.Dataset],
 ) -> tf.data.Dataset:
     """Return what `batch` makes of the examples in these sizes, each from a number of an example on; read once."""
     if len(sizes) == 1:
