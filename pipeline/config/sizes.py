@@ -214,15 +214,17 @@ class Plan:
     def ends_epoch(self, update: int) -> bool:
         return self._begin(update).first == 0
 
+    @property
+    def tail(self) -> int:
+        """Return the examples in the last update of an epoch of the first stage."""
+        return (self.examples - 1) % self.batching.effective_batch_size + 1
+
     def __str__(self) -> str:
-        tail = self.batch_size(self.updates_per_epoch)
-        last = "" if tail == self.batching.effective_batch_size else f" (last one {tail})"
-        epochs, cut = f"{self.updates_per_epoch} updates per epoch{last}", str(self.batching)
-        if self.stages:
-            reached = [(s.after, self.batching.at(s.size)) for s in self.stages if s.after < self.updates]
-            cut = ", then ".join(f"{cut} after update {after}" if after else str(cut) for after, cut in reached)
-            epochs += " at first"
-        return f"{cut}; {self.examples} examples → {epochs}, {self.updates} in all"
+        last = "" if self.tail == self.batching.effective_batch_size else f" (last one {self.tail})"
+        per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
+        later = [(s, self.batching.at(s.size).factor) for s in self.stages[1:] if s.after < self.updates]
+        then = "".join(f", {stage.size} (factor {factor}) after update {stage.after}" for stage, factor in later)
+        return f"{self.batching}{then}; {per_epoch}{' at first' if later else ''}, {self.updates} in all"
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:

@@ -89,19 +89,17 @@ def compare(parts: Parts, *_: Any) -> None:
 
 
 def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
-    """Return an effective batch of each stage, the largest first, and a tail; and a batch of the validation split."""
+    """Return the largest effective batch, the first, and a tail; and a batch of the validation split, if there is one."""
     from pipeline.verify import engine
 
     plan, found = parts.plan, list(parts.effective_batches().take(2))
     if engine.examples(tail := found[-1]) == engine.examples(found[0]):  # else it is one
-        tail = engine.shortened(tail, plan.batch_size(plan.updates_per_epoch))
-    for stage in (stage for stage in plan.stages[1:] if stage.after < plan.updates):
-        found += parts.effective_batches(stage.after).take(1)
-    by_size = {engine.examples(batch): batch for batch in [found[0], *found[2:]]}
-    by_size.pop(engine.examples(tail), None)
+        tail = engine.shortened(tail, plan.tail)
+    largest = max((stage for stage in plan.all_stages if stage.after < plan.updates), key=lambda stage: stage.size)
+    show = [*(parts.effective_batches(largest.after).take(1) if largest.after else ()), found[0], tail]
     batches = parts.evaluation_batches()
-    show = [*(by_size[size] for size in sorted(by_size, reverse=True)), tail]
-    return show, [] if batches is None else list(batches.take(1))
+    of_sizes = {engine.examples(batch): batch for batch in show}
+    return list(of_sizes.values()), [] if batches is None else list(batches.take(1))
 
 
 def _compared(parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]) -> tuple[Found, list[str]]:
