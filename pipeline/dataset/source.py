@@ -104,7 +104,9 @@ def in_sizes(
     def batch_window(key: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
         return batch(window.map(lambda _, example: example), size_of(key))
 
-    return examples.enumerate().group_by_window(batch_of, batch_window, window_size_func=size_of)
+    plain = map(tf.autograph.experimental.do_not_convert, (batch_of, batch_window, size_of))  # converting takes a second
+    key_of, reduce, window_size = plain
+    return examples.enumerate().group_by_window(key_of, reduce, window_size_func=window_size)
 
 
 def batched(examples: tf.data.Dataset, size: Any) -> tf.data.Dataset:
