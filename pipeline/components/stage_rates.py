@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import ops
 
 from pipeline.common.errors import ConfigError
 from pipeline.components import scaling
@@ -23,14 +22,12 @@ CLOSE = 1e-6  # relative: rates in float32 that are nearer count as equal
 
 def check(spec: RunSpec) -> None:
     """Refuse a `scaling` that would change more than the rate where a stage begins."""
-    scale, accumulation = spec.config.scaling, spec.config.accumulation
-    if accumulation.schedule is None or not accumulation.scale_rate or scale.rule == Rule.none:
+    scale, asked, choices = spec.config.scaling, spec.config.accumulation, ("none", "linear", "sqrt", "surge")
+    if asked.schedule is None or not asked.scale_rate or scale.rule == Rule.none:
         return
-    rule = f"with {SCHEDULE}, which only the rate follows; or set accumulation.scale_rate=false"
-    if scale.rule not in (follow := (Rule.linear, Rule.sqrt, Rule.surge)):
-        raise ConfigError(
-            "scaling.rule", f"must change no β {rule}", scale.rule.name, ["none", *(r.name for r in follow)]
-        )
+    rule = f"with {SCHEDULE}, which the rate alone can follow; or set accumulation.scale_rate=false"
+    if scale.rule.name not in choices:
+        raise ConfigError("scaling.rule", f"must not change β or the weight decay {rule}", scale.rule.name, choices)
     if scale.ema and spec.resolved["optimizer"].get("use_ema"):
         raise ConfigError("scaling.ema", f"must be false {rule}", True)
 
@@ -53,11 +50,9 @@ def rates(spec: RunSpec, plan: Plan, schedule: Any, updates: int) -> tuple[Any, 
     The factor of `scaling.rule` for the first stage is left out.
     """
     scale, asked, sizes = spec.config.scaling, spec.config.accumulation, [stage.size for stage in plan.all_stages]
-    scaled = [scaling.rate_factor(scale, size if asked.scale_rate else sizes[0]) for size in sizes]
-    by_root = asked.schedule == SEESAW
-    factors = [
-        math.sqrt(b / sizes[0]) if by_root else factor / scaled[0] for b, factor in zip(sizes, scaled, strict=True)
-    ]
+    scaled, by_root = [scaling.rate_factor(scale, size) for size in sizes], asked.schedule == SEESAW
+    factors = [factor / scaled[0] if asked.scale_rate else 1.0 for factor in scaled]
+    factors = [math.sqrt(size / sizes[0]) for size in sizes] if by_root else factors
     by_examples = in_examples(spec) and callable(schedule)
     if not by_examples and set(factors) == {1.0}:
         return schedule, []
@@ -118,24 +113,24 @@ class StageRates(keras.optimizers.schedules.LearningRateSchedule):
         self.schedule, self.begins, self.factors, self.examples, self.peak = schedule, begins, factors, examples, peak
 
     def __call__(self, step: Any) -> Any:
-        done = ops.cast(step, "int64")
-        stage = ops.sum(ops.cast(done >= _constant([begin[0] for begin in self.begins]), "int64")) - 1
+        done = tf.cast(step, tf.int64)
+        stage = tf.reduce_sum(tf.cast(done >= [begin[0] for begin in self.begins], tf.int64)) - 1
         clock = step if self.examples is None else self._seen(done, stage) / self.begins[0][1]
-        rate = ops.convert_to_tensor(self.schedule(clock) if callable(self.schedule) else self.schedule)
-        factor = ops.take(ops.convert_to_tensor(self.factors, rate.dtype), stage)
+        rate = keras.ops.convert_to_tensor(self.schedule(clock) if callable(self.schedule) else self.schedule)
+        factor = tf.constant(self.factors, rate.dtype)[stage]
         if self.peak is None:
             return rate * factor
-        held = ops.logical_and(clock >= self.peak[0], stage < len(self.begins) - 1)
-        return ops.where(held, ops.cast(self.peak[1], rate.dtype) / factor, rate * factor)
+        held = (clock >= self.peak[0]) & (stage < len(self.begins) - 1)
+        return tf.where(held, tf.cast(self.peak[1], rate.dtype) / factor, rate * factor)
 
     def _seen(self, done: Any, stage: Any) -> Any:
         """Return the examples after so many updates, as `Plan.examples_seen` does; float64."""
-        after, size, epoch, first = (ops.take(_constant(part), stage) for part in zip(*self.begins, strict=True))
-        here, examples = done - after, _constant(self.examples)
+        after, size, epoch, first = tf.unstack(tf.constant(self.begins, tf.int64)[stage])
+        here, examples = done - after, tf.constant(self.examples, tf.int64)
         head, per_epoch = -(-(examples - first) // size), -(-examples // size)
         rest = here - head  # updates since the epoch in which the stage begins
         later = (epoch + 1 + rest // per_epoch) * examples + rest % per_epoch * size
-        return ops.cast(ops.where(rest < 0, epoch * examples + first + here * size, later), "float64")
+        return tf.cast(tf.where(rest < 0, epoch * examples + first + here * size, later), tf.float64)
 
     def get_config(self) -> dict[str, Any]:
         return {**vars(self), "schedule": keras.saving.serialize_keras_object(self.schedule)}
@@ -143,7 +138,3 @@ class StageRates(keras.optimizers.schedules.LearningRateSchedule):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> StageRates:
         return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})
-
-
-def _constant(values: Any) -> Any:
-    return ops.convert_to_tensor(values, "int64")

@@ -104,8 +104,8 @@ def in_sizes(
     def batch_window(key: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
         return batch(window.map(lambda _, example: example), size_of(key))
 
-    plain = map(tf.autograph.experimental.do_not_convert, (batch_of, batch_window, size_of))  # converting takes a second
-    key_of, reduce, window_size = plain
+    as_they_are = tf.autograph.experimental.do_not_convert  # converting takes seconds
+    key_of, reduce, window_size = map(as_they_are, (batch_of, batch_window, size_of))
     return examples.enumerate().group_by_window(key_of, reduce, window_size_func=window_size)
 
 

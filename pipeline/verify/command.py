@@ -89,7 +89,7 @@ def compare(parts: Parts, *_: Any) -> None:
 
 
 def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
-    """Return the largest effective batch, the first, and a tail; and a batch of the validation split, if there is one."""
+    """Return the largest effective batch, the first, and a tail; and a batch of the validation split, if any."""
     from pipeline.verify import engine
 
     plan, found = parts.plan, list(parts.effective_batches().take(2))

@@ -6,6 +6,8 @@ import random
 from copy import deepcopy
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
+from math import ceil
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,15 +26,16 @@ RAMP = (
 
 
 @cache
-def default():
-    return composed([])
+def with_groups(*groups):
+    return composed(list(groups))
 
 
 def resolved(given):
     """The spec of these overrides, on a config that is composed once, as that takes most of the time."""
-    config = deepcopy(default())
+    config = deepcopy(with_groups(*(text for text in given if "." not in text.split("=")[0])))
     for override in OverridesParser.create().parse_overrides(list(given)):
-        OmegaConf.update(config, override.key_or_group, override.value(), merge=False)
+        if "." in override.key_or_group:
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=False, force_add=True)
     return resolve(config, given)
 
 
@@ -42,7 +45,7 @@ def test_the_counters_of_random_stages_are_what_counting_gives():
         order, seen, steps = list(counted(plan)), 0, 0
         for update, (epoch, index, first, size) in enumerate(order, 1):
             micro = next((cut.micro_batch_size for last, cut in plan.before if update <= last), plan.micro_batch_size)
-            seen, steps = seen + size, steps + -(-(-(-size // plan.batching.replicas)) // micro)
+            seen, steps = seen + size, steps + ceil(ceil(size / plan.batching.replicas) / micro)
             assert plan.place(update - 1) == (epoch, index), seed
             assert plan.batch_size(update) == size, seed
             assert (plan.examples_seen(update), plan.micro_steps(update)) == (seen, steps), seed
@@ -135,7 +138,7 @@ def test_counters_of_a_long_run_take_no_time():
     asked = [Asked("updates", number * 10**5, 32 + number) for number in range(8)]
     plan = sizes.plan(sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked)
     seen = [plan.examples_seen(update) for update in range(699_990, 700_010)]
-    assert [later - before for before, later in zip(seen, seen[1:], strict=False)] == [
+    assert [later - before for before, later in pairwise(seen)] == [
         plan.batch_size(update) for update in range(699_991, 700_010)
     ]
     assert plan.updates_at(plan.examples_seen(987_654)) == 987_654

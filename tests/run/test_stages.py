@@ -1,9 +1,10 @@
-"""A run whose effective batch changes: each update is that of plain Keras on the same examples, whatever interrupts it."""
+"""A run whose effective batch changes: its updates are those of plain Keras, whatever interrupts it."""
 
 from __future__ import annotations
 
 import json
 import signal
+from math import ceil
 from pathlib import Path
 
 import keras
@@ -20,6 +21,7 @@ from pipeline.dataset import load
 from tests.checkpoints.test_kills import left_in
 from tests.parameters import mostly_slow
 from tests.running import Store, pipeline, start
+from tests.shared import place_store
 
 # 1437 examples: 16 · 32 + 9 · 100 + 25; 14 · 100 + 37; 5 · 256 + 157.
 STAGES = ((0, 32), (16, 100), (41, 256))
@@ -48,7 +50,7 @@ class Killer(keras.callbacks.Callback):
 
 @pytest.fixture(scope="module")
 def ramp(tmp_path_factory):
-    """A folder with a run of three stages, whose checkpoint of each tenth update is kept for a fork."""
+    """A folder with a run of three stages, and what it said."""
     folder = tmp_path_factory.mktemp("ramp")
     done = pipeline("train", *RUN, RAMP, "training.checkpoint_every=23", cwd=folder)
     return folder, done.stderr
@@ -109,7 +111,7 @@ def by_keras(sizes, rates):
         for update, size in enumerate(sizes, 1):
             model.optimizer.learning_rate = rates[update]
             model.reset_metrics()
-            losses.append(float(model.train_on_batch(x[first : first + size], y[first : first + size])))
+            losses.append(np.ravel(model.train_on_batch(x[first : first + size], y[first : first + size]))[0])
             first += size
         return losses, model.get_weights()
     finally:
@@ -147,12 +149,10 @@ def test_a_run_that_is_killed_in_each_stage_goes_on_to_the_bit(tmp_path):
         folder.mkdir()
         (folder / "mine.py").write_text(KILLER)
         for kill in kills:
-            from tests.shared import place_store
-
             place_store(folder)
             done = max((int(path.name) for path in folder.glob("run/checkpoints/[0-9]*")), default=0)
             process = start(*run, cwd=folder, KILL_AT=str(kill), BEGAN=str(done))
-            out, err = process.communicate(timeout=240)
+            _, err = process.communicate(timeout=240)
             assert process.returncode == -signal.SIGKILL, err
         pipeline(*run, cwd=folder)
         left.append(left_in(folder, 47))
@@ -167,7 +167,7 @@ def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
     for key in ("train/effective_batch_size", "train/examples_seen", "train/epoch"):
         assert one[key] == two[key]
     assert two["train/loss"] == pytest.approx(one["train/loss"], rel=EXACT)
-    assert list(two["train/accumulation_factor"].values()) == [-(-(-(-size // 2)) // 4) for size in SIZES]
+    assert list(two["train/accumulation_factor"].values()) == [ceil(ceil(size / 2) / 4) for size in SIZES]
 
 
 @pytest.mark.slow
