@@ -87,7 +87,7 @@ class Continuation:
         if then != plan.digest(self.update):
             rule = f"must give the batches of the run again: that of update {self.update} is another one"
             if plan.stages:
-                raise ConfigError(SCHEDULE, f"{rule}; a longer horizon moves the stages of seesaw", plan.stage_tags)
+                raise ConfigError(SCHEDULE, f"{rule}; a longer horizon moves the stages of seesaw", plan.changes)
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
     def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:

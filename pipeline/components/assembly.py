@@ -247,7 +247,7 @@ def _batches(
         effective_batch_size=plan.batching.effective_batch_size,
         epochs=plan.epochs,
         first_update=first_update,
-        cuts=plan.epoch_cuts(first_update) if plan.stages else (),
+        slices=plan.slices(first_update) if plan.stages else (),
         weigh=weigher(spec.config.training, data),
         reader=reader,
     )

@@ -56,11 +56,11 @@ def rates(spec: RunSpec, plan: Plan, schedule: Any, updates: int) -> tuple[Any, 
     by_examples = in_examples(spec) and callable(schedule)
     if not by_examples and set(factors) == {1.0}:
         return schedule, []
-    begins = [[s.after, s.size, s.begin.epoch, s.begin.first] for s in plan.all_stages]
+    stages = [[s.after, s.size, s.epoch, s.first, s.in_epoch] for s in plan.all_stages]
     peak = [float(found[0]) for found in falling(schedule, updates)] if by_root else None
-    said = [f"× {f * scaled[0]:g} after update {begin[0]}" for f, begin in zip(factors, begins, strict=True)]
-    made = StageRates(schedule, begins, factors, plan.examples if by_examples else None, peak)
-    return made, [] if by_root or set(factors) == {1.0} else said[1:]
+    made = StageRates(schedule, stages, factors, plan.examples if by_examples else None, peak)
+    told = plan.changes[1:] if asked.scale_rate and scale.rule != Rule.none and not by_root else []
+    return made, [f"× {scaling.rate_factor(scale, size):g} after update {after}" for after, size in told]
 
 
 def falling(schedule: Any, updates: int) -> tuple[np.ndarray, np.ndarray]:
@@ -103,34 +103,29 @@ def seesaw(schedule: Any, updates: int, size: int, most: int) -> list[Asked]:
 class StageRates(keras.optimizers.schedules.LearningRateSchedule):
     """schedule(clock) × the factor of the stage, which begins where its effective batch does.
 
-    Each of `begins` is [updates before the stage, its effective batch size, epoch, examples of the epoch before it].
-    With `examples`, those in an epoch, the clock is examples seen ÷ the first size, else updates. `peak` is
-    for `seesaw`: where the schedule has its peak, and the rate. From there on the rate is the peak ÷ the factor; in the
-    last stage it is the schedule × the factor, which begins alike.
+    Each of `stages` is [updates before it, its effective batch size, epoch, examples of the epoch before it, updates in
+    an epoch]. With `examples`, those in an epoch, the clock is examples seen ÷ the first size, else updates. `peak` is
+    for `seesaw`: where the schedule has its peak, and the rate. From there on the rate is the peak ÷ the factor; with
+    the last size it is the schedule × the factor, which begins alike.
     """
 
-    def __init__(self, schedule: Any, begins: Any, factors: Any, examples: int | None = None, peak: Any = None):
-        self.schedule, self.begins, self.factors, self.examples, self.peak = schedule, begins, factors, examples, peak
+    def __init__(self, schedule: Any, stages: Any, factors: Any, examples: int | None = None, peak: Any = None):
+        self.schedule, self.stages, self.factors, self.examples, self.peak = schedule, stages, factors, examples, peak
 
     def __call__(self, step: Any) -> Any:
-        done = tf.cast(step, tf.int64)
-        stage = tf.reduce_sum(tf.cast(done >= [begin[0] for begin in self.begins], tf.int64)) - 1
-        clock = step if self.examples is None else self._seen(done, stage) / self.begins[0][1]
+        done, stages = tf.cast(step, tf.int64), tf.constant(self.stages, tf.int64)
+        number = tf.reduce_sum(tf.cast(done >= stages[:, 0], tf.int64)) - 1
+        after, size, epoch, first, in_epoch = tf.unstack(stages[number])
+        clock = step
+        if self.examples is not None:  # as `Plan.examples_seen`
+            seen = (epoch + (done - after) // in_epoch) * self.examples + first + (done - after) % in_epoch * size
+            clock = tf.cast(seen, tf.float64) / self.stages[0][1]
         rate = keras.ops.convert_to_tensor(self.schedule(clock) if callable(self.schedule) else self.schedule)
-        factor = tf.constant(self.factors, rate.dtype)[stage]
+        factor = tf.constant(self.factors, rate.dtype)[number]
         if self.peak is None:
             return rate * factor
-        held = (clock >= self.peak[0]) & (stage < len(self.begins) - 1)
+        held = (clock >= self.peak[0]) & (size < self.stages[-1][1])
         return tf.where(held, tf.cast(self.peak[1], rate.dtype) / factor, rate * factor)
-
-    def _seen(self, done: Any, stage: Any) -> Any:
-        """Return the examples after so many updates, as `Plan.examples_seen` does; float64."""
-        after, size, epoch, first = tf.unstack(tf.constant(self.begins, tf.int64)[stage])
-        here, examples = done - after, tf.constant(self.examples, tf.int64)
-        head, per_epoch = -(-(examples - first) // size), -(-examples // size)
-        rest = here - head  # updates since the epoch in which the stage begins
-        later = (epoch + 1 + rest // per_epoch) * examples + rest % per_epoch * size
-        return tf.cast(tf.where(rest < 0, epoch * examples + first + here * size, later), tf.float64)
 
     def get_config(self) -> dict[str, Any]:
         return {**vars(self), "schedule": keras.saving.serialize_keras_object(self.schedule)}

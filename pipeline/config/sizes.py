@@ -6,13 +6,15 @@ Sizes and horizons that the command line names outrank the defaults.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
+from pipeline.config.stages import ALL, SCHEDULE, Asked, Slice, Stage
 from pipeline.config.stages import EFFECTIVE as EFFECTIVE
-from pipeline.config.stages import SCHEDULE, STAGES, Asked, EpochCut, Place, Stage
 
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
@@ -60,9 +62,9 @@ class Batching:
 
 
 def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1, most: int = 0) -> Batching:
-    """Derive the third size from any two; all three are accepted when they agree, else a ConfigError is raised.
+    """Derive the third size from any two, where later effective batches have up to `most` examples.
 
-    A micro-batch may be as large as the share of an effective batch of `most` examples, where later ones are larger.
+    All three are accepted when they agree, else a ConfigError is raised.
     """
     given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**given, REPLICAS: replicas}.items():
@@ -98,7 +100,7 @@ class Plan:
     examples: int  # in one epoch
     updates: int  # in the whole run
     before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
-    stages: tuple[Stage, ...] = ()  # of other effective batch sizes than that of `batching`, which is the first one's
+    stages: tuple[Stage, ...] = ()  # where the effective batch changes; the first one has that of `batching`
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
         """Return the plan of a run that from after `update` on is cut into other micro-batches."""
@@ -120,22 +122,23 @@ class Plan:
         return replace(self, before=tuple(before))
 
     @property
-    def stage_tags(self) -> dict[str, str]:
-        """Return the tag that records the stages, if any."""
-        return {STAGES: json.dumps([(stage.after, stage.size) for stage in self.stages])} if self.stages else {}
-
-    @property
     def all_stages(self) -> tuple[Stage, ...]:
         return self.stages or (Stage(self.batching.effective_batch_size, self.examples),)
 
     @property
+    def changes(self) -> list[tuple[int, int]]:
+        """Return after which updates the effective batch has which size; empty if it never changes."""
+        sizes = [0, *(stage.size for stage in self.stages)]
+        return [(s.after, s.size) for s, before in zip(self.stages, sizes, strict=False) if s.size != before]
+
+    @property
     def updates_per_epoch(self) -> int:
         """Return the updates of an epoch of the first stage."""
-        return self.all_stages[0].per_epoch
+        return self.all_stages[0].in_epoch
 
     @property
     def epochs(self) -> int:
-        return self._begin(self.updates - 1).epoch + 1
+        return self.place(self.updates - 1)[0] + 1
 
     def ended(self, update: int) -> bool:
         """Return whether the run ends with `update`."""
@@ -145,14 +148,10 @@ class Plan:
         """Return the stage of the update after `done` ones."""
         return next(stage for stage in reversed(self.all_stages) if stage.after <= done)
 
-    def _begin(self, done: int) -> Place:
-        """Return where the update after `done` ones begins: all counters of examples and epochs follow from it."""
-        return self.stage(done).place(done)
-
     def place(self, done: int) -> tuple[int, int]:
         """Return the epoch of the update after `done` ones, and which of its updates that is, both from 0 on."""
-        begin = self._begin(done)
-        return begin.epoch, begin.updates
+        epoch, _, index = self.stage(done).place(done)
+        return epoch, index
 
     @property
     def micro_batch_size(self) -> int:
@@ -160,36 +159,35 @@ class Plan:
         return self.batching.micro_batch_size
 
     def digest(self, update: int) -> int | None:
-        """Return a checksum of the batch of `update` where its content does not follow from the config.
-
-        With stages, which may follow from the horizon, it is the examples seen.
-        """
+        """Return a checksum of the batch of `update`, or with stages what was seen, if the config does not say it."""
         return self.examples_seen(update) if self.stages else None
 
     def batch_size(self, update: int) -> int:
         """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
         stage = self.stage(update - 1)
-        return min(stage.size, self.examples - stage.place(update - 1).first)
+        return min(stage.size, self.examples - stage.place(update - 1)[1])
 
     def examples_seen(self, update: int) -> int:
-        begin = self._begin(update)
-        return begin.epoch * self.examples + begin.first
+        epoch, first, _ = self.stage(update).place(update)
+        return epoch * self.examples + first
 
     def updates_at(self, examples: int) -> int:
         """Return the least number of updates after which so many examples were seen."""
         place = divmod(examples, self.examples)
-        return next(s for s in reversed(self.all_stages) if s.begin[:2] <= place).updates_at(examples)
+        return next(s for s in reversed(self.all_stages) if (s.epoch, s.first) <= place).updates_at(*place)
 
-    def epoch_cuts(self, done: int) -> list[EpochCut]:
-        """Return how the epochs are cut from the update after `done` ones on, in order."""
-        (epoch, first, _), found = self._begin(done), list[EpochCut]()
-        while epoch < self.epochs:
-            now = next(s for s in reversed(self.all_stages) if s.begin[:2] <= (epoch, first))
-            later = [s for s in self.all_stages if s.begin[:2] > (epoch, first)]
-            here = [(s.begin.first, s.size) for s in later if s.begin.epoch == epoch]
-            end = epoch + 1 if here else min([self.epochs, *(s.begin.epoch for s in later)])
-            found.append(EpochCut(epoch, end, ((first, now.size), *here)))
-            epoch, first = end, 0
+    def slices(self, done: int) -> list[Slice]:
+        """Return what is read from the update after `done` ones on, in batches of one size each."""
+        (epoch, first, _), found = self.stage(done).place(done), list[Slice]()
+        later = [(after, size) for after, size in self.changes if done < after < self.updates]
+        ends = [*(self.stage(after).place(after)[:2] for after, _ in later), (self.epochs, 0)]
+        for size, (end, last) in zip([self.stage(done).size, *(size for _, size in later)], ends, strict=True):
+            if epoch < end:
+                found.append(Slice(epoch, end, first, ALL, size))
+                first = 0
+            if first < last:
+                found.append(Slice(end, end + 1, first, last - first, size))
+            epoch, first = end, last
         return found
 
     def micro_steps(self, update: int) -> int:
@@ -212,7 +210,7 @@ class Plan:
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
-        return self._begin(update).first == 0
+        return self.stage(update).place(update)[1] == 0
 
     @property
     def tail(self) -> int:
@@ -222,9 +220,9 @@ class Plan:
     def __str__(self) -> str:
         last = "" if self.tail == self.batching.effective_batch_size else f" (last one {self.tail})"
         per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
-        later = [(s, self.batching.at(s.size).factor) for s in self.stages[1:] if s.after < self.updates]
-        then = "".join(f", {stage.size} (factor {factor}) after update {stage.after}" for stage, factor in later)
-        return f"{self.batching}{then}; {per_epoch}{' at first' if later else ''}, {self.updates} in all"
+        later = [(after, self.batching.at(size)) for after, size in self.changes[1:] if after < self.updates]
+        sizes = [f", {cut.effective_batch_size} (factor {cut.factor}) after update {after}" for after, cut in later]
+        return f"{self.batching}{''.join(sizes)}; {per_epoch}{' at first' if later else ''}, {self.updates} in all"
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
@@ -245,20 +243,21 @@ def plan(batching: Batching, examples: int, horizon: Horizon, stages: Sequence[A
 
     So are the starts of the `stages`, of which the first one has the effective batch size of `batching`.
     """
-    first = Stage(batching.effective_batch_size, examples)
-    made = Plan(batching, examples, 0, stages=(first,) if stages else ())
-    for number, stage in enumerate(stages or [Asked("updates", 0, first.size)]):
+    made, last = Plan(batching, examples, 0), -1
+    for number, (unit, start, size) in enumerate(stages or [Asked("updates", 0, batching.effective_batch_size)]):
         key = f"{SCHEDULE}[{number}]" if stages else "accumulation"
-        if stage.size > examples:
+        if size > examples:
             rule = f"must be at most the {examples} examples of the training split"
-            raise ConfigError(f"{key}.effective_batch_size", rule, stage.size)
-        if number > 0:
-            last = made.stages[-1]
-            after = int(stage.start) if stage.unit == "updates" else made.updates_at(stage.examples(examples))
-            if after <= last.after:
-                rule = f"must be later than update {last.after + 1}, with which the stage before begins"
-                raise ConfigError(f"{key}.start.{stage.unit}", rule, stage.start)
-            made = replace(made, stages=(*made.stages, Stage(stage.size, examples, after, last.place(after))))
+            raise ConfigError(f"{key}.effective_batch_size", rule, size)
+        least = Fraction(str(start)) * (examples if unit == "epochs" else 1)  # exact: 0.1 · 30 is 3
+        after = int(start) if unit == "updates" else made.updates_at(math.ceil(least))
+        if after <= last:
+            rule = f"must be later than update {last + 1}, with which the stage before begins"
+            raise ConfigError(f"{key}.start.{unit}", rule, start)
+        stage, last = Stage(size, examples, after, *made.stage(after).place(after)), after
+        rest = (Stage(size, examples, after + stage.in_epoch, stage.epoch + 1),) if stage.first else ()
+        if stages:
+            made = replace(made, stages=(*(s for s in made.stages if s.after < after), stage, *rest))
     if horizon.unit == "updates":
         return replace(made, updates=horizon.length)
     return replace(made, updates=made.updates_at(horizon.length * (examples if horizon.unit == "epochs" else 1)))

@@ -5,10 +5,7 @@ A stage begins where it is asked to, in updates, examples or epochs, with the fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
@@ -26,73 +23,53 @@ class Asked(NamedTuple):
     start: int | float
     size: int  # the effective batch size
 
-    def examples(self, in_epoch: int) -> int:
-        """Return the examples before it, of `in_epoch` in an epoch; a decimal share of an epoch is exact."""
-        return math.ceil(Fraction(str(self.start)) * (in_epoch if self.unit == "epochs" else 1))
 
-
-class Place(NamedTuple):
-    """Where an update begins: in which epoch, from 0 on, and after how many of its examples and updates."""
-
-    epoch: int
-    first: int
-    updates: int
-
-
-START = Place(0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Updates of one effective batch size, from one on until the next stage."""
+class Stage(NamedTuple):
+    """Updates of one size from one on: of whole epochs, or of the rest of the epoch inside of which it begins."""
 
     size: int
     examples: int  # in one epoch
     after: int = 0  # updates before it
-    begin: Place = START
+    epoch: int = 0  # in which it begins, from 0 on
+    first: int = 0  # examples of that epoch before it
+    number: int = 0  # updates of that epoch before it
 
     @property
-    def in_first_epoch(self) -> int:
-        """Return the updates that it has to the end of the epoch in which it begins."""
-        return -(-(self.examples - self.begin.first) // self.size)
+    def in_epoch(self) -> int:
+        """Return its updates in an epoch."""
+        return -(-(self.examples - self.first) // self.size)
 
-    @property
-    def per_epoch(self) -> int:
-        return -(-self.examples // self.size)
+    def place(self, done: int) -> tuple[int, int, int]:
+        """Return where the update after `done` ones begins: in which epoch, after so many of its examples and updates.
 
-    def place(self, done: int) -> Place:
-        """Return where the update after `done` ones begins."""
-        here = done - self.after
-        if here < self.in_first_epoch:
-            return Place(self.begin.epoch, self.begin.first + here * self.size, self.begin.updates + here)
-        epochs, index = divmod(here - self.in_first_epoch, self.per_epoch)
-        return Place(self.begin.epoch + 1 + epochs, index * self.size, index)
+        All counters of examples and epochs follow from it.
+        """
+        epochs, rest = divmod(done - self.after, self.in_epoch)
+        return self.epoch + epochs, self.first + rest * self.size, self.number + rest
 
-    def updates_at(self, examples: int) -> int:
-        """Return the least number of updates after which so many examples were seen."""
-        epochs, rest = divmod(examples - self.begin.epoch * self.examples, self.examples)
-        if epochs == 0:
-            return self.after - (self.begin.first - rest) // self.size
-        return self.after + self.in_first_epoch + (epochs - 1) * self.per_epoch - (-rest // self.size)
+    def updates_at(self, epoch: int, first: int) -> int:
+        """Return the least number of updates that reach an epoch's example."""
+        return self.after + (epoch - self.epoch) * self.in_epoch - (self.first - first) // self.size
 
     def micro_steps(self, done: int, of: Callable[[int], int]) -> int:
         """Return its micro-steps up to update `done`, where an update of so many examples has `of` them."""
-        end, full = self.place(max(done, self.after)), of(self.size)
-        if end.epoch == self.begin.epoch:
-            return (end.updates - self.begin.updates) * full
-        head, whole = (  # from its first example, and from the epoch's, to the end of the epoch
-            (rest - 1) // self.size * full + of((rest - 1) % self.size + 1)
-            for rest in (self.examples - self.begin.first, self.examples)
-        )
-        return head + (end.epoch - self.begin.epoch - 1) * whole + end.updates * full
+        epochs, rest = divmod(max(0, done - self.after), self.in_epoch)
+        before_tail = self.in_epoch - 1
+        tail = of(self.examples - self.first - before_tail * self.size)
+        return (epochs * before_tail + rest) * of(self.size) + epochs * tail
 
 
-class EpochCut(NamedTuple):
-    """How some epochs are cut into effective batches."""
+ALL = -1
 
-    epoch: int  # the first one; only of it examples are left out, or batches of several sizes
-    end: int  # the first one that is cut otherwise
-    sizes: tuple[tuple[int, int], ...]  # from which example on batches have so many examples
+
+class Slice(NamedTuple):
+    """Examples that are read in batches of one size: of the epochs from `epoch` on to before `end`."""
+
+    epoch: int
+    end: int
+    first: int  # examples of the first of these epochs that are left out
+    read: int  # how many are read of each epoch; `ALL` to its end
+    size: int
 
 
 def asked(schedule: Any) -> list[Asked]:

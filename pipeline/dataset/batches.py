@@ -3,8 +3,8 @@
     keys ─► shuffle by (seed, epoch) ─► make the examples ─► augment by (seed, epoch, number) ─► batch of E
 
 The order depends on (dataset, seed, epoch) alone, never on the factor, the micro-batch, the replicas or the device;
-only where it is cut depends on the effective batch sizes. Each of several workers shuffles the keys as all do, and
-makes the examples of its own replicas alone.
+only where it is cut depends on effective batch sizes. Each of several workers shuffles the keys as all do, and makes
+the examples of its own replicas alone.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pipeline.accumulation import Share, slice_of
 from pipeline.common.errors import ConfigError
 from pipeline.config.objective_nodes import by_output
 from pipeline.config.schema import TrainingConfig
-from pipeline.config.stages import EpochCut
+from pipeline.config.stages import ALL, Slice
 from pipeline.dataset.padding import padder
 from pipeline.dataset.source import AHEAD, Source, batched, fixed, map_batches, one_by_one
 from pipeline.dataset.source import Reader as Reader
@@ -42,7 +42,7 @@ def effective_batches(
     first_update: int = 0,
     weigh: Callable[..., tuple] | None = None,
     reader: Reader | None = None,
-    cuts: Sequence[EpochCut] = (),
+    slices: Sequence[Slice] = (),
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
@@ -50,32 +50,30 @@ def effective_batches(
     first `first_update` updates are skipped: earlier epochs are not read, and of the epoch in which they end nothing is
     gathered or augmented; streamed examples are read and shuffled as before. `weigh` adds sample weights to a batch.
     With a `reader`, an element is a `Share`, and only its examples are made, unless its shape depends on the rest.
-    `cuts` says how the epochs to come are cut, where that is not into batches of `effective_batch_size`.
+    Where the effective batch size changes, `slices` are what is to come, cut by size; each is read by itself.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     spec, pad = data.train.element_spec, node.get("pad")
     reader = _alone(reader, spec, pad)
     in_memory, numbered = node.get("in_memory", True), augment is not None
     source_of = _in_memory(data) if in_memory else _streamed(node, data, reader, numbered)
-    if not cuts:
+    if not slices:
         first_epoch, batches_before = divmod(first_update, -(-data.examples // effective_batch_size))
-        cuts = [EpochCut(first_epoch, epochs, ((batches_before * effective_batch_size, effective_batch_size),))]
+        slices = [Slice(first_epoch, epochs, batches_before * effective_batch_size, ALL, effective_batch_size)]
 
-    def epochs_of(cut: EpochCut) -> tf.data.Dataset:
-        before = cut.sizes[0][0]  # examples of the first epoch that is read
-
+    def batches_of(here: Slice) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
         def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
-            left_out = tf.where(epoch == cut.epoch, tf.constant(before, tf.int64), 0)
+            left_out = tf.where(epoch == here.epoch, tf.constant(here.first, tf.int64), 0)
             key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
             source = source_of(key, left_out)
+            source = source if here.read == ALL else source._replace(keys=source.keys.take(here.read))
             source = source if augment is None else source.augmented(augment, key)
-            return source.batches([(first - before, size) for first, size in cut.sizes], reader)
+            return source.batches(here.size, reader)
 
-        return tf.data.Dataset.range(cut.epoch, cut.end).flat_map(epoch_of)
+        return tf.data.Dataset.range(here.epoch, here.end).flat_map(epoch_of)
 
-    first, *rest = map(epochs_of, cuts)
-    batches = _prepared(functools.reduce(tf.data.Dataset.concatenate, rest, first), pad, spec)
+    batches = _prepared(functools.reduce(tf.data.Dataset.concatenate, map(batches_of, slices)), pad, spec)
     if weigh is not None:
         batches = map_batches(batches, weigh)
     if augment is not None:
@@ -100,7 +98,7 @@ def in_order(
     """
     reader = _alone(reader, examples.element_spec, pad)
     source = Source(examples) if reader is None or made_of is None else Source(made_of.records, made_of.make)
-    return _ahead(_prepared(source.batches([(0, batch_size)], reader), pad, examples.element_spec))
+    return _ahead(_prepared(source.batches(batch_size, reader), pad, examples.element_spec))
 
 
 def of_stream(stream: Stream, first_update: int, weigh: Callable[..., tuple] | None = None) -> tf.data.Dataset:

@@ -7,14 +7,13 @@ streamed example itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipeline.accumulation import Batches, Share
 
-MANY = 2**40  # more batches than an epoch has
 AHEAD = 2  # effective batches: tuned by itself, tf.data kept 3 GB of batches of 6 MB
 
 
@@ -49,20 +48,16 @@ class Source(NamedTuple):
 
         return Source(self.keys, make_augmented)
 
-    def batches(self, sizes: Sequence[tuple[int, int]], reader: Reader | None) -> tf.data.Dataset:
-        """Return batches of the examples; for a `reader` shares of them, where it can make its examples alone.
-
-        `sizes` are the examples of a batch, each with the number of the example from which on, the first from 0 on.
-        """
+    def batches(self, size: int, reader: Reader | None) -> tf.data.Dataset:
+        """Return batches of the examples; for a `reader` shares of them, where it can make its examples alone."""
         keys, make, make_batch, parallel = self
         if make_batch is None and reader is not None:
             spec = keys.element_spec if make is None else _spec_of(make, keys.element_spec)
             if fixed((keys.element_spec, spec)):
                 make_batch, parallel = one_by_one(make, spec), AHEAD
         if make_batch is None:
-            return in_sizes(keys if make is None else keys.map(make, tf.data.AUTOTUNE), sizes, batched)
-        batches = in_sizes(keys, sizes, tf.data.Dataset.batch)
-        batches = batches if reader is None else batches.map(reader.share)
+            return batched(keys if make is None else keys.map(make, tf.data.AUTOTUNE), size)
+        batches = keys.batch(size) if reader is None else keys.batch(size).map(reader.share)
         return map_batches(batches, make_batch, parallel)
 
 
@@ -84,32 +79,7 @@ def one_by_one(make: Callable[..., tuple] | None, spec: tuple) -> Callable[..., 
     return make_batch
 
 
-def in_sizes(
-    examples: tf.data.Dataset,
-    sizes: Sequence[tuple[int, int]],
-    batch: Callable[[tf.data.Dataset, Any], tf.data.Dataset],
-) -> tf.data.Dataset:
-    """Return what `batch` makes of the examples in these sizes, each from a number of an example on; read once."""
-    if len(sizes) == 1:
-        return batch(examples, sizes[0][1])
-    firsts, counts = (tf.constant(part, tf.int64) for part in zip(*sizes, strict=True))
-
-    def batch_of(number: tf.Tensor, *_: Any) -> tf.Tensor:  # which size, and which batch of that size
-        stage = tf.reduce_sum(tf.cast(number >= firsts, tf.int64)) - 1
-        return stage * MANY + (number - firsts[stage]) // counts[stage]
-
-    def size_of(key: tf.Tensor) -> tf.Tensor:
-        return counts[key // MANY]
-
-    def batch_window(key: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
-        return batch(window.map(lambda _, example: example), size_of(key))
-
-    as_they_are = tf.autograph.experimental.do_not_convert  # converting takes seconds
-    key_of, reduce, window_size = map(as_they_are, (batch_of, batch_window, size_of))
-    return examples.enumerate().group_by_window(key_of, reduce, window_size_func=window_size)
-
-
-def batched(examples: tf.data.Dataset, size: Any) -> tf.data.Dataset:
+def batched(examples: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Return batches, ragged where the shapes of the examples differ."""
     spec = [leaf for leaf in tf.nest.flatten(examples.element_spec) if not isinstance(leaf, tf.NoneTensorSpec)]
     uneven = any(leaf.shape.rank is None or None in leaf.shape.as_list() for leaf in spec)

@@ -18,6 +18,7 @@ from pipeline.common.signals import Terminated
 from pipeline.config.plain import leaves, short
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Plan
+from pipeline.config.stages import STAGES
 from pipeline.config.stream_plan import ENDLESS
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
@@ -78,11 +79,12 @@ class Tracker:
         place = {"mlflow.parentRunId": sweep, "sweep": sweep, "sweep.job": tracking.job or ""} if sweep else {}
         own = tracking.tags | ({} if tracking.description is None else {"mlflow.note.content": tracking.description})
         config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
+        staged = {STAGES: json.dumps(self.plan.changes)} if self.plan.stages else {}
         run = {
             "experiment": resolved["tracking"]["experiment"],
             "name": tracking.run_name or _name(spec.overrides, data.name) or f"{data.name} {model.name}",
             "params": params | derived,
-            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **self.plan.stage_tags, **tags},
+            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **staged, **tags},
             "system_metrics": tracking.system_metrics,
             "gpus": list(gpus),
             "segment": provenance.segment(after, spec),

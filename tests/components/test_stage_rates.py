@@ -79,11 +79,11 @@ def test_a_clock_of_examples_is_at_the_examples_seen():
 def test_the_clock_is_that_of_the_plan_at_hundreds_of_thousands_of_updates():
     asked = [Asked("updates", number * 10**5, 32 + number) for number in range(4)]
     plan = sizes.plan(sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked)
-    begins = [[stage.after, stage.size, stage.begin.epoch, stage.begin.first] for stage in plan.stages]
-    clock = tf.function(StageRates(lambda step: step, begins, [1.0] * 4, plan.examples))
+    given = [[stage.after, stage.size, stage.epoch, stage.first, stage.in_epoch] for stage in plan.stages]
+    clock = tf.function(StageRates(lambda step: step, given, [1.0] * len(given), plan.examples))
     for update in (0, 1, 31_250, 31_251, 99_999, 100_000, 100_001, 234_567, 300_000, 765_432):
         assert float(clock(tf.constant(update, tf.int64))) == plan.examples_seen(update) / 32
-    saved = StageRates(keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.5), begins, [1.0, 2.0, 3.0, 4.0], 1001)
+    saved = StageRates(keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.5), given, [1.5] * len(given), 1001)
     again = StageRates.from_config(json.loads(json.dumps(saved.get_config())))
     assert float(again(250_000)) == float(saved(250_000))
 
@@ -95,13 +95,13 @@ def test_seesaw_on_a_cosine():
     given = ("accumulation.seesaw_max=80", "training.epochs=4", "optimizer.learning_rate=0.01", "schedule=cosine")
     rates, _, plan = built(*SEESAW, *given, "schedule.warmup_steps=20", "schedule.decay_steps=380")
     # ½(1 + cos πt) is ½, ¼, ⅛ at t = 0.5, 0.6667, 0.7699: 20 + 380 t is 210, 273.3, 312.6 updates of 10 examples.
-    assert [(stage.size, plan.examples_seen(stage.after)) for stage in plan.stages] == [
+    assert [(size, plan.examples_seen(after)) for after, size in plan.changes] == [
         *((10, 0), (20, 2100)),
-        *((40, 2740), (80, 3140)),  # 274 · 10, and the first whole update of 40 from 313 · 10 on
+        *((40, 2740), (80, 3160)),  # 274 · 10; 3000 + 4 · 40 is the first update from 313 · 10 on
     ]
-    held = [rates[stage.after] for stage in plan.stages]
+    held = [rates[after] for after, _ in plan.changes]
     assert held[1:3] == pytest.approx([0.01 / math.sqrt(2), 0.01 / 2], rel=1e-6)
-    first, second, third = (stage.after for stage in plan.stages[1:])
+    first, second, third = (after for after, _ in plan.changes[1:])
     assert rates[20:first] == [rates[20]] * (first - 20)
     assert rates[20] == pytest.approx(0.01, rel=1e-6)
     assert rates[first:second] == [held[1]] * (second - first)
@@ -118,7 +118,7 @@ def test_seesaw_on_steps():
     """A rate that is halved at 40% and divided by eight at 70%: the batch doubles, then grows by eight at once."""
     steps = ("schedule=piecewise", "schedule.boundaries=[40%,70%]", "schedule.values=[0.8,0.4,0.05]")
     _, _, plan = built(*SEESAW, *steps, "accumulation.seesaw_max=1000", "training.epochs=1")
-    assert [(stage.size, plan.examples_seen(stage.after)) for stage in plan.stages] == [(10, 0), (20, 410), (160, 710)]
+    assert [(size, plan.examples_seen(after)) for after, size in plan.changes] == [(10, 0), (20, 410), (160, 710)]
 
 
 @pytest.mark.parametrize(

@@ -100,14 +100,13 @@ def counted(plan):
 
 
 def read(plan, done):
-    """Epoch, first example and size of each batch that is read by `Plan.epoch_cuts`."""
-    for epoch, end, cuts in plan.epoch_cuts(done):
-        assert len(cuts) == 1 or end == epoch + 1
+    """Epoch, first example and size of each batch that is read by `Plan.slices`."""
+    for epoch, end, left_out, count, size in plan.slices(done):
         for number in range(epoch, end):
-            first = cuts[0][0] if number == epoch else 0
-            while first < plan.examples:
-                size = next(size for begin, size in reversed(cuts) if begin <= first or begin == cuts[0][0])
-                yield number, first, min(size, plan.examples - first)
+            first = left_out if number == epoch else 0
+            last = plan.examples if count == stages.ALL else first + count
+            while first < last:
+                yield number, first, min(size, last - first)
                 first += size
 
 
@@ -115,7 +114,7 @@ def test_a_ramp_to_check_by_hand():
     asked = [Asked("updates", 0, 32), Asked("examples", 500, 100), Asked("epochs", 2, 256)]
     plan = sizes.plan(sizes.derive(32, 4, None), 1437, sizes.Horizon("epochs", 3), asked)
     # 16 · 32 = 512 is the first whole update from 500 on; 512 + 9 · 100 + 25 = 1437; 14 · 100 + 37 = 1437.
-    assert [(stage.after, stage.size) for stage in plan.stages] == [(0, 32), (16, 100), (41, 256)]
+    assert plan.changes == [(0, 32), (16, 100), (41, 256)]
     at = [1, 16, 17, 25, 26, 27, 41, 42, 47]
     assert [plan.batch_size(update) for update in at] == [32, 32, 100, 100, 25, 100, 37, 256, 157]
     assert [plan.examples_seen(update) for update in at] == [32, 512, 612, 1412, 1437, 1537, 2874, 3130, 4311]
@@ -131,7 +130,7 @@ def test_a_decimal_share_of_an_epoch_is_exact():
     # As floats 0.1 · 30 is more than 3.
     asked = [Asked("updates", 0, 3), Asked("epochs", 0.1, 6)]
     plan = sizes.plan(sizes.derive(3, 1, None), 30, sizes.Horizon("epochs", 1), asked)
-    assert plan.stages[1].after == 1
+    assert plan.changes == [(0, 3), (1, 6)]
 
 
 def test_counters_of_a_long_run_take_no_time():

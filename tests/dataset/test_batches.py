@@ -216,13 +216,13 @@ def test_the_order_does_not_depend_on_stages(node, augment):
     numbers, images = [number for epoch in whole for number in epoch], images.reshape(3 * EXAMPLES, -1)
     made = OmegaConf.create({**node, **augment})
     for done in (0, 3, 6):  # the begin, in a stage, where one begins
-        given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "cuts": plan.epoch_cuts(done)}
+        given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": plan.slices(done)}
         found = list(batching.effective_batches(made, numbered(), **given).as_numpy_iterator())
         x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
         assert [len(labels) for _, labels in found] == order[done:]
         assert y.tolist() == numbers[sum(order[:done]) :]
         assert (x.reshape(len(x), -1) == images[sum(order[:done]) :]).all()
-    shares = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "cuts": plan.epoch_cuts(1)}
+    shares = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": plan.slices(1)}
     batches_of = lambda reader: batching.effective_batches(made, numbered(), **shares, reader=reader)  # noqa: E731
     assert_shares(list(batches_of(None)), by_readers(3, 1, batches_of), 1)
 
@@ -231,7 +231,7 @@ def test_examples_of_unequal_length_come_in_stages():
     lengths = [1 + number % 4 for number in range(EXAMPLES)]
     rows = tf.data.Dataset.from_tensor_slices((np.arange(EXAMPLES), np.arange(EXAMPLES)))
     texts = rows.map(lambda x, y: (tf.repeat(x, 1 + x % 4), y))
-    given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "cuts": staged().epoch_cuts(0)}
+    given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": staged().slices(0)}
     for node in (IN_MEMORY, STREAMED):
         found = list(batching.effective_batches(OmegaConf.create(node), Data(texts, None), **given))
         assert [len(y) for _, y in found] == [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
