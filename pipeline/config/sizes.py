@@ -249,7 +249,7 @@ def plan(batching: Batching, examples: int, horizon: Horizon, stages: Sequence[A
         if size > examples:
             rule = f"must be at most the {examples} examples of the training split"
             raise ConfigError(f"{key}.effective_batch_size", rule, size)
-        least = Fraction(str(start)) * (examples if unit == "epochs" else 1)  # exact: 0.1 · 30 is 3
+        least = Fraction(str(start)) * (examples if unit == "epochs" else 1)  # exact: 0.07 · 100 is 7
         after = int(start) if unit == "updates" else made.updates_at(math.ceil(least))
         if after <= last:
             rule = f"must be later than update {last + 1}, with which the stage before begins"

@@ -127,10 +127,10 @@ def test_a_ramp_to_check_by_hand():
 
 
 def test_a_decimal_share_of_an_epoch_is_exact():
-    # As floats 0.1 · 30 is more than 3.
-    asked = [Asked("updates", 0, 3), Asked("epochs", 0.1, 6)]
-    plan = sizes.plan(sizes.derive(3, 1, None), 30, sizes.Horizon("epochs", 1), asked)
-    assert plan.changes == [(0, 3), (1, 6)]
+    # As floats 0.07 · 100 is more than 7.
+    asked = [Asked("updates", 0, 1), Asked("epochs", 0.07, 5)]
+    plan = sizes.plan(sizes.derive(1, 1, None), 100, sizes.Horizon("epochs", 2), asked)
+    assert plan.changes == [(0, 1), (7, 5)]
 
 
 def test_counters_of_a_long_run_take_no_time():

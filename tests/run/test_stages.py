@@ -19,7 +19,6 @@ from pipeline.config.resolve import resolve
 from pipeline.dataset import batches as batching
 from pipeline.dataset import load
 from tests.checkpoints.test_kills import left_in
-from tests.parameters import mostly_slow
 from tests.running import Store, pipeline, start
 from tests.shared import place_store
 
@@ -125,6 +124,7 @@ def weights_in(run_dir: Path, update: int) -> list[np.ndarray]:
     return [array for name, array in arrays.items() if name.startswith("model/") and "seed" not in name]
 
 
+@pytest.mark.slow
 def test_a_rerun_is_equal_and_so_is_a_fork_inside_of_the_ramp(ramp):
     folder, _ = ramp
     run = Store(folder).run()
@@ -159,7 +159,8 @@ def test_a_run_that_is_killed_in_each_stage_goes_on_to_the_bit(tmp_path):
     assert left[0] == left[1]
 
 
-@pytest.mark.parametrize("count", mostly_slow(["hardware.replicas=2", "hardware.workers=2"], []))
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["hardware.replicas=2", "hardware.workers=2"])
 def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
     folder, _ = ramp
     pipeline("train", *RUN, RAMP, count, "hardware.open_ports=true", cwd=tmp_path)
@@ -174,3 +175,15 @@ def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
 def test_verify_shows_the_largest_stage(tmp_path):
     said = pipeline("verify", *RUN[:-1], RAMP, cwd=tmp_path)
     assert "an update by 32 micro-batches of 8 and one of the whole batch are equal within rounding" in said.stdout
+
+
+@pytest.mark.slow
+def test_a_longer_horizon_that_moves_a_stage_of_seesaw_is_refused(tmp_path):
+    seesaw = ("accumulation.schedule=seesaw", "accumulation.effective_batch_size=32", "accumulation.micro_batch_size=8")
+    short = ("train", "model=mlp", "model.hidden=[16]", *seesaw, *RUN[-4:], "training.resume=auto")
+    done = pipeline(*short, "accumulation.seesaw_max=128", "training.epochs=2", cwd=tmp_path)
+    assert ", 64 (factor 8) after update 48, 128 (factor 16) after update " in done.stderr
+    longer = (*short, "accumulation.seesaw_max=128", "training.epochs=6")
+    said = pipeline(*longer, cwd=tmp_path, status=2).stderr
+    assert "accumulation.schedule must give the batches of the run again" in said
+    assert "a longer horizon moves the stages of seesaw" in said
