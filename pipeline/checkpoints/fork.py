@@ -14,6 +14,7 @@ from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.sizes import Plan
+from pipeline.config.stages import CLOCK, SCHEDULE, SEESAW, SEESAW_MAX
 from pipeline.tracking.journal_file import Past
 
 if TYPE_CHECKING:  # importing these takes seconds
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # importing these takes seconds
 
 RUN, UPDATE = "start.run", "start.update"  # tags: the run and the update whose checkpoint a run began with
 _RATE = ("optimizer.learning_rate.", "schedule.", "scaling.")  # the keys that a learning rate depends on
+_STAGES: dict[str, Any] = {SCHEDULE: None, "accumulation.scale_rate": True, SEESAW_MAX: None}  # and where it is scaled
 
 
 @dataclass
@@ -123,7 +125,10 @@ def _checkpoint(folder: Path, text: str, update: str) -> Checkpoint:
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
-    both = [leaves(each) for each in (recorded, spec.recorded)]
-    then, now = ({key: leaf for key, leaf in values.items() if f"{key}.".startswith(_RATE)} for values in both)
+    # Records of before there were stages lack their keys.
+    both = [{CLOCK: "updates", **_STAGES, **leaves(each)} for each in (recorded, spec.recorded)]
+    scaled = spec.config.scaling.rule != Rule.none or any(values[SCHEDULE] == SEESAW for values in both)
+    keys = (*_RATE, *(f"{key}." for key in _STAGES if scaled))
+    then, now = ({key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)} for values in both)
     size = past.start["segment"]["cut"]["effective_batch_size"]
-    return then != now or (spec.config.scaling.rule != Rule.none and size != spec.batching.effective_batch_size)
+    return then != now or (scaled and size != spec.batching.effective_batch_size)

@@ -19,6 +19,7 @@ from pipeline.config.plain import leaves, plain
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, Plan
+from pipeline.config.stages import CLOCK, SCHEDULE
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun
 
@@ -32,6 +33,7 @@ _SAME = (
     *("dataset.", "model.", "optimizer.", "schedule.", "scaling.", "seed.", "schema.", "start.", "hardware.precision."),
     *("training.loss.", "training.loss_weights.", "training.class_weight.", "training.metrics."),
     *("training.weighted_metrics.", "training.added_losses.", "training.loss_over."),
+    *("accumulation.schedule.", "accumulation.scale_rate.", "accumulation.seesaw_max."),
 )
 _FREE = (
     *("dataset.data_dir.", "dataset.download.", "dataset.checksum.", "tracking.", "trust.", "training.resume."),
@@ -84,6 +86,8 @@ class Continuation:
         then = self.checkpoint.meta["values"]["loop"].get("batch")
         if then != plan.digest(self.update):
             rule = f"must give the batches of the run again: that of update {self.update} is another one"
+            if plan.stages:
+                raise ConfigError(SCHEDULE, f"{rule}; a longer horizon moves the stages of seesaw", plan.changes)
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
 
     def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
@@ -117,9 +121,11 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
     if past.described:
         recorded = recorded_config(run_dir, "RUN")
         spec = _with_order(spec, recorded["dataset"])
+        if CLOCK not in leaves(recorded) and spec.resolved["schedule"].get("clock") == "updates":
+            spec = spec.changed({}, without=[CLOCK])
         if spec.searches:
             then = past.start["segment"]["cut"]["micro_batch_size"]
-            spec = spec.with_micro_batch(min(then, spec.batching.share))  # on more replicas each gets less
+            spec = spec.with_micro_batch(min(then, spec.largest.share))  # on more replicas each gets less
         found = changes(recorded, spec, past)
         longer = any(recorded["training"].get(unit) != spec.resolved["training"][unit] for unit in HORIZONS)
         if past.status == "FINISHED" and not longer:

@@ -51,7 +51,7 @@ class Parts:
 
     def update(self) -> accumulation.Update:
         """Return the update, which applies one effective batch."""
-        cut, config = self.plan.batching, self.spec.config
+        cut, config = self.spec.largest, self.spec.config
         several, over_batch = cut.factor * cut.replicas > 1, self.objective.training.over_batch
         kind = accumulation.Update if adascale.of(self.model.optimizer) is None else adascale.Update
         return kind(
@@ -78,9 +78,9 @@ class Parts:
             reductions_ready=self.devices.reductions_ready,
         )
 
-    def effective_batches(self) -> tf.data.Dataset:
-        """Return the effective batches from the first update on, undivided also with several workers."""
-        return self.batches if self.reader is None else _batches(self.spec, self.data, self.plan)
+    def effective_batches(self, done: int = 0) -> tf.data.Dataset:
+        """Return the effective batches after `done` updates, undivided also with several workers."""
+        return self.batches if self.reader is None and not done else _batches(self.spec, self.data, self.plan, done)
 
     def evaluation_batches(self, name: str = "validation", reader: Reader | None = None) -> tf.data.Dataset | None:
         """Return the batches of a split, in its order, or a reader's share of each; None without such a split."""
@@ -106,7 +106,7 @@ class Parts:
 
     def differences_from_large_batch(self) -> list[str]:
         """Return a line for each reason for which an update differs from that of the large batch, with its layers."""
-        if self.plan.batching.factor * self.plan.batching.replicas == 1:
+        if self.spec.largest.factor * self.plan.batching.replicas == 1:
             return []
         lines, asked = [], self.spec.config.accumulation
         held = accumulation.normalising_layers(self.model)
@@ -174,7 +174,7 @@ def assemble(
     if data.loaders:
         stream, spec, plan = _of_stream(spec, data)
     else:
-        plan = sizes.plan(cut, data.examples, spec.horizon)
+        plan = sizes.plan(cut, data.examples, spec.horizon, optimizer.stages(spec, data.examples))
     here = spec.config.hardware.replicas
     reader = None if workers is None else Reader(workers.index * here, here, cut.replicas)
     augment = node.get("augment")
@@ -185,7 +185,7 @@ def assemble(
     with used.strategy.scope():
         network = model.build(spec.node("model"), data)
         goal = objective.build(spec.node("training"))
-        stepping, scaled = optimizer.build(spec, plan.updates)
+        stepping, scaled = optimizer.build(spec, plan.updates, None if data.loaders else plan)
         if (gain := adascale.of(stepping)) is not None:
             plan = adascale.EstimatedPlan(plan.batching, plan.examples, plan.updates, gain=gain)
         first = _first_batch(spec, data, files, used)
@@ -249,6 +249,7 @@ def _batches(
         effective_batch_size=plan.batching.effective_batch_size,
         epochs=plan.epochs,
         first_update=first_update,
+        slices=plan.slices(first_update) if plan.stages else (),
         weigh=weigher(spec.config.training, data),
         reader=reader,
     )

@@ -27,7 +27,9 @@ def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, logs = parts.spec.config, tracker is not None
     known = 0 if isinstance(parts.plan, adascale.EstimatedPlan) else parts.plan.updates % ENDLESS
-    progress, skips = Progress(known, shown=logs), config.hardware.precision.name == "mixed_float16"
+    work: dict[str, Any] = {"work": parts.plan.examples_seen} if parts.plan.stages else {}
+    progress = Progress(known, shown=logs, **work)
+    skips = config.hardware.precision.name == "mixed_float16"
     peak_memory = (lambda: devices.peak_memory(parts.devices)) if logs else (lambda: 0)
     of_run = tracker, parts.plan, config.tracking.log_every, peak_memory, progress
     share = utilization.share_of_peak(parts, devices.gpu_names()) if logs and parts.devices.on_gpu else 0.0

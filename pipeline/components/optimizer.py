@@ -11,9 +11,11 @@ from keras import ops
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
-from pipeline.components import adascale, scaling
+from pipeline.components import adascale, scaling, stage_rates
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
+from pipeline.config.sizes import Plan
+from pipeline.config.stages import SEESAW, SEESAW_MAX, Asked, asked
 from pipeline.config.stream_plan import ENDLESS
 from pipeline.trust import instantiate
 
@@ -21,17 +23,25 @@ from pipeline.trust import instantiate
 _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps": 1}
 
 
-def build(spec: RunSpec, updates: int) -> tuple[keras.optimizers.Optimizer, str]:
+def build(spec: RunSpec, updates: int, plan: Plan | None = None) -> tuple[keras.optimizers.Optimizer, str]:
     """Return the optimizer of a run of so many `updates`, and a line that says what `scaling` changed, if anything.
+
+    With a `plan` that has stages the learning rate follows them.
 
     Raises:
         ConfigError: a target or an argument is wrong.
     """
     scale, batch = spec.config.scaling, spec.batching.effective_batch_size
     scaling.check(scale)
+    stage_rates.check(spec)
     # An update of the reference batch is this share of one, as a warm-up counts them.
     reference = scale.reference_batch_size / batch if scale.rule == Rule.sde else 1.0
-    node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), updates, reference)
+    horizon, later = updates, list[str]()
+    if plan is not None and stage_rates.in_examples(spec):
+        horizon = stage_rates.horizon(spec, plan.examples, plan)
+    node, schedule = spec.node("optimizer"), build_schedule(spec.node("schedule"), horizon, reference)
+    if plan is not None:
+        schedule, later = stage_rates.rates(spec, plan, schedule, horizon)
     factor = scaling.rate_factor(scale, batch)
     if scale.rule != Rule.none:
         warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
@@ -54,12 +64,24 @@ def build(spec: RunSpec, updates: int) -> tuple[keras.optimizers.Optimizer, str]
     changed = scaling.rescale(named, scale, batch)
     if isinstance(schedule, adascale.Gain):
         changed = [schedule.attach(named), *changed]
-    changes = [*([f"learning rate × {factor:g}"] if factor != 1 else []), *changed]
+    changes = [*([f"learning rate × {factor:g}"] if factor != 1 or later else []), *later, *changed]
     said = f"scaling.rule={scale.rule.name}: {', '.join(changes)}" if changes else ""
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if spec.config.hardware.precision.name != "mixed_float16" or scales:
         return optimizer, said
     return keras.optimizers.LossScaleOptimizer(optimizer), said
+
+
+def stages(spec: RunSpec, examples: int) -> list[Asked]:
+    """Return the stages of the effective batch; those of `seesaw` follow from the schedule and the `examples`."""
+    schedule = spec.config.accumulation.schedule
+    if schedule != SEESAW:
+        return asked(schedule)
+    most, horizon = spec.largest.effective_batch_size, stage_rates.horizon(spec, examples)
+    if most > examples:
+        raise ConfigError(SEESAW_MAX, f"must be at most the {examples} examples of the training split", most)
+    schedule = build_schedule(spec.node("schedule"), horizon)
+    return stage_rates.seesaw(schedule, horizon, spec.batching.effective_batch_size, most)
 
 
 def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> Any:
@@ -69,6 +91,7 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
     """
     lengths = OmegaConf.create(_in_updates(OmegaConf.to_container(node, resolve=True), updates, "schedule", reference))
     assert isinstance(lengths, DictConfig)
+    lengths.pop("clock", None)
     if isinstance(node.get("boundaries"), ListConfig) and list(lengths.boundaries) != sorted(lengths.boundaries):
         raise ConfigError("schedule.boundaries", "must rise", list(node.boundaries))
     schedule = instantiate.build(lengths, "schedule")

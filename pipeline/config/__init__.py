@@ -16,5 +16,6 @@ __all__ = [
     "resolve",
     "schema",
     "sizes",
+    "stages",
     "stream_plan",
 ]

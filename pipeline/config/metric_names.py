@@ -44,6 +44,7 @@ UPDATE_METRICS = {
     "skipped_updates": UpdateMetric(counted=True),
     "effective_batch_size": UpdateMetric(counted=True),
     "micro_steps": UpdateMetric(counted=True, of_the_cut=True),
+    "accumulation_factor": UpdateMetric(counted=True, of_the_cut=True),
     "examples_seen": UpdateMetric(counted=True),
     "epoch": UpdateMetric(counted=True),
 }

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError
 from pipeline.common.secrets import HIDDEN, masked
-from pipeline.config import cluster, plain, sizes, validate
+from pipeline.config import cluster, plain, sizes, stages, validate
 from pipeline.config.cluster import Cluster
 from pipeline.config.hydra_errors import as_config_error
 from pipeline.config.schema import Config, Device, LossOver, Rule
@@ -70,6 +70,20 @@ class RunSpec:
     def searches(self) -> bool:
         """Return whether the micro-batch size is yet to be searched for."""
         return self.config.accumulation.micro_batch_size in sizes.SEARCHED
+
+    @property
+    def largest(self) -> Batching:
+        """Return how the largest effective batch of the run is cut."""
+        size = stages.largest(self.resolved["accumulation"], self.batching.effective_batch_size)
+        return self.batching if size == self.batching.effective_batch_size else self.batching.at(size)
+
+    def at_largest(self) -> RunSpec:
+        """Return the spec of a run whose every effective batch is as large as the largest of this one."""
+        if self.resolved["accumulation"]["schedule"] is None:
+            return self
+        unscaled = {"scaling.rule": "none", "scaling.rate": None, "scaling.peak_batch_size": None}
+        values = {stages.SCHEDULE: None, stages.SEESAW_MAX: None, sizes.EFFECTIVE: self.largest.effective_batch_size}
+        return replace(self.changed(values | unscaled), batching=self.largest.of(self.largest.share))
 
     @property
     def same_noise(self) -> bool:
@@ -134,8 +148,11 @@ def resolve(
     horizon = sizes.horizon_of(composed.training, named)
     composed.training.update({unit: None for unit in sizes.HORIZONS if unit != horizon.unit})
     validate.check_settings(composed)
+    replicas = composed.hardware.replicas * composed.hardware.workers
+    of_stages = stages.resolved(plain.plain(composed), horizon.unit, replicas, named)
+    _update(composed, of_stages)
+    named |= of_stages.keys()
     if composed.dataset.get("batched"):
-        replicas = composed.hardware.replicas * composed.hardware.workers
         scaled = composed.scaling.rule != Rule.none
         composed.accumulation.update(sizes.of_batches(composed.accumulation, scaled, replicas, named))
         for key, choices in (("hardware.xla", ("auto", False)), ("training.loss_over", (LossOver.example,))):
@@ -144,6 +161,9 @@ def resolve(
                 raise ConfigError(key, f"must be {names} with {sizes.BATCHED}=true: batches have any size", given)
     composed.accumulation.update(sizes.sizes_in_force(composed.accumulation, named))
     spec = _spec(composed, workers, overrides, named=named)
+    most, first = spec.config.accumulation.seesaw_max, spec.batching.effective_batch_size
+    if most is not None and most < 2 * first:
+        raise ConfigError(stages.SEESAW_MAX, f"must be at least twice the effective batch of {first}", most)
     _check_gpus(spec)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
@@ -184,7 +204,9 @@ def _spec(
     if replicas > 0:  # else it is refused as it was given
         replicas *= composed.hardware.workers
     batched, read = bool(composed.dataset.get("batched")), _read(composed)
-    batching = sizes.batching(composed.accumulation, replicas, named, batched)
+    accumulation = read["resolved"]["accumulation"]
+    most = accumulation["seesaw_max"] or stages.largest(accumulation, 0)
+    batching = sizes.batching(composed.accumulation, replicas, named, batched, most)
     asked = read["resolved"] if asked is None else asked
     return RunSpec(**read, asked=asked, overrides=tuple(overrides), batching=batching, horizon=horizon, workers=workers)
 

@@ -50,6 +50,9 @@ class AccumulationConfig(_SetOnce):
     factor: int | None = None  # micro-batches per update on each replica
     micro_batch_size: Any = None  # (int | auto | auto_fastest | null) examples per forward and backward on one replica
     same_noise: Any = False  # (true | false | auto) noise that does not depend on the cut; auto: of layers that can
+    schedule: Any = None  # (stages | seesaw | null) effective batches of other sizes later; see docs/accumulation.md
+    scale_rate: Any = True  # (true | false) `scaling.rule` follows the stages too; false: it is for the first one
+    seesaw_max: int | None = None  # of `schedule=seesaw`: the largest effective batch
     moving_statistics: Statistics = Statistics.micro  # BatchNormalization's move once per update or per micro-batch
 
 

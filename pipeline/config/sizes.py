@@ -6,13 +6,16 @@ Sizes and horizons that the command line names outrank the defaults.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
+from pipeline.config.stages import ALL, SCHEDULE, Asked, Slice, Stage
+from pipeline.config.stages import EFFECTIVE as EFFECTIVE
 
-EFFECTIVE = "accumulation.effective_batch_size"
 FACTOR = "accumulation.factor"
 MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"
@@ -46,6 +49,10 @@ class Batching:
         """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
         return replace(self, micro_batch_size=micro_batch_size, factor=_ceil(self.share, micro_batch_size))
 
+    def at(self, effective_batch_size: int) -> Batching:
+        """Return how an effective batch of another size is cut into micro-batches of the same size."""
+        return replace(self, effective_batch_size=effective_batch_size).of(self.micro_batch_size)
+
     def __str__(self) -> str:
         replicas = f"{self.replicas} replica" + "s" * (self.replicas > 1)
         rounded_up = self.micro_batch_size * self.factor * self.replicas
@@ -54,8 +61,11 @@ class Batching:
         return text + (smaller if rounded_up != self.effective_batch_size else "")
 
 
-def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1) -> Batching:
-    """Derive the third size from any two; all three are accepted when they agree, else a ConfigError is raised."""
+def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1, most: int = 0) -> Batching:
+    """Derive the third size from any two, where later effective batches have up to `most` examples.
+
+    All three are accepted when they agree, else a ConfigError is raised.
+    """
     given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**given, REPLICAS: replicas}.items():
         if value is not None and value < 1:
@@ -69,8 +79,8 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
     share = _ceil(effective, replicas)
     if micro is None:
         micro = _ceil(share, given[FACTOR])
-    if micro > share:
-        of = f"the {share} examples that each replica gets of the effective batch of {effective}"
+    if micro > (limit := _ceil(max(effective, most), replicas)):
+        of = f"the {limit} examples that each replica gets of the effective batch of {max(effective, most)}"
         raise ConfigError(MICRO, f"must be at most {of}", micro)
     needed = _ceil(share, micro)
     if factor is not None and factor != needed:
@@ -90,6 +100,7 @@ class Plan:
     examples: int  # in one epoch
     updates: int  # in the whole run
     before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
+    stages: tuple[Stage, ...] = ()  # where the effective batch changes; the first one has that of `batching`
 
     def halved(self, update: int, micro_batch_size: int) -> Plan:
         """Return the plan of a run that from after `update` on is cut into other micro-batches."""
@@ -111,20 +122,36 @@ class Plan:
         return replace(self, before=tuple(before))
 
     @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        return self.stages or (Stage(self.batching.effective_batch_size, self.examples),)
+
+    @property
+    def changes(self) -> list[tuple[int, int]]:
+        """Return after which updates the effective batch has which size; empty if it never changes."""
+        sizes = [0, *(stage.size for stage in self.stages)]
+        return [(s.after, s.size) for s, before in zip(self.stages, sizes, strict=False) if s.size != before]
+
+    @property
     def updates_per_epoch(self) -> int:
-        return _ceil(self.examples, self.batching.effective_batch_size)
+        """Return the updates of an epoch of the first stage."""
+        return self.all_stages[0].in_epoch
 
     @property
     def epochs(self) -> int:
-        return _ceil(self.updates, self.updates_per_epoch)
+        return self.place(self.updates - 1)[0] + 1
 
     def ended(self, update: int) -> bool:
         """Return whether the run ends with `update`."""
         return update >= self.updates
 
+    def stage(self, done: int) -> Stage:
+        """Return the stage of the update after `done` ones."""
+        return next(stage for stage in reversed(self.all_stages) if stage.after <= done)
+
     def place(self, done: int) -> tuple[int, int]:
         """Return the epoch of the update after `done` ones, and which of its updates that is, both from 0 on."""
-        return divmod(done, self.updates_per_epoch)
+        epoch, _, index = self.stage(done).place(done)
+        return epoch, index
 
     @property
     def micro_batch_size(self) -> int:
@@ -132,17 +159,36 @@ class Plan:
         return self.batching.micro_batch_size
 
     def digest(self, update: int) -> int | None:
-        """Return a checksum of the batch of `update` where its content does not follow from the config."""
-        return None
+        """Return a checksum of the batch of `update`, or with stages what was seen, if the config does not say it."""
+        return self.examples_seen(update) if self.stages else None
 
     def batch_size(self, update: int) -> int:
         """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
-        first = ((update - 1) % self.updates_per_epoch) * self.batching.effective_batch_size
-        return min(self.batching.effective_batch_size, self.examples - first)
+        stage = self.stage(update - 1)
+        return min(stage.size, self.examples - stage.place(update - 1)[1])
 
     def examples_seen(self, update: int) -> int:
-        epochs, rest = divmod(update, self.updates_per_epoch)
-        return epochs * self.examples + rest * self.batching.effective_batch_size
+        epoch, first, _ = self.stage(update).place(update)
+        return epoch * self.examples + first
+
+    def updates_at(self, examples: int) -> int:
+        """Return the least number of updates after which so many examples were seen."""
+        place = divmod(examples, self.examples)
+        return next(s for s in reversed(self.all_stages) if (s.epoch, s.first) <= place).updates_at(*place)
+
+    def slices(self, done: int) -> list[Slice]:
+        """Return what is read from the update after `done` ones on, in batches of one size each."""
+        (epoch, first, _), found = self.stage(done).place(done), list[Slice]()
+        later = [(after, size) for after, size in self.changes if done < after < self.updates]
+        ends = [*(self.stage(after).place(after)[:2] for after, _ in later), (self.epochs, 0)]
+        for size, (end, last) in zip([self.stage(done).size, *(size for _, size in later)], ends, strict=True):
+            if epoch < end:
+                found.append(Slice(epoch, end, first, ALL, size))
+                first = 0
+            if first < last:
+                found.append(Slice(end, end + 1, first, last - first, size))
+            epoch, first = end, last
+        return found
 
     def micro_steps(self, update: int) -> int:
         """Return the micro-steps on each replica in the first `update` updates."""
@@ -153,21 +199,30 @@ class Plan:
         return steps
 
     def _micro_steps(self, update: int, cut: Batching) -> int:
-        epochs, rest = divmod(update, self.updates_per_epoch)
-        tail = _ceil(_ceil(self.batch_size(self.updates_per_epoch), cut.replicas), cut.micro_batch_size)
-        return epochs * ((self.updates_per_epoch - 1) * cut.factor + tail) + rest * cut.factor
+        def of(examples: int) -> int:
+            return _ceil(_ceil(examples, cut.replicas), cut.micro_batch_size)
+
+        ends = [*(stage.after for stage in self.all_stages[1:]), update]
+        both = zip(self.all_stages, ends, strict=True)
+        return sum(stage.micro_steps(min(end, update), of) for stage, end in both)
 
     def epoch(self, update: int) -> float:
         return self.examples_seen(update) / self.examples
 
     def ends_epoch(self, update: int) -> bool:
-        return update % self.updates_per_epoch == 0
+        return self.stage(update).place(update)[1] == 0
+
+    @property
+    def tail(self) -> int:
+        """Return the examples in the last update of an epoch of the first stage."""
+        return (self.examples - 1) % self.batching.effective_batch_size + 1
 
     def __str__(self) -> str:
-        tail = self.batch_size(self.updates_per_epoch)
-        last = "" if tail == self.batching.effective_batch_size else f" (last one {tail})"
+        last = "" if self.tail == self.batching.effective_batch_size else f" (last one {self.tail})"
         per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
-        return f"{self.batching}; {per_epoch}, {self.updates} in all"
+        later = [(after, self.batching.at(size)) for after, size in self.changes[1:] if after < self.updates]
+        sizes = [f", {cut.effective_batch_size} (factor {cut.factor}) after update {after}" for after, cut in later]
+        return f"{self.batching}{''.join(sizes)}; {per_epoch}{' at first' if later else ''}, {self.updates} in all"
 
 
 def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
@@ -183,15 +238,29 @@ def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
     return [(int(first), int(last) if last.isdecimal() else None) for first, *_, last in words]
 
 
-def plan(batching: Batching, examples: int, horizon: Horizon) -> Plan:
-    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates."""
-    size = batching.effective_batch_size
-    if size > examples:
-        raise ConfigError(EFFECTIVE, f"must be at most the {examples} examples of the training split", size)
-    per_epoch, (epochs, rest) = _ceil(examples, size), divmod(horizon.length, examples)
-    in_examples = epochs * per_epoch + _ceil(rest, size)
-    updates = {"epochs": horizon.length * per_epoch, "updates": horizon.length, "examples": in_examples}
-    return Plan(batching, examples, updates[horizon.unit])
+def plan(batching: Batching, examples: int, horizon: Horizon, stages: Sequence[Asked] = ()) -> Plan:
+    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates.
+
+    So are the starts of the `stages`, of which the first one has the effective batch size of `batching`.
+    """
+    made, last = Plan(batching, examples, 0), -1
+    for number, (unit, start, size) in enumerate(stages or [Asked("updates", 0, batching.effective_batch_size)]):
+        key = f"{SCHEDULE}[{number}]" if stages else "accumulation"
+        if size > examples:
+            rule = f"must be at most the {examples} examples of the training split"
+            raise ConfigError(f"{key}.effective_batch_size", rule, size)
+        least = Fraction(str(start)) * (examples if unit == "epochs" else 1)  # exact: 0.07 · 100 is 7
+        after = int(start) if unit == "updates" else made.updates_at(math.ceil(least))
+        if after <= last:
+            rule = f"must be later than update {last + 1}, with which the stage before begins"
+            raise ConfigError(f"{key}.start.{unit}", rule, start)
+        stage, last = Stage(size, examples, after, *made.stage(after).place(after)), after
+        rest = (Stage(size, examples, after + stage.in_epoch, stage.epoch + 1),) if stage.first else ()
+        if stages:
+            made = replace(made, stages=(*(s for s in made.stages if s.after < after), stage, *rest))
+    if horizon.unit == "updates":
+        return replace(made, updates=horizon.length)
+    return replace(made, updates=made.updates_at(horizon.length * (examples if horizon.unit == "epochs" else 1)))
 
 
 class Horizon(NamedTuple):
@@ -245,8 +314,10 @@ def of_batches(asked: Mapping[str, Any], scaled: bool, replicas: int, named: Con
     return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
 
 
-def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = (), batched: bool = False) -> Batching:
-    """Return how an effective batch is cut by the sizes in force, on the `replicas` of all workers.
+def batching(
+    sizes: Mapping[str, Any], replicas: int, named: Container[str] = (), batched: bool = False, most: int = 0
+) -> Batching:
+    """Return how an effective batch, the first of up to `most` examples, is cut on the `replicas` of all workers.
 
     A micro-batch size that is yet to be searched for is replaced by the largest there can be: the share of a replica.
     If the data are `batched`, the sizes are as of batches of that size, or of one example, until the first is read.
@@ -261,4 +332,4 @@ def batching(sizes: Mapping[str, Any], replicas: int, named: Container[str] = ()
         if effective is None:
             raise ConfigError(EFFECTIVE, f"must be given with {MICRO}={micro}")
         factor, micro = 1, None
-    return derive(effective, factor, micro, replicas)
+    return derive(effective, factor, micro, replicas, most)

@@ -80,6 +80,9 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("dataset.in_memory", "accumulation.same_noise", "hardware.xla"), _SWITCH),
     **dict.fromkeys(("dataset.shuffle_files", "dataset.batched", "hardware.deterministic", "hardware.tf32"), _FLAG),
     **dict.fromkeys(("tracking.log_model", "tracking.system_metrics", "start.weights_only", "scaling.ema"), _FLAG),
+    **dict.fromkeys(("accumulation.scale_rate",), _FLAG),
+    "accumulation.seesaw_max": _or_null(_COUNT),
+    "schedule.clock": ("updates or examples", lambda value: value in ("updates", "examples")),
     "dataset.checksum": ("full or none", lambda value: value in ("full", "none")),
     "dataset.pad": (
         "null, or a multiple of at least 1 and a value: {multiple: 8, value: 0}",

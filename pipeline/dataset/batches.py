@@ -3,12 +3,13 @@
     keys ─► shuffle by (seed, epoch) ─► make the examples ─► augment by (seed, epoch, number) ─► batch of E
 
 The order depends on (dataset, seed, epoch) alone, never on the factor, the micro-batch, the replicas or the device;
-only where it is cut depends on the effective batch size. Each of several workers shuffles the keys as all do, and makes
+only where it is cut depends on effective batch sizes. Each of several workers shuffles the keys as all do, and makes
 the examples of its own replicas alone.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from pipeline.accumulation import Share, slice_of
 from pipeline.common.errors import ConfigError
 from pipeline.config.objective_nodes import by_output
 from pipeline.config.schema import TrainingConfig
+from pipeline.config.stages import ALL, Slice
 from pipeline.dataset.padding import padder
 from pipeline.dataset.source import AHEAD, Source, batched, fixed, map_batches, one_by_one
 from pipeline.dataset.source import Reader as Reader
@@ -40,6 +42,7 @@ def effective_batches(
     first_update: int = 0,
     weigh: Callable[..., tuple] | None = None,
     reader: Reader | None = None,
+    slices: Sequence[Slice] = (),
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
@@ -47,24 +50,30 @@ def effective_batches(
     first `first_update` updates are skipped: earlier epochs are not read, and of the epoch in which they end nothing is
     gathered or augmented; streamed examples are read and shuffled as before. `weigh` adds sample weights to a batch.
     With a `reader`, an element is a `Share`, and only its examples are made, unless its shape depends on the rest.
+    Where the effective batch size changes, `slices` are what is to come, cut by size; each is read by itself.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     spec, pad = data.train.element_spec, node.get("pad")
     reader = _alone(reader, spec, pad)
     in_memory, numbered = node.get("in_memory", True), augment is not None
     source_of = _in_memory(data) if in_memory else _streamed(node, data, reader, numbered)
-    first_epoch, batches_before = divmod(first_update, -(-data.examples // effective_batch_size))
-    before = batches_before * effective_batch_size  # examples of the first epoch that is read
+    if not slices:
+        first_epoch, batches_before = divmod(first_update, -(-data.examples // effective_batch_size))
+        slices = [Slice(first_epoch, epochs, batches_before * effective_batch_size, ALL, effective_batch_size)]
 
-    @tf.autograph.experimental.do_not_convert
-    def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
-        left_out = tf.where(epoch == first_epoch, tf.constant(before, tf.int64), 0)
-        key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
-        source = source_of(key, left_out)
-        source = source if augment is None else source.augmented(augment, key)
-        return source.batches(effective_batch_size, reader)
+    def batches_of(here: Slice) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
+        def epoch_of(epoch: tf.Tensor) -> tf.data.Dataset:
+            left_out = tf.where(epoch == here.epoch, tf.constant(here.first, tf.int64), 0)
+            key = tf.random.experimental.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
+            source = source_of(key, left_out)
+            source = source if here.read == ALL else source._replace(keys=source.keys.take(here.read))
+            source = source if augment is None else source.augmented(augment, key)
+            return source.batches(here.size, reader)
 
-    batches = _prepared(tf.data.Dataset.range(first_epoch, epochs).flat_map(epoch_of), pad, spec)
+        return tf.data.Dataset.range(here.epoch, here.end).flat_map(epoch_of)
+
+    batches = _prepared(functools.reduce(tf.data.Dataset.concatenate, map(batches_of, slices)), pad, spec)
     if weigh is not None:
         batches = map_batches(batches, weigh)
     if augment is not None:

@@ -53,7 +53,11 @@ class Found:
 
 
 def search(spec: RunSpec) -> Found:
-    """Search for the micro-batch size of a run, or recall it; of processes that search for the same, one does."""
+    """Search for the micro-batch size of a run, or recall it; of processes that search for the same, one does.
+
+    Where the effective batch changes, it is searched for the largest one.
+    """
+    run, spec = spec, spec.at_largest()
     memory = spec.config.hardware.memory
     resident = memory_budget.limit() // spec.workers_on_machine if memory is None else memory_budget.parsed(memory)
     budget = {"resident": resident, "address_space": memory_budget.address_space()}
@@ -65,7 +69,7 @@ def search(spec: RunSpec) -> Found:
             say(f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})")
         else:
             disk_cache.remember(file, entry := _found(spec, budget))
-    return Found(spec.with_micro_batch(entry["micro_batch_size"]), entry["how"], entry["tries"])
+    return Found(run.with_micro_batch(entry["micro_batch_size"]), entry["how"], entry["tries"])
 
 
 @contextmanager

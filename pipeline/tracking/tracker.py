@@ -18,6 +18,7 @@ from pipeline.common.signals import Terminated
 from pipeline.config import plain, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Plan
+from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
@@ -76,11 +77,12 @@ class Tracker:
         place = {"mlflow.parentRunId": sweep, "sweep": sweep, "sweep.job": tracking.job or ""} if sweep else {}
         own = tracking.tags | ({} if tracking.description is None else {"mlflow.note.content": tracking.description})
         config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
+        staged = {STAGES: json.dumps(self.plan.changes)} if self.plan.stages else {}
         run = {
             "experiment": resolved["tracking"]["experiment"],
             "name": tracking.run_name or _name(spec.overrides, data.name) or f"{data.name} {model.name}",
             "params": params | derived,
-            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **tags},
+            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **staged, **tags},
             "system_metrics": tracking.system_metrics,
             "gpus": list(gpus),
             "segment": provenance.segment(after, spec),
@@ -108,9 +110,11 @@ class Tracker:
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
         self.trains.set()
-        plan = self.plan
-        counts = {"epoch": plan.epoch(update), "micro_steps": plan.micro_steps(update)}
+        plan, steps = self.plan, self.plan.micro_steps(update)
+        counts = {"epoch": plan.epoch(update), "micro_steps": steps}
         counts |= {"effective_batch_size": plan.batch_size(update), "examples_seen": plan.examples_seen(update)}
+        if plan.stages:
+            counts["accumulation_factor"] = steps - plan.micro_steps(update - 1)
         row = {f"train/{name}": value for name, value in [*results.items(), *counts.items()]}
         row |= {f"perf/{name}": value for name, value in performance.items()}
         self._row("train", {"time": int(at * 1000), "step": update, "metrics": row})

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,9 +14,13 @@ SECONDS = 5.0  # between two plain lines
 
 
 class Progress:
-    """Shows the progress of a run of `updates` updates, 0 if unknown, of which `done` were completed before it."""
+    """Shows the progress of a run of `updates` updates, 0 if unknown, of which `done` were completed before it.
 
-    def __init__(self, updates: int, shown: bool = True):
+    `work` of updates is what their time is proportional to, where they are of unequal sizes.
+    """
+
+    def __init__(self, updates: int, shown: bool = True, work: Callable[[int], float] = float):
+        self._work = work
         self.updates, self.done, self._silent = updates, 0, not shown or is_quiet()
         self._of = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
@@ -41,7 +45,8 @@ class Progress:
         if now - self._shown < SECONDS and (update < self.updates or not self.updates):
             return
         self._shown = now
-        left = (now - self._begun) / (update - self.done) * (self.updates - update)
+        done, here, all_of_it = map(self._work, (self.done, update, self.updates))
+        left = (now - self._begun) / (here - done) * (all_of_it - here)
         remaining = f"  {left:.0f} s left" if self.updates else ""
         values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
         say(f"update {update}{self._of}  {values}{remaining}")

@@ -89,14 +89,17 @@ def compare(parts: Parts, *_: Any) -> None:
 
 
 def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
-    """Return an effective batch and a tail of the next one; and a batch of the validation split, if there is one."""
+    """Return the largest effective batch, the first, and a tail; and a batch of the validation split, if any."""
     from pipeline.verify import engine
 
-    found = list(parts.effective_batches().take(2))
+    plan, found = parts.plan, list(parts.effective_batches().take(2))
     if engine.examples(tail := found[-1]) == engine.examples(found[0]):  # else it is one
-        tail = engine.shortened(tail, parts.plan.batch_size(parts.plan.updates_per_epoch))
+        tail = engine.shortened(tail, plan.tail)
+    largest = max((stage for stage in plan.all_stages if stage.after < plan.updates), key=lambda stage: stage.size)
+    show = [*(parts.effective_batches(largest.after).take(1) if largest.after else ()), found[0], tail]
     batches = parts.evaluation_batches()
-    return [found[0], tail], [] if batches is None else list(batches.take(1))
+    of_sizes = {engine.examples(batch): batch for batch in show}
+    return list(of_sizes.values()), [] if batches is None else list(batches.take(1))
 
 
 def _compared(parts: Parts, update: Update, show: Sequence[Any], validation: Sequence[Any]) -> tuple[Found, list[str]]:
@@ -160,7 +163,7 @@ def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
 
 def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
     """Print the verdict and what is furthest apart of each kind, or with `every` all findings."""
-    cut = parts.spec.batching
+    cut = parts.spec.largest
     by = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
     verdict = f"an update by {by} and one of the whole batch are {verdict}"
     rows: dict[tuple[str, str], Finding] = {}

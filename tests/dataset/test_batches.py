@@ -10,7 +10,9 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
+from pipeline.config import sizes
 from pipeline.config.schema import TrainingConfig
+from pipeline.config.stages import Asked
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.batches import Reader, weigher
@@ -192,6 +194,49 @@ def test_workers_read_examples_of_unequal_length_whole(node):
         for (x, y), (also_x, also_y) in zip(one, two, strict=True):
             assert (y == also_y).numpy().all()
             assert x.to_list() == also_x.to_list() if pad is None else (x == also_x).numpy().all()
+
+
+def staged():
+    """23 examples an epoch: 5, 5, 3 · 3 and 4; 8 and 15; 15 and 8; two stages begin in the first epoch."""
+    asked = [Asked("updates", 0, 5), Asked("updates", 2, 3), Asked("examples", 19, 8), Asked("examples", 31, 15)]
+    return sizes.plan(sizes.derive(5, 1, None), EXAMPLES, sizes.Horizon("epochs", 3), asked)
+
+
+@pytest.mark.parametrize(
+    ("node", "augment"),
+    [
+        pytest.param(IN_MEMORY, SHIFT, id="in_memory"),
+        pytest.param(BUFFERED, SHIFT, id="buffered"),
+        pytest.param(STREAMED, {}, id="streamed", marks=pytest.mark.slow),
+    ],
+)
+def test_the_order_does_not_depend_on_stages(node, augment):
+    plan, order = staged(), [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
+    whole, images = epochs(8, epochs=3, **node, **augment)
+    numbers, images = [number for epoch in whole for number in epoch], images.reshape(3 * EXAMPLES, -1)
+    made = OmegaConf.create({**node, **augment})
+    for done in (0, 3, 6):  # the begin, in a stage, where one begins
+        given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": plan.slices(done)}
+        found = list(batching.effective_batches(made, numbered(), **given).as_numpy_iterator())
+        x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        assert [len(labels) for _, labels in found] == order[done:]
+        assert y.tolist() == numbers[sum(order[:done]) :]
+        assert (x.reshape(len(x), -1) == images[sum(order[:done]) :]).all()
+    shares = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": plan.slices(1)}
+    batches_of = lambda reader: batching.effective_batches(made, numbered(), **shares, reader=reader)  # noqa: E731
+    assert_shares(list(batches_of(None)), by_readers(3, 1, batches_of), 1)
+
+
+def test_examples_of_unequal_length_come_in_stages():
+    lengths = [1 + number % 4 for number in range(EXAMPLES)]
+    rows = tf.data.Dataset.from_tensor_slices((np.arange(EXAMPLES), np.arange(EXAMPLES)))
+    texts = rows.map(lambda x, y: (tf.repeat(x, 1 + x % 4), y))
+    given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": staged().slices(0)}
+    for node in (IN_MEMORY, STREAMED):
+        found = list(batching.effective_batches(OmegaConf.create(node), Data(texts, None), **given))
+        assert [len(y) for _, y in found] == [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
+        for x, y in found:
+            assert x.to_list() == [[number] * lengths[number] for number in y.numpy()]
 
 
 def test_the_augmentation_is_of_the_example_in_this_epoch():
