@@ -27,7 +27,7 @@ def resume(arguments: Sequence[str]) -> int:
     past = Past.of(run_dir, running=True)  # this may be a worker whose chief has already resumed
     past.close()
     config, named = recorded_config(run_dir, "RUN"), {text.lstrip("+").split("=")[0] for text in overrides}
-    _complete(config, past, named)
+    complete(config, past, named)
     if any(name.startswith("hydra.") for name in named):
         raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))
 
@@ -43,7 +43,7 @@ def resume(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
+def complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
     """Set the run's store in its config; raise a `ConfigError` for a secret that is not among the overrides."""
     if HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
         config["tracking"] = {**config["tracking"], "uri": past.start["store"]}

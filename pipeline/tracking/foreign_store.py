@@ -21,6 +21,7 @@ from pipeline.trust import artifact_locations
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a file
 LONGEST_TAG = 5000  # characters that every MLflow store accepts
+CRITICAL = "critical"  # the name of a sweep of `pipeline critical`
 _MOST = 50_000  # runs that one search returns, at most
 RUN_ID = re.compile("[0-9a-f]{32}")
 _START = re.compile("[0-9a-f]{4,32}")
@@ -160,6 +161,8 @@ def again_command(name: str, run_id: str, uri: str) -> str:
     """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
     if name == MULTIRUN:
         return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store_argument(uri)])}"
+    if name == CRITICAL:
+        return f"pipeline critical … {shlex.join(['--again', run_id, *store_argument(uri)])}"
     return shlex.join(["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)])
 
 
