@@ -62,7 +62,7 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="pipeline",
         description="Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow.",
-        epilog="\n".join(["verbs:", *(f"  {verb:8}{does}" for verb, (_, does) in VERBS.items())])
+        epilog="\n".join(["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())])
         + "\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import CAVEAT, noise_scale
 from pipeline.report.findings import Finding
 from pipeline.report.html_page import Plot, axis, trace
-from pipeline.report.job_results import JobResult, grouped
-from pipeline.report.statistics import Array, joined, number
+from pipeline.report.job_results import grouped
+from pipeline.report.statistics import Array, number
 
 TOLERANCE = 0.01  # of the loss, as in Merrill et al. 2025: a larger batch counts as no worse up to that
 HALF_LIFE = 0.5  # of the largest batch: so many examples earlier, a loss counts half in the slope
@@ -24,28 +24,15 @@ Branch = tuple[Array, Array]  # the examples of each update, and its loss
 
 @dataclass(frozen=True)
 class Measured:
-    """The smoothed losses of the branches at one number of examples, by effective batch in ascending order."""
+    """The critical batch, with its 95% interval."""
 
-    losses: dict[int, float]
-    covariance: Array
-
-    @cached_property
-    def critical(self) -> int:
-        return list(self.losses)[_last(np.array(list(self.losses.values())))]
-
-    @cached_property
-    def interval(self) -> tuple[int, int]:
-        """Return the 2.5% and 97.5% quantiles of the critical batch over losses drawn with the covariance."""
-        drawn = np.random.default_rng(0).multivariate_normal([*self.losses.values()], self.covariance, DRAWS)
-        low, high = np.quantile(list(map(_last, drawn)), [0.025, 0.975], method="nearest")
-        return list(self.losses)[int(low)], list(self.losses)[int(high)]
-
-    @property
-    def errors(self) -> Array:
-        return np.asarray(1.96 * np.sqrt(np.diagonal(self.covariance)))
+    critical: int
+    interval: tuple[int, int]
+    losses: dict[int, float]  # smoothed, by effective batch in ascending order
+    errors: list[float]  # half the 95% interval of each, of which the branches share the most
 
 
-def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured:
+def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
     """Measure the critical batch by branches of one checkpoint, by effective batch; one mapping for each seed.
 
     It is the largest batch up to which no batch has a smoothed loss of over `TOLERANCE` above the lowest of the smaller
@@ -55,72 +42,61 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured:
     the mean is moved, by the branch's own slope, to the number of examples where that update begins. The slope is of
     least squares, with weights of an exponential moving average. A branch that diverged ends the row.
 
-    The covariance is that of the examples' chance: independent errors of the examples, which all branches share, of the
-    variance that successive losses show (von Neumann 1941, Annals of Mathematical Statistics 12). The spread over
-    several seeds is added. One seed does not show the chance of its trajectory: the interval is then too narrow.
+    The interval is a parametric bootstrap (Efron and Tibshirani 1993, section 6.5): losses are drawn with independent
+    errors of the examples, which the branches share, of the variance that successive losses show (von Neumann 1941),
+    and with the spread over the seeds. One seed does not show the chance of a trajectory: it is then too narrow.
     """
-    batches = sorted(set.intersection(*(set(branches) for branches in seeds)))
+    batches = sorted(set.intersection(*(set(branches) for branches in seeds))) if seeds else []
     finite = [all(np.isfinite(branches[batch][1]).all() for branches in seeds) for batch in batches]
-    batches = batches[: finite.index(False)] if False in finite else batches
+    batches = batches[: [*finite, False].index(False)]
+    if not batches or len(finite) < 2:
+        return None
     read = [_read(branches, batches) for branches in seeds]
-    losses = np.array([found for found, _ in read])
-    covariance = np.mean([each for _, each in read], axis=0) / len(seeds)
-    if len(seeds) > 1:
-        covariance = covariance + np.cov(losses.T).reshape(covariance.shape) / len(seeds)
-    return Measured(dict(zip(batches, losses.mean(axis=0).tolist(), strict=True)), covariance)
+    each, covariance = np.array([losses for losses, _ in read]), np.mean([errors for _, errors in read], axis=0)
+    covariance = (covariance + (np.cov(each.T) if len(seeds) > 1 else 0)) / len(seeds)
+    losses = each.mean(axis=0)
+    drawn = np.random.default_rng(0).multivariate_normal(losses, covariance, DRAWS)
+    low, high = np.quantile([_last(row) for row in drawn], [0.025, 0.975], method="nearest")
+    errors = (1.96 * np.sqrt(np.diagonal(covariance))).tolist()
+    by_batch = dict(zip(batches, losses.tolist(), strict=True))
+    return Measured(batches[_last(losses)], (batches[int(low)], batches[int(high)]), by_batch, errors)
 
 
 def _read(branches: Mapping[int, Branch], batches: Sequence[int]) -> tuple[Array, Array]:
-    """Return the losses of the branches, read as `measure` says, and their covariance."""
-    end, variance = int(min(branches[batch][0].sum() for batch in batches)), _variance(branches.values())
-    losses, by_example = [], []
-    window, decay = max(batches), np.log(2) / (HALF_LIFE * max(batches))
-    for batch in batches:
-        sizes, values = branches[batch]
+    """Return the losses of the branches, read as `measure` says, and the covariance of their errors."""
+    end, largest = int(min(branches[batch][0].sum() for batch in batches)), max(batches)
+    found, shares, squares = list[float](), list[Array](), list[Array]()
+    for sizes, losses in (branches[batch] for batch in batches):
         until = np.minimum(np.cumsum(sizes), end)
         begin = np.append(0.0, until[:-1])
-        weights = np.maximum(until - np.maximum(begin, end - window), 0) / window
-        recent = np.exp(decay * (until - end)) - np.exp(decay * (begin - end))
+        weights = np.maximum(until - np.maximum(begin, end - largest), 0) / largest
+        recent = np.diff(0.5 ** ((end - np.append(0.0, until)) / (HALF_LIFE * largest)))
         distance = begin - recent @ begin / recent.sum()
         if (square := recent @ distance**2) > 0:
-            weights = weights + (end - window - weights @ begin) * recent * distance / square
-        losses.append(weights @ values)
-        by_example.append(np.repeat(weights / sizes, sizes.astype(int))[:end])
-    shares = np.array(by_example)
-    return np.array(losses), variance * shares @ shares.T
-
-
-def _variance(branches: Iterable[Branch]) -> float:
-    """Return the variance of an example's loss: half the squared differences of successive ones, by their sizes."""
-    squares = [np.diff(losses) ** 2 / (1 / sizes[1:] + 1 / sizes[:-1]) for sizes, losses in branches]
-    together = np.concatenate([each[np.isfinite(each)] for each in squares])
-    return float(together.mean()) if together.size else 0.0
+            weights = weights + (end - largest - weights @ begin) * recent * distance / square
+        found.append(weights @ losses)
+        shares.append(np.repeat(weights / sizes, sizes.astype(int))[:end])
+        squares.append(np.diff(losses) ** 2 / (1 / sizes[1:] + 1 / sizes[:-1]))  # half of one: an example's variance
+    by_example = np.array(shares)
+    return np.array(found), float(np.concatenate(squares).mean()) * by_example @ by_example.T
 
 
 def _last(losses: Array) -> int:
     """Return the place of the critical batch in a row of losses."""
-    above = losses > np.minimum.accumulate(losses) + TOLERANCE
-    return int(above.argmax()) - 1 if above.any() else len(losses) - 1
+    return int(np.append(losses > np.minimum.accumulate(losses) + TOLERANCE, True).argmax()) - 1
 
 
 def of(sweep: Comparison) -> Measured | None:
-    """Return what the branches of `pipeline critical` measured; None before the first two have finished."""
-    seeds = [
-        {job.batch: _branch(job) for job in jobs if job.batch and _judged(job)}
-        for jobs in grouped(sweep.jobs, lambda job: job.params.get("seed")).values()
-    ]
-    if not seeds or len(set.intersection(*(set(branches) for branches in seeds))) < 2:
-        return None
+    """Return what the branches measured; None before two have finished, or where the first one diverged."""
+    seeds = []
+    for jobs in grouped(sweep.jobs, lambda job: job.params.get("seed")).values():
+        curves = {
+            job.batch or 0: (job.curves["train/effective_batch_size"], job.curves["train/loss"])
+            for job in jobs
+            if "train/loss" in job.curves and (job.finished or np.isnan(job.last("train/loss")))
+        }
+        seeds.append({batch: (sizes.values, losses.values) for batch, (sizes, losses) in curves.items()})
     return measure(seeds)
-
-
-def _judged(job: JobResult) -> bool:
-    loss = job.curves.get("train/loss")
-    return loss is not None and (job.finished or not np.isfinite(loss.last))
-
-
-def _branch(job: JobResult) -> Branch:
-    return job.curves["train/effective_batch_size"].values, job.curves["train/loss"].values
 
 
 def findings(sweep: Comparison) -> Iterable[Finding]:
@@ -128,45 +104,43 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     if (found := of(sweep)) is None:
         yield Finding("critical", "The critical batch cannot be said before two branches have finished.")
         return
-    (low, high), tried = found.interval, [*found.losses]
     job = next(job for job in sweep.jobs if job.batch == found.critical)
-    text = f"The critical batch is {found.critical} (95% interval: {low} to {high}) after update "
-    text += f"{job.tags.get('start.update')} of run {job.tags.get('start.run')}: the largest up to which no batch has "
-    text += f"a loss of over {TOLERANCE:g} above that of a smaller one, at the square root of the rate (Merrill et al. "
-    text += "2025, arXiv:2505.23971). "
-    text += joined([f"{batch}: {loss:.4f}" for batch, loss in found.losses.items()], 9) + "."
-    if found.critical == tried[-1]:
+    text = f"The critical batch is {found.critical} (95% interval: {found.interval[0]} to {found.interval[1]}): the "
+    text += f"largest up to which no batch ends over {TOLERANCE:g} above a smaller one, at √k times the rate. Losses: "
+    text += ", ".join(f"{batch}: {loss:.4f}" for batch, loss in found.losses.items()) + "."
+    if found.critical == max(found.losses):
         text += " It is the largest that could be judged, so the limit may lie beyond."
     if len({job.params.get("seed") for job in sweep.jobs}) == 1:
-        text += " With one seed the interval is that of the examples alone, and too narrow: seed=0,1,2 tells more."
-    figures: dict[str, Any] = {"critical": found.critical, "interval": [low, high], "losses": found.losses}
+        text += " With one seed the interval is of the examples' chance alone, and too narrow: add seed=0,1,2."
+    figures: dict[str, Any] = {"critical": found.critical, "interval": found.interval, "losses": found.losses}
     yield Finding("critical", text, figures, "critical_batch")
-    try:
-        stages = json.loads(job.tags["accumulation.stages"])
-        pairs = [f"{{start:{{updates:{int(after)}}},effective_batch_size:{int(size)}}}" for after, size in stages]
-        reference = int(job.params["scaling.reference_batch_size"])
-    except (KeyError, TypeError, ValueError):  # the store was changed
-        return
-    key = f"accumulation.schedule=[{','.join(pairs)}]"
-    line = f"'{key}' scaling.rule=sqrt scaling.reference_batch_size={reference}"
-    yield Finding("schedule", f"Paste it: {line}", {"schedule": key, "arguments": line})
-    scale = statistics.spread([noise_scale(job, None) for job in sweep.jobs])
-    predicted = "No branch has a gradient noise scale." if scale is None else f"It predicts {number(scale.mean)}."
-    yield Finding("noise_scale", f"{predicted} {CAVEAT}", {} if scale is None else {"predicted": scale.mean})
+    with suppress(KeyError, TypeError, ValueError):  # the store was changed
+        stages = [(int(after), int(size)) for after, size in json.loads(job.tags["accumulation.stages"])]
+        texts = [f"{{start:{{updates:{after}}},effective_batch_size:{size}}}" for after, size in stages]
+        line = f"'accumulation.schedule=[{','.join(texts)}]' scaling.rule=sqrt "
+        line += f"scaling.reference_batch_size={int(job.params['scaling.reference_batch_size'])}"
+        yield Finding("schedule", f"To paste: {line}", {"schedule": line})
+    scale = _noise(sweep)
+    predicted = "No branch has a gradient noise scale." if scale is None else f"It predicts {number(scale)}."
+    yield Finding("noise_scale", f"{predicted} {CAVEAT}", {} if scale is None else {"predicted": scale})
 
 
 def plots(sweep: Comparison) -> list[Plot]:
-    """Return the picture of the losses by effective batch."""
+    """Return the picture of the smoothed losses by effective batch."""
     if (found := of(sweep)) is None:
         return []
-    batches, losses = list(found.losses), list(found.losses.values())
+    batches, losses, scale = [*found.losses], [*found.losses.values()], _noise(sweep)
     bound = min(losses[: batches.index(found.critical) + 1]) + TOLERANCE
-    drawn = [trace("smoothed loss", batches, losses, 0, "lines+markers", found.errors.tolist())]
+    ends = [min(losses), max(*losses, bound)]
+    drawn = [trace("branches", batches, losses, 0, "lines+markers", found.errors)]
     drawn.append(trace(f"lowest + {TOLERANCE:g}", [batches[0], batches[-1]], [bound, bound], 1))
-    drawn.append(trace("critical batch", [found.critical] * 2, [min(losses), max(max(losses), bound)], 2))
-    scale = statistics.spread([noise_scale(job, None) for job in sweep.jobs])
-    if scale is not None:
-        drawn.append(trace("noise scale", [scale.mean] * 2, [min(losses), max(max(losses), bound)], 3))
-    note = f"Each branch's training loss at the same examples. Bars: 95%, of which branches share the most. {CAVEAT}"
+    drawn.append(trace("critical batch", [found.critical] * 2, ends, 2))
+    drawn += [] if scale is None else [trace("noise scale", [scale] * 2, ends, 3)]
+    note = f"Training losses at the same examples. Bars: 95%, the most of it common to all. {CAVEAT}"
     layout = {"xaxis": axis("effective batch size", True, batches), "yaxis": axis("smoothed train/loss")}
     return [Plot("critical_batch", "Critical batch", "Loss by effective batch", note, drawn, layout)]
+
+
+def _noise(sweep: Comparison) -> float | None:
+    spread = statistics.spread([noise_scale(job, None) for job in sweep.jobs])
+    return None if spread is None else spread.mean
