@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -14,11 +13,12 @@ from pipeline.report.critical_batch import CAVEAT, noise_scale
 from pipeline.report.findings import Finding
 from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.job_results import grouped
-from pipeline.report.statistics import Array, number
+from pipeline.report.statistics import Array
 
 TOLERANCE = 0.01  # of the loss, as in Merrill et al. 2025: a larger batch counts as no worse up to that
 HALF_LIFE = 0.5  # of the largest batch: so many examples earlier, a loss counts half in the slope
 DRAWS = 2000
+_KEYS = ("train/effective_batch_size", "train/loss")
 Branch = tuple[Array, Array]  # the examples of each update, and its loss
 
 
@@ -36,15 +36,14 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
     """Measure the critical batch by branches of one checkpoint, by effective batch; one mapping for each seed.
 
     It is the largest batch up to which no batch has a smoothed loss of over `TOLERANCE` above the lowest of the smaller
-    ones (Merrill et al. 2025, arXiv:2505.23971, section 3.1). They take the moving average over updates, which at 64
-    times the batch would span 64 times the examples, and lag as much. Here all branches are averaged over the same
-    examples, as many as the last update of the largest batch has. As a loss is one of the weights before its update,
-    the mean is moved, by the branch's own slope, to the number of examples where that update begins. The slope is of
-    least squares, with weights of an exponential moving average. A branch that diverged ends the row.
+    ones (Merrill et al. 2025, arXiv:2505.23971, section 3.1). Their average over updates would span k times the
+    examples at k times the batch, and lag as much. Here all branches are averaged over the same examples, as many as
+    the last update of the largest batch has. As a loss is one of the weights before its update, the mean is moved to
+    where that update begins, by the branch's slope, of weights that decay exponentially. Divergence ends the row.
 
-    The interval is a parametric bootstrap (Efron and Tibshirani 1993, section 6.5): losses are drawn with independent
-    errors of the examples, which the branches share, of the variance that successive losses show (von Neumann 1941),
-    and with the spread over the seeds. One seed does not show the chance of a trajectory: it is then too narrow.
+    The interval is a parametric bootstrap (Efron and Tibshirani 1993, section 6.5) of the losses: of errors of the
+    examples, which the branches share, of the variance that successive losses show (von Neumann 1941), and of the
+    spread over seeds. With one seed the chance of a trajectory is missing, and it is too narrow.
     """
     batches = sorted(set.intersection(*(set(branches) for branches in seeds))) if seeds else []
     finite = [all(np.isfinite(branches[batch][1]).all() for branches in seeds) for batch in batches]
@@ -90,12 +89,9 @@ def of(sweep: Comparison) -> Measured | None:
     """Return what the branches measured; None before two have finished, or where the first one diverged."""
     seeds = []
     for jobs in grouped(sweep.jobs, lambda job: job.params.get("seed")).values():
-        curves = {
-            job.batch or 0: (job.curves["train/effective_batch_size"], job.curves["train/loss"])
-            for job in jobs
-            if "train/loss" in job.curves and (job.finished or np.isnan(job.last("train/loss")))
-        }
-        seeds.append({batch: (sizes.values, losses.values) for batch, (sizes, losses) in curves.items()})
+        known = {job.batch or 0: [job.curves[key].values for key in _KEYS] for job in jobs if _KEYS[1] in job.curves}
+        over = {job.batch for job in jobs if job.finished or np.isnan(job.last(_KEYS[1]))}  # or it diverged
+        seeds.append({batch: (sizes, losses) for batch, (sizes, losses) in known.items() if batch in over})
     return measure(seeds)
 
 
@@ -104,7 +100,6 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     if (found := of(sweep)) is None:
         yield Finding("critical", "The critical batch cannot be said before two branches have finished.")
         return
-    job = next(job for job in sweep.jobs if job.batch == found.critical)
     text = f"The critical batch is {found.critical} (95% interval: {found.interval[0]} to {found.interval[1]}): the "
     text += f"largest up to which no batch ends over {TOLERANCE:g} above a smaller one, at √k times the rate. Losses: "
     text += ", ".join(f"{batch}: {loss:.4f}" for batch, loss in found.losses.items()) + "."
@@ -112,16 +107,18 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
         text += " It is the largest that could be judged, so the limit may lie beyond."
     if len({job.params.get("seed") for job in sweep.jobs}) == 1:
         text += " With one seed the interval is of the examples' chance alone, and too narrow: add seed=0,1,2."
-    figures: dict[str, Any] = {"critical": found.critical, "interval": found.interval, "losses": found.losses}
-    yield Finding("critical", text, figures, "critical_batch")
+    yield Finding("critical", text, {**vars(found), "interval": [*found.interval]}, "critical_batch")
     with suppress(KeyError, TypeError, ValueError):  # the store was changed
+        job = next(job for job in sweep.jobs if job.batch == found.critical)
         stages = [(int(after), int(size)) for after, size in json.loads(job.tags["accumulation.stages"])]
-        texts = [f"{{start:{{updates:{after}}},effective_batch_size:{size}}}" for after, size in stages]
-        line = f"'accumulation.schedule=[{','.join(texts)}]' scaling.rule=sqrt "
+        texts = ",".join(f"{{start:{{updates:{after}}},effective_batch_size:{size}}}" for after, size in stages)
+        line = f"'accumulation.schedule=[{texts}]' scaling.rule=sqrt "
         line += f"scaling.reference_batch_size={int(job.params['scaling.reference_batch_size'])}"
-        yield Finding("schedule", f"To paste: {line}", {"schedule": line})
+        pays = found.critical > min(found.losses)
+        said = f"To paste: {line}" if pays else "None: at this checkpoint no larger batch pays yet."
+        yield Finding("schedule", said, {"schedule": line} if pays else {})
     scale = _noise(sweep)
-    predicted = "No branch has a gradient noise scale." if scale is None else f"It predicts {number(scale)}."
+    predicted = "Not measured." if scale is None else f"{scale:.4g} examples."
     yield Finding("noise_scale", f"{predicted} {CAVEAT}", {} if scale is None else {"predicted": scale})
 
 

@@ -88,7 +88,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     html = render(
         f"Sweep {read.name}",
         f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}",
-        [*branches.plots(read), *plots.draw(read)] if read.branches else plots.draw(read),
+        [*(branches.plots(read) if read.branches else []), *plots.draw(read)],
         f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
         findings=found,
         topics=_TOPICS,
@@ -120,7 +120,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
 def summarize(sweep: Comparison) -> list[Finding]:
     """Return all findings in reading order."""
     if sweep.branches:
-        return [findings.job_states(sweep), *branches.findings(sweep), *_missing(sweep)]
+        return [findings.job_states(sweep), *branches.findings(sweep)]
     pairs = partings(sweep)
     found = [
         findings.job_states(sweep),
@@ -134,17 +134,13 @@ def summarize(sweep: Comparison) -> list[Finding]:
     return [*found, *_next(sweep, found, pairs)]
 
 
-def _missing(sweep: Comparison) -> Iterable[Finding]:
+def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
+    timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
     missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
     if missing:
         text = f"Run the {count(len(missing), 'job')} that did not finish: "
         text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
         yield Finding("next", text + again_command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
-
-
-def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
-    yield from _missing(sweep)
-    timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     best = timed.get("best")
     final = next(finding.figures for finding in found if finding.topic == "final")

@@ -161,8 +161,6 @@ def again_command(name: str, run_id: str, uri: str) -> str:
     """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
     if name == MULTIRUN:
         return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store_argument(uri)])}"
-    if name == CRITICAL:
-        return f"pipeline critical … {shlex.join(['--again', run_id, *store_argument(uri)])}"
     return shlex.join(["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 
 import pytest
@@ -26,9 +25,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_branches_of_a_checkpoint_are_killed_and_continued(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "copy")
-    folder = tmp_path / "copy"
+def test_branches_of_a_checkpoint_are_killed_and_continued(folder):
     process = start("critical", "run@20", "--examples=384", cwd=folder)
     store = Store(folder)
     wait(lambda: any(run.info.status == "FINISHED" for run in store.trained()[1:]))
@@ -66,7 +63,7 @@ def test_what_is_refused_in_one_line(folder):
     expected = {
         "critical none@20": "RUN@UPDATE must be one run directory",
         "critical run@30": "RUN@UPDATE must name an update whose checkpoint is there. Received: 'run@30'.",
-        "critical run@20 --examples=100": "--examples must be at least 192: 3 updates of two batches. Received: 100.",
+        "critical run@20 --examples=100": "--examples must be at least 192, and the training split at least",
         "critical run@20 --examples=many": "arguments must be as pipeline critical --help says",
         "critical": "arguments must be as pipeline critical --help says",
         "critical run@20 nope=1": "nope",

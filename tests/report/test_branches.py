@@ -128,14 +128,13 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
         made.job(f"batch={batch}", curves, factor=1, batch=32, tags=tags, params=params)
     made.end("FAILED")
     found = {f.topic: f for f in writer.write(store.uri, made.run_id, tmp_path / "report").findings}
-    assert list(found) == ["jobs", "critical", "schedule", "noise_scale", "next"]
+    assert list(found) == ["jobs", "critical", "schedule", "noise_scale"]
     assert found["critical"].figures["critical"] == 128
     assert found["schedule"].figures["schedule"] == (
         "'accumulation.schedule=[{start:{updates:0},effective_batch_size:32},"
         "{start:{updates:400},effective_batch_size:128}]' scaling.rule=sqrt scaling.reference_batch_size=32"
     )
-    assert found["noise_scale"].text.startswith("It predicts 40. Merrill et al. 2025")
-    assert f"pipeline critical … --again {made.run_id}" in found["next"].text
+    assert found["noise_scale"].text.startswith("40 examples. Merrill et al. 2025")
     (plot,) = branches.plots(comparison.read(store.uri, made.run_id))
     assert [drawn["name"] for drawn in plot.data] == ["branches", "lowest + 0.01", "critical batch", "noise scale"]
     assert plot.data[0]["x"] == [32, 64, 128]
