@@ -21,6 +21,7 @@ VERBS = {  # name → function in this package, and help text
     "sync": ("cli.sync:sync", "upload to MLflow what a run could not"),
     "rerun": ("rerun.command:rerun", "repeat a run from its record in MLflow, then compare the two"),
     "verify": ("verify.command:verify", "check, for this config, that accumulation equals the large batch"),
+    "critical": ("cli.critical:critical", "measure the critical batch by branches of a checkpoint, RUN@UPDATE"),
     "report": ("report.writer:report", "write the report of a sweep: findings, a table and plots"),
     "ui": ("cli.ui:ui", "serve MLflow's UI for the configured store on 127.0.0.1"),
 }
@@ -61,7 +62,7 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="pipeline",
         description="Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow.",
-        epilog="\n".join(["verbs:", *(f"  {verb:8}{does}" for verb, (_, does) in VERBS.items())])
+        epilog="\n".join(["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())])
         + "\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,7 +89,7 @@ def _complete(arguments: list[str]) -> int:
     from pipeline.cli.train import train
     from pipeline.sweep.files import sweep_files
 
-    named = words[1:2] and words[1] in ("sweep", "rerun", "report")
+    named = words[1:2] and words[1] in ("sweep", "rerun", "report", "critical")
     if asked and named and len(words) <= 3:
         print(" ".join(sweep_files()) if words[1] == "sweep" else "")
         return 0

@@ -100,27 +100,35 @@ def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
     text, weights_only = spec.config.start.run, spec.config.start.weights_only
     if text is None:
         return None
-    name, _, last = text.rpartition("@")
-    if not (name and last.isascii() and last.isdecimal()):
-        name, last = text, ""
-    source = find(name, RUN, run_dir)
+    source, found = named(text, RUN, run_dir, update)
     past = Past.of(source, RUN, running=True)
     past.close()
-    found = _checkpoint(source / "checkpoints", text, update or last)
     own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
     return Fork(past.run.get("run_id", ""), source.absolute(), found, weights_only, own_rate)
 
 
-def _checkpoint(folder: Path, text: str, update: str) -> Checkpoint:
+def named(text: str, key: str, but: Path | None = None, update: str | None = None) -> tuple[Path, Checkpoint]:
+    """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names, as the argument `key`.
+
+    The checkpoint is that of `update` if given, else the newest one. The run directory `but` is passed over.
+    """
+    name, _, last = text.rpartition("@")
+    if not (name and last.isascii() and last.isdecimal()):
+        name, last = text, ""
+    source = find(name, key, but)
+    return source, _checkpoint(source / "checkpoints", text, update or last, key)
+
+
+def _checkpoint(folder: Path, text: str, update: str, key: str) -> Checkpoint:
     there = {number: place for place in (folder / BEST, folder) for number in files.updates(place)}
     if not there:
-        raise ConfigError(RUN, "must be a run with a checkpoint: see training.checkpoint_every", text)
+        raise ConfigError(key, "must be a run with a checkpoint: see training.checkpoint_every", text)
     if not update:
         if (found := files.newest(folder, max(there))) is None:
-            raise ConfigError(RUN, "must have a whole checkpoint", text)
+            raise ConfigError(key, "must have a whole checkpoint", text)
         return found
     if int(update) not in there:
-        raise ConfigError(RUN, "must name an update whose checkpoint is there", text, sorted(there))
+        raise ConfigError(key, "must name an update whose checkpoint is there", text, sorted(there))
     return files.at(there[int(update)], int(update))
 
 

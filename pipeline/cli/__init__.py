@@ -1,6 +1,6 @@
-"""The verbs `train`, `sweep`, `resume`, `sync` and `ui`.
+"""The verbs `train`, `sweep`, `resume`, `critical`, `sync` and `ui`.
 
 In: the arguments after the verb. Out: the exit status.
 """
 
-__all__ = ["resume", "sync", "train", "ui"]
+__all__ = ["critical", "resume", "sync", "train", "ui"]

@@ -24,11 +24,7 @@ def resume(arguments: Sequence[str]) -> int:
     past = Past.of(run_dir, running=True)  # this may be a worker whose chief has already resumed
     past.close()
     config, named = recorded_config(run_dir, "RUN"), {text.lstrip("+").split("=")[0] for text in overrides}
-    if secrets.HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
-        config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
-    for key, value in plain.leaves(config).items():
-        if secrets.HIDDEN in str(value) and key not in named:
-            raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)
+    complete(config, past, named)
     if any(name.startswith("hydra.") for name in named):
         raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))
 
@@ -42,3 +38,12 @@ def resume(arguments: Sequence[str]) -> int:
 
     compose.run_recorded(config, [*overrides, f"hydra.run.dir={quoted(run_dir)}"], task)
     return 0
+
+
+def complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
+    """Set the run's store in its config; raise a `ConfigError` for a secret that is not among the overrides."""
+    if secrets.HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
+        config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
+    for key, value in plain.leaves(config).items():
+        if secrets.HIDDEN in str(value) and key not in named:
+            raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing it takes a second
 
 def train(arguments: Sequence[str]) -> int:
     """Compose a config and train it, with -m every job of a sweep; return 0 when all finished, else 1."""
-    return _train(arguments, lambda run_id: ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"])
+    return train_composed(arguments, lambda run_id: ["train", *_repeatable(arguments), f"tracking.sweep={run_id}"])
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -53,10 +53,10 @@ def sweep(arguments: Sequence[str]) -> int:
         file.append("hydra.searchpath=[" + ",".join(f'"file://{path}"' for path in searched) + "]")
     overrides = _recorded(options, file, rest) if options.again else rest
     given = [*own, *_repeatable(rest), *(f"--allow={entry}" for entry in options.allow)]
-    return _train(["-m", *file, *overrides], lambda run_id: ["sweep", options.name, "--again", run_id, *given])
+    return train_composed(["-m", *file, *overrides], lambda run_id: ["sweep", options.name, "--again", run_id, *given])
 
 
-def _train(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
+def train_composed(arguments: Sequence[str], again: Callable[[str], list[str]]) -> int:
     """Train. If jobs of a sweep did not finish, print the command that runs them: `again` of the sweep's run ID."""
     # A reopened sweep reads from its store, which is not trusted.
     confined = ["tracking.confined=true"] * any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments)

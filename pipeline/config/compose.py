@@ -49,13 +49,18 @@ def composed(arguments: Sequence[str]) -> DictConfig:
 
 def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], task: Task, folders: Sequence[str] = ()) -> None:
     """Compose a recorded config, plain, resolved and checked, with `overrides` and a user's `folders`; call `task`."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(partial(in_run_dir, task), [*recorded_file(config, Path(folder), "record", folders), *overrides])
+
+
+def recorded_file(config: Mapping[str, Any], folder: Path, name: str, folders: Sequence[str] = ()) -> list[str]:
+    """Write a recorded config to `folder`, to be composed with a user's `folders`; return the arguments that do so."""
     ours = OmegaConf.load(Path(directory()) / "config.yaml")
     of_hydra = [entry for entry in ours.defaults if not isinstance(entry, str) and "override" in str(entry)]
     hydras = {**ours.hydra, "searchpath": [f"file://{folder}" for folder in folders]}
     record = OmegaConf.create({"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": hydras})
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "record.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")
-        run(partial(in_run_dir, task), ["--config-dir", folder, "--config-name", "record", *overrides])
+    (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")
+    return ["--config-dir", str(folder), "--config-name", name]
 
 
 def in_run_dir(task: Task, config: DictConfig) -> float:

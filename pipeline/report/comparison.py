@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from pipeline.config.plain import short
 from pipeline.report import statistics
 from pipeline.report.job_results import AXES, SIZES, Curve, JobResult, comparable_jobs, grouped, job_result, pooled
 from pipeline.report.statistics import Spread
-from pipeline.tracking.foreign_store import ForeignStore, SweepRecord, listed
+from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord, listed
 
 EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
 PROGRESS = 0.5  # the least share of the way from the first to the best loss at which a target may be
@@ -57,6 +57,11 @@ class Comparison:
     jobs: list[JobResult]
     best: str = ""  # settings with the lowest loss, if the sweep was a search
     question: str = ""  # of the sweep file
+
+    @property
+    def branches(self) -> bool:
+        """Return whether the jobs are branches of a checkpoint, of `pipeline critical`."""
+        return self.name == CRITICAL and any("start.update" in job.tags for job in self.jobs)
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
@@ -119,6 +124,8 @@ class Comparison:
 
         Half of them suffice if that is no progress, as with a diverged job, whose loss every job meets at its start.
         """
+        if self.branches:  # their examples count from the other run's start
+            return None
         jobs = comparable_jobs([job for job in self.jobs if job.status in ("FINISHED", "RUNNING")])
         for metric in ("val/loss", "train/loss"):
             curves = {job.name: curve for job in jobs if (curve := self.smooth(job, metric)) is not None}
@@ -161,6 +168,8 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     tags, info = parent.data.tags, parent.info
     runs = SweepRecord(uri, info.run_id, info.experiment_id).children()
     jobs = [job_result(client, name, runs.get(name)) for name in dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])]
+    if tags["sweep.name"] == CRITICAL:  # the batch of their last stage
+        jobs = [replace(job, batch=int(dict(job.settings).get("batch", job.batch or 0))) for job in jobs]
     best = ""
     with suppress(KeyError, TypeError, ValueError, RecursionError):  # no search, or the tag was changed
         best = " ".join(short(*text.split("=", 1)) for text in json.loads(tags["sweep.best"])["overrides"])

@@ -13,6 +13,7 @@ from pipeline.report.job_results import JobResult, grouped
 from pipeline.report.statistics import Spread, count, joined, number
 
 NOISE = "train/gradient_noise_scale"
+CAVEAT = "Merrill et al. 2025 (arXiv:2505.23971) found the noise scale to underestimate the critical batch by far."
 PAYS = 2.0  # ratio to the fewest examples: the cost of the critical batch size in McCandlish et al. 2018
 
 
@@ -47,6 +48,7 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
         text += f" The sweep's own costs extrapolate to {number(critical)}, outside of what was tried."
     high = max(at)
     text += f" At that scale a batch of {high} needs {figures['cost'][high]:.2f} times the examples of a tiny one."
+    text += f" {CAVEAT} `pipeline critical` measures it."
     yield Finding("noise_scale", text, figures, "noise_by_batch")
 
 

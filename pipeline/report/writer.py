@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.common.errors import ConfigError, Parser, printable, say
 from pipeline.config import compose
-from pipeline.report import comparison, critical_batch, findings, plots
+from pipeline.report import branches, comparison, critical_batch, findings, plots
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import Finding, Parting, partings
@@ -33,6 +33,8 @@ _TOPICS = {
     "time_to_target": "Time to a target",
     "cost": "What the factor costs",
     "largest_batch": "Largest batch that pays",
+    "critical": "Critical batch",
+    "schedule": "Schedule",
     "noise_scale": "Gradient noise scale",
     "next": "Next",
 }
@@ -86,7 +88,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     html = render(
         f"Sweep {read.name}",
         f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}",
-        plots.draw(read),
+        [*(branches.plots(read) if read.branches else []), *plots.draw(read)],
         f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
         findings=found,
         topics=_TOPICS,
@@ -117,6 +119,8 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
 
 def summarize(sweep: Comparison) -> list[Finding]:
     """Return all findings in reading order."""
+    if sweep.branches:
+        return [findings.job_states(sweep), *branches.findings(sweep)]
     pairs = partings(sweep)
     found = [
         findings.job_states(sweep),

@@ -21,6 +21,7 @@ from pipeline.trust import artifact_locations
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a file
 LONGEST_TAG = 5000  # characters that every MLflow store accepts
+CRITICAL = "critical"  # the name of a sweep of `pipeline critical`
 _MOST = 50_000  # runs that one search returns, at most
 RUN_ID = re.compile("[0-9a-f]{32}")
 _START = re.compile("[0-9a-f]{4,32}")

@@ -60,7 +60,7 @@ def test_help_names_every_verb(installed):
     said = installed.run("pipeline", "--help")
     assert installed.run("pipeline") == said
     for verb, (_, does) in VERBS.items():
-        assert f"{verb:8}{does}" in said
+        assert f"{verb:9}{does}" in said
     assert installed.run("pipeline", "--version") == f"{__version__}\n"
     assert installed.run("pipeline", "train", "--version") == f"{__version__}\n"  # and not Hydra's
 
