@@ -32,15 +32,14 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
 def _drift(recipe: str, losses: Losses, plot: str) -> Finding:
     """Return the slope of log2 of the best rate over log2 of the batch; none if a best rate is at an edge."""
     best, means = _fitted(losses), {batch: [of.mean() for of in at.values()] for batch, at in losses.items()}
-    lowest = {batch: int(np.argmin(of)) for batch, of in means.items()}
-    edges = {b: "largest" if i else "smallest" for b, i in lowest.items() if i in (0, len(means[b]) - 1)}
+    lowest = [(batch, int(np.argmin(of)), len(of) - 1) for batch, of in means.items()]
+    edges = {batch: "largest" if i else "smallest" for batch, i, last in lowest if i in (0, last)}
     figures: dict[str, Any] = {"recipe": recipe, "drift": None, "interval": None, "edges": edges}
-    figures["rates"] = {batch: 2 ** draws[0] for batch, draws in best.items()}
-    figures["losses"] = {batch: float(min(of)) for batch, of in means.items()}
+    figures |= {"rates": {b: 2 ** of[0] for b, of in best.items()}, "losses": {b: min(of) for b, of in means.items()}}
     text = f"{recipe}: " if recipe else ""
     if edges:
         at = joined([f"the {edge} rate tried is the best at {batch}" for batch, edge in edges.items()])
-        text += f"No drift of the best rate is claimed: {at}, and the true best may lie beyond."
+        text += f"No drift of the best rate is claimed: {at}, so it may lie beyond."
         return Finding("rate_drift", text, figures, plot)
     x = np.log2([*best])
     slopes = (x - x.mean()) @ np.stack([*best.values()]) / ((x - x.mean()) ** 2).sum()
@@ -48,9 +47,8 @@ def _drift(recipe: str, losses: Losses, plot: str) -> Finding:
     rates = [f"{number(rate)} at {batch}" for batch, rate in figures["rates"].items()]
     if len(slopes) > 1:
         ends, *of_rates = (np.quantile(of[1:], (0.025, 0.975)) for of in (slopes, *best.values()))
-        seeds = min(of.size for at in losses.values() for of in at.values())
+        figures["interval"], seeds = ends.tolist(), min(of.size for at in losses.values() for of in at.values())
         known = f"95%: {ends[0]:+.2f} to {ends[1]:+.2f}, bootstrap over {count(seeds, 'seed')}"
-        figures["interval"] = ends.tolist()
         rates = [f"{rate} ({' to '.join(map(number, 2**of))})" for rate, of in zip(rates, of_rates, strict=True)]
     text += f"The best rate moves by {slopes[0]:+.2f} octaves per doubling of the batch ({known}): {joined(rates)}."
     return Finding("rate_drift", text, figures, plot)
@@ -91,10 +89,7 @@ def _fitted(losses: Losses) -> dict[int, Array]:
 
 
 def vertex(rates: Array, losses: Array) -> Array:
-    """Return for each row of losses the vertex of the parabola through the lowest and its neighbors.
-
-    Where the lowest has one neighbor, it is the lowest itself: nothing is extrapolated.
-    """
+    """Return for each row the vertex of the parabola through the lowest loss and its neighbors; an end stays an end."""
     lowest = losses.argmin(axis=1)
     i = np.clip(lowest, 1, len(rates) - 2)
     before, at, after = (losses[np.arange(len(losses)), i + step] for step in (-1, 0, 1))

@@ -97,8 +97,8 @@ def differences(groups: Sequence[Sequence[float]], draws: int = 2000) -> tuple[A
     """Return how far the means of the later groups are from that of the first, their standard errors, and a quantile.
 
     Each difference ± quantile · error is a 95% interval, all at once (Dunnett 1955). The quantile is that of the
-    largest studentized difference between groups drawn, with a fixed seed, from all deviations from the groups' means,
-    as groups of three alone would give far too narrow ones. It is infinite if the data leave chance unknown.
+    largest studentized difference of groups that are drawn, with a fixed seed, from the deviations of all groups: three
+    values of one would give too narrow ones. It is infinite if the data leave chance unknown.
     """
     values = [np.asarray(group, float) for group in groups]
     pool = np.concatenate([group - group.mean() for group in values])
@@ -107,8 +107,7 @@ def differences(groups: Sequence[Sequence[float]], draws: int = 2000) -> tuple[A
     with np.errstate(all="ignore"):
         largest = np.max([abs(by) / error for by, error in _contrasts(drawn)], axis=0)
     quantile = np.quantile(np.where(np.isnan(largest), np.inf, largest), 0.95, method="higher")
-    by, errors = np.transpose(_contrasts(values))
-    return by, errors, float(quantile)
+    return (*np.transpose(_contrasts(values)), float(quantile))
 
 
 def _contrasts(groups: Sequence[Array]) -> list[tuple[Array, Array]]:

@@ -32,7 +32,7 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     found = [verdict for jobs in pairs if (verdict := _verdict(sweep, jobs))]
     yield from found
     if not found:
-        why = "no loss that both logged has fallen" if pairs else "no job with factor 1 has the micro-batch of another"
+        why = "no finished job with factor 1 has the micro-batch of another factor, and a loss that falls"
         yield Finding("verdict", f"Whether accumulating pays cannot be said: {why}.")
 
 
@@ -40,16 +40,16 @@ def _verdict(sweep: Comparison, jobs: list[JobResult]) -> Finding | None:
     found = {axis: contrast for axis in BUDGETS if (contrast := _contrast(sweep, jobs, axis))}
     if sweep.target is None or not found:
         return None
-    chosen = min(found.values(), key=lambda of: [*_HEADLINES].index(of["state"]))
+    axis, chosen = min(found.items(), key=lambda item: [*_HEADLINES].index(item[1]["state"]))
     state = "depends" if {"pays", "not"} <= {of["state"] for of in found.values()} else chosen["state"]
     decided = next((of for of in found.values() if of["state"] in ("pays", "not")), None)  # by time, if that is
     memory = {g: pooled(of, lambda job: job.last("perf/peak_memory_bytes")) for g, of in grouped(jobs, "group").items()}
     base, other = (memory[group] for group in chosen["groups"])
     ratio = other.mean / base.mean if base and other and base.mean else math.nan
-    scarce = "".join(BUDGETS[axis] for axis in found if found[axis] is chosen)
     text = f"{jobs[0].recipe}: " if jobs[0].recipe else ""
-    text += _HEADLINES[state].format(factor=chosen["factor"], scarce=scarce)
-    text += f": compared with factor 1 at equal memory (micro-batches of {jobs[0].micro}, peak ×{ratio:.2f}), "
+    text += _HEADLINES[state].format(factor=chosen["factor"], scarce=BUDGETS[axis])
+    peak = "" if math.isnan(ratio) else f", peak ×{ratio:.2f}"
+    text += f": compared with factor 1 at equal memory (micro-batches of {jobs[0].micro}{peak}), "
     text += " and ".join(_clause(of, BUDGETS[axis], sweep.target.metric) for axis, of in found.items())
     text += f" ({count(chosen['seeds'], 'seed')}, bootstrap).{shared(sweep)}"
     take = decided["groups"][decided["state"] == "pays"] if decided else None
@@ -62,8 +62,8 @@ def _clause(contrast: dict[str, Any], word: str, metric: str) -> str:
     known = f"95%: {number(abs(by) - half)} to {number(abs(by) + half)}" if half < math.inf else "chance unknown"
     few = f"; {count(contrast['more'], 'more seed')} of factors 1 and {factor} would tell"
     known += {"few": few, "same": ", within chance"}.get(contrast["state"], "")
-    text = f"at equal {word} {metric} with factor {factor} is {'lower' if by < 0 else 'higher'} by "
-    return f"{text}{number(abs(by))} ({known})"
+    text = f"at equal {word} {metric} with factor {factor}, the best above 1, is "
+    return f"{text}{'lower' if by < 0 else 'higher'} by {number(abs(by))} ({known})"
 
 
 def _contrast(sweep: Comparison, jobs: list[JobResult], axis: str) -> dict[str, Any] | None:
@@ -73,6 +73,7 @@ def _contrast(sweep: Comparison, jobs: list[JobResult], axis: str) -> dict[str, 
     """
     curves = [(job, sweep.smooth(job, sweep.target.metric)) for job in jobs] if sweep.target else []
     along = [(job, job.along(axis, curve.steps), curve.values) for job, curve in curves if curve is not None]
+    along = [(job, x[known], y[known]) for job, x, y in along if (known := np.isfinite(x)).any()]
     budget = min((x[-1] for _, x, _ in along), default=math.nan)
     losses: dict[int, dict[str, list[float]]] = {}
     for job, x, y in along:

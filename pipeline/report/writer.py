@@ -166,9 +166,8 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
     for family, figures in largest.items():
         if figures["open"]:
             beyond = 2 * figures["largest"]
-            text = f"Try an effective batch of {beyond}{' with ' + family if family else ''}: none was too large yet"
-            unpaid = any(of["state"] == "not" for of in verdicts.values())
-            text += " for more devices; here it does not pay." if unpaid else "."
+            by = f" with {family}" if family else ""
+            text = f"Try an effective batch of {beyond}{by} on more devices: none was too large yet."
             yield Finding("next", text, {"batch": beyond, "family": family})
     seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
     if seeds == 1:

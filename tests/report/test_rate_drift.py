@@ -49,14 +49,17 @@ def test_a_known_drift_is_found(drift):
 
 
 def test_the_interval_has_the_drift_in_nearly_all_sweeps_and_not_another():
-    covered, excluded = 0, 0
+    covered, excluded, drifts, widths = 0, 0, [], []
     for number in range(60):
         figures = drift_of(sweep_of({"": 0.5}, noise=0.01, rng_seed=number))
         low, high = figures["interval"]
         covered += low <= 0.5 <= high
         excluded += not low <= 0.0 <= high
+        drifts.append(figures["drift"])
+        widths.append(high - low)
     assert covered >= 0.88 * 60
     assert excluded >= 0.95 * 60
+    assert np.median(widths) == pytest.approx(2 * 1.96 * np.std(drifts), rel=0.3)
 
 
 def test_a_best_rate_at_an_edge_claims_no_drift():
@@ -73,6 +76,14 @@ def test_a_rate_that_diverged_is_no_neighbor():
         if job.batch == 256 and job.setting("rate") > 2**-6.5:
             job.curves["val/loss"].values[-1] = math.inf
     assert drift_of(sweep)["edges"] == {256: "largest"}
+
+
+def test_a_seed_that_diverged_does_not_count():
+    sweep = sweep_of({"": 0.0})
+    for job in sweep.jobs:
+        if job.name.endswith("seed=1") and job.setting("rate") > 2**-6.5:
+            job.curves["val/loss"].values[-1] = math.inf
+    assert drift_of(sweep)["drift"] == pytest.approx(0, abs=1e-9)
 
 
 def test_one_seed_has_no_interval_and_two_batches_with_three_rates_are_needed():
