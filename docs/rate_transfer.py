@@ -1,7 +1,7 @@
 """python -m docs.rate_transfer [STORE SWEEP] — writes docs/rate_transfer.png: the loss by rate for each scaling rule.
 
 It draws the plots of a report again, side by side. Without arguments it first runs `pipeline sweep rate_transfer`:
-this takes about a quarter of an hour on two CPU cores.
+this takes about eleven minutes on two CPU cores.
 """
 
 from __future__ import annotations

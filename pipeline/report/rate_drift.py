@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.report.comparison import Comparison
 from pipeline.report.findings import Finding
 from pipeline.report.job_results import grouped
-from pipeline.report.statistics import Array, count, joined, number
+from pipeline.report.statistics import Array, count, joined
 
 DRAWS = 4000  # of the bootstrap
 Losses = dict[int, dict[float, Array]]  # by batch and log2 of the rate: the final losses of the seeds, all finite
@@ -23,7 +23,9 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     if len(drifts) > 1:
         drifts.sort(key=lambda of: abs(of["drift"]))
         still = [of["recipe"] for of in drifts if of["interval"][0] <= 0 <= of["interval"][1]]
-        text = f"The best rate moves least with {drifts[0]['recipe']}: in octaves per doubling of the batch, "
+        apart = max(map(abs, drifts[0]["interval"])) < min(map(abs, drifts[1]["interval"]))
+        text = f"The best rate moves least with {drifts[0]['recipe']}"
+        text += f"{'' if apart else ', though not by more than chance may do'}: in octaves per doubling of the batch, "
         text += joined([f"{of['drift']:+.2f} with {of['recipe']}" for of in drifts])
         text += f". Within the seeds it stays where it is with {joined(still) or 'none of them'}."
         yield Finding("rate_drift", text, {"order": [of["recipe"] for of in drifts], "still": still})
@@ -44,12 +46,12 @@ def _drift(recipe: str, losses: Losses, plot: str) -> Finding:
     x = np.log2([*best])
     slopes = (x - x.mean()) @ np.stack([*best.values()]) / ((x - x.mean()) ** 2).sum()
     figures["drift"], known = float(slopes[0]), "one seed"
-    rates = [f"{number(rate)} at {batch}" for batch, rate in figures["rates"].items()]
+    rates = [f"{rate:.2g} at {batch}" for batch, rate in figures["rates"].items()]
     if len(slopes) > 1:
         ends, *of_rates = (np.quantile(of[1:], (0.025, 0.975)) for of in (slopes, *best.values()))
         figures["interval"], seeds = ends.tolist(), min(of.size for at in losses.values() for of in at.values())
         known = f"95%: {ends[0]:+.2f} to {ends[1]:+.2f}, bootstrap over {count(seeds, 'seed')}"
-        rates = [f"{rate} ({' to '.join(map(number, 2**of))})" for rate, of in zip(rates, of_rates, strict=True)]
+        rates = [f"{rate} ({2 ** of[0]:.2g} to {2 ** of[1]:.2g})" for rate, of in zip(rates, of_rates, strict=True)]
     text += f"The best rate moves by {slopes[0]:+.2f} octaves per doubling of the batch ({known}): {joined(rates)}."
     return Finding("rate_drift", text, figures, plot)
 

@@ -101,6 +101,9 @@ def test_the_rule_that_keeps_the_best_rate_still():
     assert last.figures["order"][0] == "scaling=sqrt"
     assert last.figures["still"] == ["scaling=sqrt"]
     assert "moves least with scaling=sqrt: in octaves per doubling of the batch, " in last.text
+    *_, last = rate_drift.findings(sweep_of({"scaling=none": 0.24, "scaling=sqrt": -0.26}, noise=0.01))
+    assert last.figures["still"] == []
+    assert "though not by more than chance may do: in octaves" in last.text
 
 
 def test_a_plot_for_each_rule_with_a_curve_for_each_batch_and_the_best_rates():
