@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from mlflow.entities import Metric, Param, RunTag
 
+from pipeline.report.comparison import Comparison
+from pipeline.report.job_results import Curve, JobResult
 from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.store import Store
 from tests import shared
@@ -93,6 +95,34 @@ class Made:
 
     def tag(self, run: str, **tags: str) -> None:
         self.client.log_batch(run, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def job(
+    name: str,
+    ends: float,
+    *,
+    factor: int = 1,
+    batch: int = 8,
+    seconds: float = 0.01,
+    epochs: int = 6,
+    start: float = 5.0,
+) -> JobResult:
+    """Return a finished job without a store, whose val/loss falls straight from `start` to `ends`.
+
+    It sees 1024 examples an epoch, and takes `seconds` for eight of them.
+    """
+    steps = 1024 // batch * np.arange(1, epochs + 1)
+    losses = start + (ends - start) * np.arange(1, epochs + 1) / epochs
+    curves = {"train/loss": losses, "val/loss": losses, "train/examples_seen": batch * steps.astype(float)}
+    curves["perf/update_seconds"] = np.full(epochs, seconds * batch / 8)
+    curves["perf/peak_memory_bytes"] = np.full(epochs, (100 + factor) * 2.0**20)
+    made = {key: Curve(steps, values) for key, values in curves.items()}
+    return JobResult(name, name, "FINISHED", curves=made, factor=factor, batch=batch, micro=batch // factor)
+
+
+def swept(jobs: list[JobResult]) -> Comparison:
+    """Return a finished sweep of `jobs`, without a store."""
+    return Comparison("sqlite:///none.db", "0" * 32, "made", "FINISHED", [], jobs)
 
 
 def store(folder: Path) -> Store:

@@ -216,10 +216,11 @@ def time_to_target(sweep: Comparison) -> Finding:
     words, ranked = _ranked(times, 1, statistics.seconds, "gets there first, after", "last, after")
     figures |= {**ranked, "seconds": times[ranked["best"]].mean}
     text += f". {words if len(times) > 1 else f'It is reached after {words}'}"
-    return Finding("time_to_target", text + _shared(sweep), figures, "time_to_target")
+    return Finding("time_to_target", text + shared(sweep), figures, "time_to_target")
 
 
-def _shared(sweep: Comparison) -> str:
+def shared(sweep: Comparison) -> str:
+    """Return a caveat about seconds if jobs ran at the same time, else an empty text."""
     if sweep.at_once < 2:
         return ""
     return f" Up to {sweep.at_once} jobs ran at the same time: where they shared a device, their seconds say less."
@@ -248,4 +249,4 @@ def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
                 parts.append(f"{words} {both} (×{high.mean / low.mean:.2f})")
                 figures[name] = (low.mean, high.mean)
         text = f"{family + ': f' if family else 'F'}rom factor {factors[0]} to {factors[-1]}, {'; '.join(parts)}."
-        yield Finding("cost", text + _shared(sweep), figures, "update_seconds")
+        yield Finding("cost", text + shared(sweep), figures, "update_seconds")

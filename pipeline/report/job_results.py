@@ -62,6 +62,12 @@ class JobResult:
         """Return the name without seed and batch sizes; jobs of one family show the effect of factor and batch."""
         return self._without({"seed", *SIZES})
 
+    @property
+    def recipe(self) -> str:
+        """Return the name without seed, batch sizes and learning rate, as each batch may have its own best rate."""
+        rate = {"rate"} if isinstance(self.setting("rate"), float) else set[str]()  # `scaling.rate` is a word
+        return self._without({"seed", *SIZES} | rate)
+
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
         """Return the keys and values in the name, such as `rate` and `0.1`."""

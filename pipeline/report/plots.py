@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.report import rate_drift
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import partings
@@ -39,7 +40,8 @@ def draw(sweep: Comparison) -> list[Plot]:
             plots.append(_by(sweep, key, final, RESULT, f"final_by_{key}", f"Final {quality}", note, quality))
     rate = "The rate that each update used; groups that share a schedule lie on one line."
     plots.append(_curve(sweep, "train/learning_rate", "updates", RESULT, rate))
-    plots += [*_to_target(sweep), *_costs(sweep), _noise_by_batch(sweep)]
+    by_rate = [_loss_by_rate(sweep, f.figures, f.plot) for f in rate_drift.findings(sweep) if f.plot]
+    plots += [*_to_target(sweep), *_costs(sweep), *by_rate, _noise_by_batch(sweep)]
     noise = "In examples, smoothed by the run. It grows while the loss falls: later training bears larger batches."
     plots.append(_curve(sweep, NOISE, "examples", "Noise scale", noise))
     return [plot for plot in plots if any(drawn["x"] for drawn in plot.data)]
@@ -150,6 +152,17 @@ def _costs(sweep: Comparison) -> list[Plot]:
         plot(lambda job: job.typical(speed), name="speed", title="Examples per second", note=median, unit="examples/s"),
         plot(lambda job: job.last(memory) / 2**20, name="peak_memory", title="Peak memory", note=peak, unit="MiB"),
     ]
+
+
+def _loss_by_rate(sweep: Comparison, drift: dict[str, Any], name: str) -> Plot:
+    """Plot the final loss by rate, a curve for each batch, and the best rates of a finding of `rate_drift`."""
+    loss, note = rate_drift.loss_of(sweep), f"{BARS}. A best rate is the vertex of a parabola through three losses."
+    jobs = sorted((job for job in sweep.jobs if job.recipe == drift["recipe"]), key=lambda job: job.batch or 0)
+    final, title = _finished(partial(sweep.final, metric=loss)), f"{drift['recipe'] or 'Final'} {loss}"
+    plot = _by(replace(sweep, jobs=jobs), "rate", final, "Best rate by batch", name, title, note, loss)
+    inner = [batch for batch in drift["rates"] if batch not in drift["edges"]]
+    rates, lowest = ([drift[key][batch] for batch in inner] for key in ("rates", "losses"))
+    return replace(plot, data=[*plot.data, trace("best rate", rates, lowest, 7, "lines+markers")])
 
 
 def _noise_by_batch(sweep: Comparison) -> Plot:

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.common.errors import ConfigError, Parser, printable, say
 from pipeline.config import compose
-from pipeline.report import branches, comparison, critical_batch, findings, plots
+from pipeline.report import branches, comparison, critical_batch, findings, plots, rate_drift, verdict
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import Finding, Parting, partings
@@ -36,6 +36,8 @@ _TOPICS = {
     "critical": "Critical batch",
     "schedule": "Schedule",
     "noise_scale": "Gradient noise scale",
+    "rate_drift": "Best rate by batch",
+    "verdict": "Does accumulating pay?",
     "next": "Next",
 }
 _MEASURED = ("train/loss", "train/learning_rate", "train/examples_seen", "perf/update_seconds", NOISE)
@@ -131,6 +133,7 @@ def summarize(sweep: Comparison) -> list[Finding]:
     ]
     for family, jobs in grouped(sweep.jobs, "family").items():
         found += [f for f in critical_batch.findings(family, jobs, sweep.target) if f not in found]
+    found += [*rate_drift.findings(sweep), *verdict.findings(sweep)]
     return [*found, *_next(sweep, found, pairs)]
 
 
@@ -142,6 +145,7 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
         text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
         yield Finding("next", text + again_command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
+    verdicts = {(of["recipe"], of["micro"]): of for f in found if f.topic == "verdict" and (of := f.figures)}
     best = timed.get("best")
     final = next(finding.figures for finding in found if finding.topic == "final")
     ends = final.get("best")
@@ -151,10 +155,14 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
         text = f"Take {sweep.best}: the lowest loss of the search." + (said if ends not in (None, sweep.best) else "")
         yield Finding("next", text, {"recommended": sweep.best})
     elif best and len(timed["groups"]) > 1:
+        first, taken = best, sweep.groups[best][0]
+        best = verdicts.get((taken.recipe, taken.micro), {}).get("take") or first
         taken = sweep.groups[best][0]
         pays = largest.get(taken.family, {}).get("largest")
         text = f"On this machine take {best}: it reached the target first"
         text += "." if timed["told_apart"] else ", though not by more than chance may do."
+        if best != first:
+            text = f"On this machine take {best}, by whether accumulating pays; {first} reached the target first."
         text += said if ends not in (None, best) else ""
         if pays and pays > (taken.batch or 0):
             text += f" With more devices, an effective batch of up to {pays} still pays."
@@ -162,7 +170,8 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
     for family, figures in largest.items():
         if figures["open"]:
             beyond = 2 * figures["largest"]
-            text = f"Try an effective batch of {beyond}{' with ' + family if family else ''}: none was too large yet."
+            by = f" with {family}" if family else ""
+            text = f"Try an effective batch of {beyond}{by} on more devices: none was too large yet."
             yield Finding("next", text, {"batch": beyond, "family": family})
     seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
     if seeds == 1:

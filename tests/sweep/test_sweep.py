@@ -399,11 +399,13 @@ class Planned(LocalLauncher):
         return [completed_with(1.0) for _ in jobs]
 """
 NAMES = {
+    "does_it_pay": ["scaling=none factor=1 seed=0 batch=8", "scaling=sqrt factor=16 seed=2 batch=128"],
     "factor_at_fixed_effective_batch": ["factor=1", "factor=16"],
     "factor_at_fixed_micro_batch": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
     "factor_with_linear_scaling": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
     "factor_with_sqrt_scaling": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
     "optimizer_by_factor": ["optimizer=momentum factor=1 batch=16", "optimizer=lion factor=16 batch=256"],
+    "rate_transfer": ["scaling=none batch=16 rate=0.001 seed=0", "scaling=sqrt batch=256 rate=0.032 seed=1"],
     "seeds": ["seed=0", "seed=4"],
 }
 

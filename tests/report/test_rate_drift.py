@@ -1,0 +1,117 @@
+"""How far the best rate moves with the batch, on losses whose best rate is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from plotly import graph_objects
+
+from pipeline.report import plots, rate_drift
+from pipeline.report.comparison import Comparison
+from tests import synthetic
+
+RATES, BATCHES = [2.0**exponent for exponent in range(-9, -2)], (16, 64, 256)
+
+
+def sweep_of(drifts: dict[str, float], seeds: int = 3, noise: float = 0.0, rng_seed: int = 0) -> Comparison:
+    """Return a sweep in which the best rate is 2^-6.3 at a batch of 64, and moves by the drift of each recipe."""
+    rng, jobs = np.random.default_rng(rng_seed), []
+    for recipe, drift in drifts.items():
+        for batch in BATCHES:
+            for rate in RATES:
+                loss = 2 + 0.05 * (math.log2(rate) + 6.3 - drift * math.log2(batch / 64)) ** 2
+                for seed in range(seeds):
+                    name = f"{recipe} batch={batch} rate={rate} seed={seed}".strip()
+                    jobs.append(synthetic.job(name, loss + noise * rng.standard_normal(), batch=batch))
+    return synthetic.swept(jobs)
+
+
+def drift_of(sweep: Comparison) -> dict:
+    return next(iter(rate_drift.findings(sweep))).figures
+
+
+def test_the_vertex_by_hand():
+    rates = np.array([-8.0, -7, -5, -4])  # uneven steps
+    losses = np.stack([(rates - at) ** 2 for at in (-5.3, -6.6, -9, -3)])
+    assert rate_drift.vertex(rates, losses).tolist() == pytest.approx([-5.3, -6.6, -8, -4])
+    assert rate_drift.vertex(rates, np.array([[3.0, 1, 1, 3], [2, 1, 1, 1]])).tolist() == pytest.approx(
+        [-6, -6.0], abs=0.4
+    )
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5, -0.5])
+def test_a_known_drift_is_found(drift):
+    figures = drift_of(sweep_of({"": drift}))
+    assert figures["drift"] == pytest.approx(drift, abs=1e-9)
+    assert figures["rates"] == pytest.approx({b: 2 ** (-6.3 + drift * math.log2(b / 64)) for b in BATCHES})
+
+
+def test_the_interval_has_the_drift_in_nearly_all_sweeps_and_not_another():
+    covered, excluded, drifts, widths = 0, 0, [], []
+    for number in range(60):
+        figures = drift_of(sweep_of({"": 0.5}, noise=0.01, rng_seed=number))
+        low, high = figures["interval"]
+        covered += low <= 0.5 <= high
+        excluded += not low <= 0.0 <= high
+        drifts.append(figures["drift"])
+        widths.append(high - low)
+    assert covered >= 0.88 * 60
+    assert excluded >= 0.95 * 60
+    assert np.median(widths) == pytest.approx(2 * 1.96 * np.std(drifts), rel=0.3)
+
+
+def test_a_best_rate_at_an_edge_claims_no_drift():
+    finding = next(iter(rate_drift.findings(sweep_of({"": 1.5}))))
+    assert (finding.figures["drift"], finding.figures["edges"]) == (None, {16: "smallest", 256: "largest"})
+    assert (
+        "No drift of the best rate is claimed: the smallest rate tried is the best at 16, the largest" in finding.text
+    )
+
+
+def test_a_rate_that_diverged_is_no_neighbor():
+    sweep = sweep_of({"": 0.0})
+    for job in sweep.jobs:
+        if job.batch == 256 and job.setting("rate") > 2**-6.5:
+            job.curves["val/loss"].values[-1] = math.inf
+    assert drift_of(sweep)["edges"] == {256: "largest"}
+
+
+def test_a_seed_that_diverged_does_not_count():
+    sweep = sweep_of({"": 0.0})
+    for job in sweep.jobs:
+        if job.name.endswith("seed=1") and job.setting("rate") > 2**-6.5:
+            job.curves["val/loss"].values[-1] = math.inf
+    assert drift_of(sweep)["drift"] == pytest.approx(0, abs=1e-9)
+
+
+def test_one_seed_has_no_interval_and_two_batches_with_three_rates_are_needed():
+    finding = next(iter(rate_drift.findings(sweep_of({"": 0.5}, seeds=1))))
+    assert finding.figures["interval"] is None
+    assert "+0.50 octaves per doubling of the batch (one seed): 0.00" in finding.text
+    sweep = sweep_of({"": 0.5})
+    assert not list(rate_drift.findings(synthetic.swept([job for job in sweep.jobs if job.batch == 16])))
+    assert not list(rate_drift.findings(synthetic.swept([job for job in sweep.jobs if job.setting("rate") < 2**-7.5])))
+
+
+def test_the_rule_that_keeps_the_best_rate_still():
+    drifts = {"scaling=none": 0.5, "scaling=sqrt": 0.0, "scaling=linear": -0.5}
+    *_, last = rate_drift.findings(sweep_of(drifts, noise=0.005))
+    assert last.figures["order"][0] == "scaling=sqrt"
+    assert last.figures["still"] == ["scaling=sqrt"]
+    assert "moves least with scaling=sqrt: in octaves per doubling of the batch, " in last.text
+    *_, last = rate_drift.findings(sweep_of({"scaling=none": 0.24, "scaling=sqrt": -0.26}, noise=0.01))
+    assert last.figures["still"] == []
+    assert "though not by more than chance may do: in octaves" in last.text
+
+
+def test_a_plot_for_each_rule_with_a_curve_for_each_batch_and_the_best_rates():
+    drawn = [p for p in plots.draw(sweep_of({"scaling=none": 0.5, "scaling=sqrt": 0.0})) if "loss_by_rate" in p.key]
+    assert [plot.title for plot in drawn] == ["scaling=none val/loss by rate", "scaling=sqrt val/loss by rate"]
+    for plot in drawn:
+        graph_objects.Figure(plot.data, plot.layout)  # refuses what it does not know
+    *curves, best = drawn[0].data
+    assert [curve["x"] for curve in curves] == [pytest.approx(RATES)] * 3
+    assert [curve["name"] for curve in curves] == [f"scaling=none batch={batch}" for batch in BATCHES]
+    assert best["x"] == pytest.approx([2**-7.3, 2**-6.3, 2**-5.3])
