@@ -11,7 +11,6 @@ from pipeline.report.findings import Finding
 from pipeline.report.job_results import grouped
 from pipeline.report.statistics import Array, count, joined
 
-DRAWS = 4000  # of the bootstrap
 Losses = dict[int, dict[float, Array]]  # by batch and log2 of the rate: the final losses of the seeds, all finite
 
 
@@ -41,8 +40,7 @@ def _drift(recipe: str, losses: Losses, plot: str) -> Finding:
     text = f"{recipe}: " if recipe else ""
     if edges:
         at = joined([f"the {edge} rate tried is the best at {batch}" for batch, edge in edges.items()])
-        text += f"No drift of the best rate is claimed: {at}, so it may lie beyond."
-        return Finding("rate_drift", text, figures, plot)
+        return Finding("rate_drift", f"{text}No drift of the best rate is claimed: {at}.", figures, plot)
     x = np.log2([*best])
     slopes = (x - x.mean()) @ np.stack([*best.values()]) / ((x - x.mean()) ** 2).sum()
     figures["drift"], known = float(slopes[0]), "one seed"
@@ -73,7 +71,7 @@ def _losses(sweep: Comparison) -> dict[str, Losses]:
     return {recipe: at for recipe, at in enough.items() if len(at) > 1}
 
 
-def _fitted(losses: Losses) -> dict[int, Array]:
+def _fitted(losses: Losses, draws: int = 4000) -> dict[int, Array]:
     """Return log2 of the best rate of each batch: as measured, then for losses drawn with a fixed seed.
 
     They are drawn from the deviations of seeds from their mean, pooled, as a rate has few seeds, but only near the
@@ -84,7 +82,7 @@ def _fitted(losses: Losses) -> dict[int, Array]:
     pool = [(of - of.mean()) * math.sqrt(of.size / (of.size - 1)) for of in near if of.size > 1]
     rng, found = np.random.default_rng(0), {}
     for batch, at in losses.items():
-        noise = [rng.choice(np.concatenate(pool), (DRAWS, of.size)).mean(axis=1) for of in at.values() if pool]
+        noise = [rng.choice(np.concatenate(pool), (draws, of.size)).mean(axis=1) for of in at.values() if pool]
         rows = np.vstack([means[batch], *(means[batch] + np.transpose(noise) if pool else [])])
         found[batch] = vertex(np.array([*at]), rows)
     return found
