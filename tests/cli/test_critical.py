@@ -54,7 +54,7 @@ def test_branches_of_a_checkpoint_are_killed_and_continued(folder):
         assert len(rows[name]["val/loss"]) == 1
     assert rows["batch=64"]["train/loss"][21] != before["train/loss"][21]
     assert "Critical batch: " in done.stdout
-    assert "{start:{updates:20},effective_batch_size:" in done.stdout
+    assert "Schedule: " in done.stdout
     refused = pipeline("critical", "run@40", "--again", parent.info.run_id, cwd=folder, status=2)
     assert "--again must be a sweep of the same branches" in refused.stderr
 
