@@ -92,7 +92,9 @@ def of(sweep: Comparison) -> Measured | None:
         known = {job.batch or 0: [job.curves[key].values for key in _KEYS] for job in jobs if _KEYS[1] in job.curves}
         over = {job.batch for job in jobs if job.finished or np.isnan(job.last(_KEYS[1]))}  # or it diverged
         seeds.append({batch: (sizes, losses) for batch, (sizes, losses) in known.items() if batch in over})
-    return measure(seeds)
+    missing = {job.batch or 0 for job in sweep.jobs if any(job.batch not in branches for branches in seeds)}
+    below = min(missing, default=np.inf)  # what is larger cannot be judged without it
+    return measure([{size: found for size, found in branches.items() if size < below} for branches in seeds])
 
 
 def findings(sweep: Comparison) -> Iterable[Finding]:
