@@ -5,6 +5,7 @@ the run's config ─► one stage more, from UPDATE on ─► a sweep over its e
 
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,9 @@ def critical(arguments: Sequence[str]) -> int:
     given = [f"start.run={quoted(f'{source}@{start.update}')}", f"training.examples={seen + examples}"]
     given.append(f"accumulation.schedule.{len(stages) - 1}.effective_batch_size={','.join(map(str, sizes))}")
     command = ["critical", options.run, f"--examples={examples}"]
-    with tempfile.TemporaryDirectory(dir=source, prefix=".critical-") as folder:  # jobs on other machines find it too
+    # Jobs on other machines find it too. A `TemporaryDirectory` would be removed by a forked process that ends.
+    folder = tempfile.mkdtemp(dir=source, prefix=".critical-")
+    try:
         file = compose.recorded_file(_branch(config, past, start, stages), Path(folder), CRITICAL)
         if options.again is not None:
             own = compose.composed([*file, *(text for text in overrides if text.startswith(("tracking.", "trust.")))])
@@ -70,6 +73,8 @@ def critical(arguments: Sequence[str]) -> int:
         return train_composed(
             ["-m", *file, *given, *overrides], lambda run_id: [*command, "--again", run_id, *overrides]
         )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _stages(past: Past, start: Checkpoint) -> tuple[list[list[int]], int]:

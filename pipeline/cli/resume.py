@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -41,7 +40,7 @@ def resume(arguments: Sequence[str]) -> int:
     return 0
 
 
-def complete(config: dict[str, Any], past: Past, named: set[str]) -> None:
+def complete(config: dict, past: Past, named: set[str]) -> None:
     """Set the run's store in its config; raise a `ConfigError` for a secret that is not among the overrides."""
     if secrets.HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
         config["tracking"] = {**config["tracking"], "uri": past.start["store"]}

@@ -42,8 +42,8 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
     where that update begins, by the branch's slope, of weights that decay exponentially. Divergence ends the row.
 
     The interval is a parametric bootstrap (Efron and Tibshirani 1993, section 6.5) of the losses: of errors of the
-    examples, which the branches share, of the variance that successive losses show (von Neumann 1941), and of the
-    spread over seeds. With one seed the chance of a trajectory is missing, and it is too narrow.
+    examples, which the branches share, of the variance that successive losses of the smallest batch show (von Neumann
+    1941), and of the spread over seeds. With one seed the chance of a trajectory is missing, and it is too narrow.
     """
     batches = sorted(set.intersection(*(set(branches) for branches in seeds))) if seeds else []
     finite = [all(np.isfinite(branches[batch][1]).all() for branches in seeds) for batch in batches]
@@ -64,7 +64,7 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
 def _read(branches: Mapping[int, Branch], batches: Sequence[int]) -> tuple[Array, Array]:
     """Return the losses of the branches, read as `measure` says, and the covariance of their errors."""
     end, largest = int(min(branches[batch][0].sum() for batch in batches)), max(batches)
-    found, shares, squares = list[float](), list[Array](), list[Array]()
+    found, shares = list[float](), list[Array]()
     for sizes, losses in (branches[batch] for batch in batches):
         until = np.minimum(np.cumsum(sizes), end)
         begin = np.append(0.0, until[:-1])
@@ -75,9 +75,10 @@ def _read(branches: Mapping[int, Branch], batches: Sequence[int]) -> tuple[Array
             weights = weights + (end - largest - weights @ begin) * recent * distance / square
         found.append(weights @ losses)
         shares.append(np.repeat(weights / sizes, sizes.astype(int))[:end])
-        squares.append(np.diff(losses) ** 2 / (1 / sizes[1:] + 1 / sizes[:-1]))  # half of one: an example's variance
     by_example = np.array(shares)
-    return np.array(found), float(np.concatenate(squares).mean()) * by_example @ by_example.T
+    sizes, losses = branches[batches[0]]  # the most updates, between which the loss falls the least
+    variance = np.mean(np.diff(losses) ** 2 / (1 / sizes[1:] + 1 / sizes[:-1]))  # of an example's loss
+    return np.array(found), variance * by_example @ by_example.T
 
 
 def _last(losses: Array) -> int:
@@ -92,7 +93,9 @@ def of(sweep: Comparison) -> Measured | None:
         known = {job.batch or 0: [job.curves[key].values for key in _KEYS] for job in jobs if _KEYS[1] in job.curves}
         over = {job.batch for job in jobs if job.finished or np.isnan(job.last(_KEYS[1]))}  # or it diverged
         seeds.append({batch: (sizes, losses) for batch, (sizes, losses) in known.items() if batch in over})
-    return measure(seeds)
+    missing = {job.batch or 0 for job in sweep.jobs if any(job.batch not in branches for branches in seeds)}
+    below = min(missing, default=np.inf)  # what is larger cannot be judged without it
+    return measure([{size: found for size, found in branches.items() if size < below} for branches in seeds])
 
 
 def findings(sweep: Comparison) -> Iterable[Finding]:

@@ -49,12 +49,12 @@ def test_branches_of_a_checkpoint_are_killed_and_continued(folder):
     for k, name in ((1, "batch=32"), (2, "batch=64"), (4, "batch=128")):
         seen = rows[name]["train/examples_seen"]
         assert list(seen.values()) == [640 + 32 * k * n for n in range(1, 12 // k + 1)]
-        rates = set(rows[name]["train/learning_rate"].values())
-        assert rates == {pytest.approx(before["train/learning_rate"][20] * k**0.5)}
+        (rate,) = set(rows[name]["train/learning_rate"].values())
+        assert rate == pytest.approx(before["train/learning_rate"][20] * k**0.5)
         assert len(rows[name]["val/loss"]) == 1
     assert rows["batch=64"]["train/loss"][21] != before["train/loss"][21]
     assert "Critical batch: " in done.stdout
-    assert "{start:{updates:20},effective_batch_size:" in done.stdout
+    assert "Schedule: " in done.stdout
     refused = pipeline("critical", "run@40", "--again", parent.info.run_id, cwd=folder, status=2)
     assert "--again must be a sweep of the same branches" in refused.stderr
 
