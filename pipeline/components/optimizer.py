@@ -26,7 +26,7 @@ _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps":
 def build(spec: RunSpec, updates: int, plan: Plan | None = None) -> tuple[keras.optimizers.Optimizer, str]:
     """Return the optimizer of a run of so many `updates`, and a line that says what `scaling` changed, if anything.
 
-    With a `plan` that has stages the learning rate follows them.
+    The learning rate follows the stages of a `plan`.
 
     Raises:
         ConfigError: a target or an argument is wrong.

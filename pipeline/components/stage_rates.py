@@ -45,10 +45,7 @@ def horizon(spec: RunSpec, examples: int, plan: Plan | None = None) -> int:
 
 
 def rates(spec: RunSpec, plan: Plan, schedule: Any, updates: int) -> tuple[Any, list[str]]:
-    """Return the schedule, over so many `updates` of its clock, as the stages change it; and what they do, in words.
-
-    The factor of `scaling.rule` for the first stage is left out.
-    """
+    """Return the schedule, over `updates` of its clock, by the stages relative to the first one; and that in words."""
     scale, asked, sizes = spec.config.scaling, spec.config.accumulation, [stage.size for stage in plan.all_stages]
     scaled, by_root = [scaling.rate_factor(scale, size) for size in sizes], asked.schedule == SEESAW
     factors = [factor / scaled[0] if asked.scale_rate else 1.0 for factor in scaled]
@@ -64,11 +61,7 @@ def rates(spec: RunSpec, plan: Plan, schedule: Any, updates: int) -> tuple[Any, 
 
 
 def falling(schedule: Any, updates: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return places of a schedule from its peak on, in `updates`, and the rates there; all but the peak lie on `GRID`.
-
-    Raises:
-        ConfigError: it does not fall to half of its peak, or rises again.
-    """
+    """Return places of a schedule from its peak on, in `updates`, and the rates there; refuse one that rises again."""
     rate = lambda step: tf.cast(schedule(step) if callable(schedule) else schedule, tf.float64)  # noqa: E731
     signature = [tf.TensorSpec([None], tf.int64)]
     at = tf.function(lambda x: tf.map_fn(rate, x, fn_output_signature=tf.float64), signature, autograph=False)

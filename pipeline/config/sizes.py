@@ -212,13 +212,9 @@ class Plan:
     def ends_epoch(self, update: int) -> bool:
         return self.stage(update).place(update)[1] == 0
 
-    @property
-    def tail(self) -> int:
-        """Return the examples in the last update of an epoch of the first stage."""
-        return (self.examples - 1) % self.batching.effective_batch_size + 1
-
     def __str__(self) -> str:
-        last = "" if self.tail == self.batching.effective_batch_size else f" (last one {self.tail})"
+        tail = self.examples % self.batching.effective_batch_size
+        last = f" (last one {tail})" if tail else ""
         per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
         later = [(after, self.batching.at(size)) for after, size in self.changes[1:] if after < self.updates]
         sizes = [f", {cut.effective_batch_size} (factor {cut.factor}) after update {after}" for after, cut in later]

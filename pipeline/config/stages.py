@@ -36,7 +36,6 @@ class Stage(NamedTuple):
 
     @property
     def in_epoch(self) -> int:
-        """Return its updates in an epoch."""
         return -(-(self.examples - self.first) // self.size)
 
     def place(self, done: int) -> tuple[int, int, int]:
@@ -110,9 +109,9 @@ def largest(accumulation: Mapping[str, Any], first: int) -> int:
 
 
 def resolved(config: Mapping[str, Any], unit: str, replicas: int, named: Container[str]) -> dict[str, Any]:
-    """Return the values by dotted key that a batch-size schedule sets; refuse what it cannot be combined with.
+    """Return the keys that a batch-size schedule sets; refuse what does not go with it.
 
-    `config` is plain, `unit` that of the horizon, and `named` are the keys of the command line.
+    The keys on the command line are `named`, `unit` is that of the horizon.
     """
     accumulation, clock = config["accumulation"], config["schedule"].get("clock")
     schedule, most, batched = accumulation["schedule"], accumulation["seesaw_max"], config["dataset"].get("batched")

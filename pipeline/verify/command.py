@@ -94,7 +94,8 @@ def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
 
     plan, found = parts.plan, list(parts.effective_batches().take(2))
     if engine.examples(tail := found[-1]) == engine.examples(found[0]):  # else it is one
-        tail = engine.shortened(tail, plan.tail)
+        size = plan.batching.effective_batch_size
+        tail = engine.shortened(tail, plan.examples % size or size)
     largest = max((stage for stage in plan.all_stages if stage.after < plan.updates), key=lambda stage: stage.size)
     show = [*(parts.effective_batches(largest.after).take(1) if largest.after else ()), found[0], tail]
     batches = parts.evaluation_batches()

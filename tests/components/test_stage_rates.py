@@ -109,7 +109,7 @@ def test_seesaw_on_a_cosine():
     # The last stage follows the cosine, times √8.
     seen = np.array([plan.examples_seen(update) for update in range(third, plan.updates)])
     cosine = 0.005 * (1 + np.cos(np.pi * (seen / 10 - 20) / 380))
-    assert rates[third:] == pytest.approx((math.sqrt(8) * cosine).tolist(), rel=1e-5)
+    assert rates[third:] == pytest.approx((math.sqrt(8) * cosine).tolist(), rel=1e-5, abs=1e-8)
     assert plan.examples_seen(plan.updates) == 4000
     assert plan.updates < 300  # in place of 400
 
