@@ -241,7 +241,9 @@ def of_batches(asked: Mapping[str, Any], scaled: bool, replicas: int, named: Con
         rule = f"must be null or a number with {BATCHED}=true: the largest batch is not known before"
         raise ConfigError(MICRO, rule, asked["micro_batch_size"])
     if asked["factor"] is None or asked["factor"] < 1:
-        raise ConfigError(FACTOR, f"must be at least 1 with {BATCHED}=true: that many batches are an update", asked["factor"])
+        raise ConfigError(
+            FACTOR, f"must be at least 1 with {BATCHED}=true: that many batches are an update", asked["factor"]
+        )
     return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
 
 
