@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update, drawn, keys_of, noisy_layers, trace_forward
+from pipeline.accumulation.same_noise import Key
 from tests.parameters import mostly_slow
 
 # As in test_update.py: 1e-15 an update, which 8 updates add up and these rates hardly amplify.
@@ -310,3 +311,13 @@ def test_operations_of_tensorflow_that_draw_are_named(kind):
     model = keras.Sequential([keras.Input((WIDTH,)), kind(name="legacy"), layers.Dense(1)])
     (name,) = trace_forward(model, np.ones((2, WIDTH)), same_noise=True).cut_dependent_noise
     assert "legacy" in name
+
+
+@pytest.mark.parametrize("seed", [[5, 0], [-1861752113, 1], [2**31 + 5, -7], [413654000, 2**33]])
+def test_keys_are_those_of_tensorflow_with_xla_too(seed):
+    """A layer's second call in a forward pass folds its seed into another one, which may be negative."""
+    given = tf.constant(seed, tf.int64)
+    expected = tf.raw_ops.StatelessRandomGetKeyCounter(seed=given)
+    for jit_compile in (False, True):
+        _, *found = tf.function(Key.of, jit_compile=jit_compile, autograph=False)(given)
+        assert [each.numpy().tolist() for each in found] == [each.numpy().tolist() for each in expected]
