@@ -41,8 +41,10 @@ class Key(NamedTuple):
     def of(cls, seed: tf.Tensor, calls: int = 0) -> Key:
         """Return the key of a seed, or another one for each of several calls of a layer in a forward pass."""
         with tf.device("CPU:0"):
-            seed = tf.random.experimental.stateless_fold_in(seed, calls) if calls else seed
-            # As StatelessRandomGetKeyCounter, whose XLA kernel takes a negative seed for another one.
+            if not calls:
+                return cls(seed, *tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed))
+            seed = tf.random.experimental.stateless_fold_in(seed, calls)
+            # As that operation, whose XLA kernel takes a negative seed for another one.
             by, seeds = tf.constant([_SCRAMBLE], tf.uint64), tf.bitcast(tf.cast(seed, tf.int64), tf.uint64)
             given = {"shape": [4], "key": by, "counter": seeds, "alg": _PHILOX}
             bits = tf.raw_ops.StatelessRandomUniformFullIntV2(**given, dtype=tf.uint32)
