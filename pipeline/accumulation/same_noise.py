@@ -27,6 +27,7 @@ from .keras_internals import calling, graph, keeps_call_of, layers_of
 Draw = Callable[[Sequence[Any]], tf.Tensor]  # a shape, whose sizes may be scalars → float32 in [0, 1)
 _BLOCK = 4  # 32-bit values in a block
 _PHILOX = 1  # its number in raw operations
+_SCRAMBLE = 0x02461E293EC8F720  # the key by which TensorFlow makes a key of a seed
 
 
 class Key(NamedTuple):
@@ -40,8 +41,15 @@ class Key(NamedTuple):
     def of(cls, seed: tf.Tensor, calls: int = 0) -> Key:
         """Return the key of a seed, or another one for each of several calls of a layer in a forward pass."""
         with tf.device("CPU:0"):
-            seed = tf.random.experimental.stateless_fold_in(seed, calls) if calls else seed
-            return cls(seed, *tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed))
+            if not calls:
+                return cls(seed, *tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed))
+            seed = tf.random.experimental.stateless_fold_in(seed, calls)
+            # As that operation, whose XLA kernel takes a negative seed for another one.
+            by, seeds = tf.constant([_SCRAMBLE], tf.uint64), tf.bitcast(tf.cast(seed, tf.int64), tf.uint64)
+            given = {"shape": [4], "key": by, "counter": seeds, "alg": _PHILOX}
+            bits = tf.raw_ops.StatelessRandomUniformFullIntV2(**given, dtype=tf.uint32)
+            key, counter = tf.unstack(tf.bitcast(tf.reshape(bits, [2, 2]), tf.uint64))
+            return cls(seed, key[None], tf.stack([tf.zeros((), tf.uint64), counter]))
 
 
 def noisy_layers(model: keras.Model, x: Any) -> list[keras.Layer]:

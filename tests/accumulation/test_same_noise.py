@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update, drawn, keys_of, noisy_layers, trace_forward
+from pipeline.accumulation.same_noise import Key
 from tests.parameters import mostly_slow
 
 # As in test_update.py: 1e-15 an update, which 8 updates add up and these rates hardly amplify.
@@ -310,3 +311,14 @@ def test_operations_of_tensorflow_that_draw_are_named(kind):
     model = keras.Sequential([keras.Input((WIDTH,)), kind(name="legacy"), layers.Dense(1)])
     (name,) = trace_forward(model, np.ones((2, WIDTH)), same_noise=True).cut_dependent_noise
     assert "legacy" in name
+
+
+@pytest.mark.parametrize("seed", [5, 906691060, 2**31 + 5])
+def test_the_key_of_a_second_call_is_that_of_tensorflow_with_xla_too(seed):
+    """It is made of the folded seed, which is negative for 5 and 2³¹ + 5."""
+    given = tf.constant([seed, 0], tf.int64)
+    folded = tf.random.experimental.stateless_fold_in(given, 1)
+    expected = tf.raw_ops.StatelessRandomGetKeyCounter(seed=folded)
+    for jit_compile in (False, True):
+        _, *found = tf.function(lambda: Key.of(given, 1), jit_compile=jit_compile, autograph=False)()
+        assert [each.numpy().tolist() for each in found] == [each.numpy().tolist() for each in expected]

@@ -178,7 +178,7 @@ def test_what_a_loader_raises_in_the_middle_is_shown():
     """Of a Python exception TensorFlow's own error begins with lines that say nothing."""
 
     def failing():
-        yield from itertools.islice(generator(), 4)
+        yield from itertools.islice(generator(), 2 * FACTOR)
         raise RuntimeError("page 7 is missing\nsecond line")
 
     loader = Loader(failing, "train")
