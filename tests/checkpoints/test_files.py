@@ -283,7 +283,7 @@ def test_the_cases_have_what_they_are_for(straight):
     assert set(kept) == {"stop", "reduce", "save", "history", "draw"}
     assert all([kept["stop"]["best_weights"], kept["history"]["history"], kept["draw"]["drawn"]])
     assert straight("callbacks").rows.updates[-1][1]["learning_rate"] < 0.05
-    assert straight("ema").state(7).values["recorder"]["noise"]["_weight"] > 0
+    assert straight("ema").state(7).values["recorder"]["noise"]["_variance"] != 0
 
 
 @pytest.mark.slow

@@ -474,5 +474,6 @@ def test_a_bad_entry_of_the_cache_counts_as_none(tmp_path, monkeypatch, entry):
         batching=SimpleNamespace(share=64),
         with_micro_batch=lambda size: size,
     )
+    spec.at_largest = lambda: spec
     disk_cache.remember(disk_cache.place("micro_batch_size", "{}"), entry)
     assert batch_size_search.search(spec).spec == 8
