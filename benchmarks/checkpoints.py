@@ -18,7 +18,7 @@ from benchmarks.figures import Figure
 from benchmarks.turns import Coroutine, alternate
 from pipeline.checkpoints.files import AUTO_SECONDS, Checkpoints
 from pipeline.checkpoints.snapshot import State
-from pipeline.config.sizes import Plan
+from pipeline.config.plan import Plan
 
 
 def measure(name: str, rounds: int, seconds: float) -> list[Figure]:

@@ -18,7 +18,8 @@ from benchmarks.turns import Coroutine, repeats
 from benchmarks.workloads import EPOCH, sizes
 from pipeline.accumulation import Update
 from pipeline.checkpoints.files import Checkpoints
-from pipeline.config.sizes import Batching, Plan
+from pipeline.config.plan import Plan
+from pipeline.config.sizes import Batching
 from pipeline.training.loop import Trainer
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.progress import Progress

@@ -11,7 +11,8 @@ from benchmarks.conformance import in_keras
 from benchmarks.conformance.cases import FACTOR, MICRO, Case, examples
 from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 from pipeline.accumulation import Update
-from pipeline.config.sizes import Batching, Plan
+from pipeline.config.plan import Plan
+from pipeline.config.sizes import Batching
 from pipeline.dataset import batches as batching
 from pipeline.dataset.splits import Data
 from pipeline.tracking.tracker import Tracker

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import ConfigError, described, first_line, say
 from pipeline.common.recorded import FormError, read
-from pipeline.config.sizes import Plan
+from pipeline.config.plan import Plan
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.snapshot import State

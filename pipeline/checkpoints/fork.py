@@ -11,9 +11,9 @@ from pipeline.checkpoints.files import BEST, Checkpoint
 from pipeline.checkpoints.run_dirs import find, recorded_config
 from pipeline.common.errors import ConfigError
 from pipeline.config.plain import leaves
+from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
-from pipeline.config.sizes import Plan
 from pipeline.config.stages import CLOCK, SCHEDULE, SEESAW, SEESAW_MAX
 from pipeline.tracking.journal_file import Past
 

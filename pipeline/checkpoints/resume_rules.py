@@ -16,9 +16,10 @@ from pipeline.common.errors import ConfigError, refused
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.config.plain import leaves, plain
+from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Config
-from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, Plan
+from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS
 from pipeline.config.stages import CLOCK, SCHEDULE
 from pipeline.tracking import provenance
 from pipeline.tracking.journal_file import DESCRIBED, NAME, Past, absolute, has_begun

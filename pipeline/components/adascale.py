@@ -25,8 +25,9 @@ from keras import ops
 
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError
+from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
-from pipeline.config.sizes import EFFECTIVE, FACTOR, MICRO, Plan
+from pipeline.config.sizes import EFFECTIVE, FACTOR, MICRO
 
 
 def check(spec: RunSpec) -> None:

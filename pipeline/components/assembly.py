@@ -18,9 +18,9 @@ from pipeline.components import adascale, added_losses, devices, model, objectiv
 from pipeline.components.devices import Devices
 from pipeline.components.objective import Objective
 from pipeline.config import sizes, stream_plan
+from pipeline.config.plan import Plan, plan_of
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
-from pipeline.config.sizes import Plan
 from pipeline.dataset import cache, load, tokens
 from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import Reader, effective_batches, evaluated, first_examples, of_stream, one_class, weigher
@@ -174,7 +174,7 @@ def assemble(
     if data.loaders:
         stream, spec, plan = _of_stream(spec, data)
     else:
-        plan = sizes.plan(cut, data.examples, spec.horizon, optimizer.stages(spec, data.examples))
+        plan = plan_of(cut, data.examples, spec.horizon, optimizer.stages(spec, data.examples))
     here = spec.config.hardware.replicas
     reader = None if workers is None else Reader(workers.index * here, here, cut.replicas)
     augment = node.get("augment")

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
 from pipeline.components import scaling
+from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
-from pipeline.config.sizes import Plan
 from pipeline.config.stages import CLOCK, SCHEDULE, SEESAW, Asked
 
 GRID = 2**14  # places at which a schedule is looked at; every update of a run of so many

@@ -1,19 +1,15 @@
-"""Sizes and horizons: effective = micro × factor × replicas; epochs and examples → updates.
+"""Sizes and horizons: effective = micro × factor × replicas.
 
 Sizes and horizons that the command line names outrank the defaults.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.stages import ALL, SCHEDULE, Asked, Slice, Stage
 from pipeline.config.stages import EFFECTIVE as EFFECTIVE
 
 FACTOR = "accumulation.factor"
@@ -22,12 +18,10 @@ REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
 SIZES = ("effective_batch_size", "factor", "micro_batch_size")
 SEARCHED = ("auto", "auto_fastest")  # a micro-batch size that is searched for on the machine
-HALVED = "micro_batch_size.halved"  # the tag, in prose, of a run whose micro-batches were halved
 BATCHED = "dataset.batched"
-CUTS = f"{HALVED}.json"  # the same as JSON: [[micro-batch size, last update], …], the last one without an end
 
 
-def _ceil(numerator: int, denominator: int) -> int:
+def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
@@ -43,11 +37,11 @@ class Batching:
     @property
     def share(self) -> int:
         """Examples of an effective batch that each replica gets: the largest micro-batch that there can be."""
-        return _ceil(self.effective_batch_size, self.replicas)
+        return ceil_div(self.effective_batch_size, self.replicas)
 
     def of(self, micro_batch_size: int) -> Batching:
         """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
-        return replace(self, micro_batch_size=micro_batch_size, factor=_ceil(self.share, micro_batch_size))
+        return replace(self, micro_batch_size=micro_batch_size, factor=ceil_div(self.share, micro_batch_size))
 
     def at(self, effective_batch_size: int) -> Batching:
         """Return how an effective batch of another size is cut into micro-batches of the same size."""
@@ -76,187 +70,20 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
         effective = int(given[MICRO] * given[FACTOR] * replicas)
     if effective < replicas:
         raise ConfigError(EFFECTIVE, f"must be at least the number of replicas, {replicas}", effective)
-    share = _ceil(effective, replicas)
+    share = ceil_div(effective, replicas)
     if micro is None:
-        micro = _ceil(share, given[FACTOR])
-    if micro > (limit := _ceil(max(effective, most), replicas)):
+        micro = ceil_div(share, given[FACTOR])
+    if micro > (limit := ceil_div(max(effective, most), replicas)):
         of = f"the {limit} examples that each replica gets of the effective batch of {max(effective, most)}"
         raise ConfigError(MICRO, f"must be at most {of}", micro)
-    needed = _ceil(share, micro)
+    needed = ceil_div(share, micro)
     if factor is not None and factor != needed:
         if given[MICRO] is None:
-            fits = sorted({_ceil(share, size) for size in range(1, share + 1)}, key=lambda f: abs(f - factor))[:3]
+            fits = sorted({ceil_div(share, size) for size in range(1, share + 1)}, key=lambda f: abs(f - factor))[:3]
             raise ConfigError(FACTOR, f"must cut {share} examples into equal micro-batches", factor, sorted(fits))
         rule = f"must agree with effective batch {effective} and micro-batch {micro} on {replicas} replica(s)"
         raise ConfigError(FACTOR, rule, factor, [needed])
     return Batching(effective, micro, needed, replicas)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run counted in updates."""
-
-    batching: Batching
-    examples: int  # in one epoch
-    updates: int  # in the whole run
-    before: tuple[tuple[int, Batching], ...] = ()  # up to which update another cut was in force, the earliest first
-    stages: tuple[Stage, ...] = ()  # where the effective batch changes; the first one has that of `batching`
-
-    def halved(self, update: int, micro_batch_size: int) -> Plan:
-        """Return the plan of a run that from after `update` on is cut into other micro-batches."""
-        update = max([update, *(last for last, _ in self.before)])  # updates that are done again keep their counts
-        before = (*self.before, (update, self.batching))
-        return replace(self, batching=self.batching.of(micro_batch_size), before=before)
-
-    @property
-    def tags(self) -> dict[str, str]:
-        """Return the tags of a run whose micro-batches were halved, in prose and as JSON; see `recorded_cuts`."""
-        cuts = [(cut.micro_batch_size, last) for last, cut in self.before]
-        sizes, now = [f"{size} up to update {last}" for size, last in cuts], self.batching.micro_batch_size
-        return {HALVED: ", ".join([*sizes, f"{now} then"]), CUTS: json.dumps([*cuts, (now, None)])}
-
-    def after(self, cuts: Sequence[tuple[int, int | None]], update: int) -> Plan:
-        """Return the plan of a run that was cut by the recorded `cuts` up to `update`, then by this one."""
-        end = max([update, *(last for _, last in cuts if last is not None)])
-        before = ((end if last is None else last, self.batching.of(size)) for size, last in cuts)
-        return replace(self, before=tuple(before))
-
-    @property
-    def all_stages(self) -> tuple[Stage, ...]:
-        return self.stages or (Stage(self.batching.effective_batch_size, self.examples),)
-
-    @property
-    def changes(self) -> list[tuple[int, int]]:
-        """Return after which updates the effective batch has which size; empty if it never changes."""
-        sizes = [0, *(stage.size for stage in self.stages)]
-        return [(s.after, s.size) for s, before in zip(self.stages, sizes, strict=False) if s.size != before]
-
-    @property
-    def updates_per_epoch(self) -> int:
-        """Return the updates of an epoch of the first stage."""
-        return self.all_stages[0].in_epoch
-
-    @property
-    def epochs(self) -> int:
-        return self.place(self.updates - 1)[0] + 1
-
-    def ended(self, update: int) -> bool:
-        """Return whether the run ends with `update`."""
-        return update >= self.updates
-
-    def stage(self, done: int) -> Stage:
-        """Return the stage of the update after `done` ones."""
-        return next(stage for stage in reversed(self.all_stages) if stage.after <= done)
-
-    def place(self, done: int) -> tuple[int, int]:
-        """Return the epoch of the update after `done` ones, and which of its updates that is, both from 0 on."""
-        epoch, _, index = self.stage(done).place(done)
-        return epoch, index
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Return the most examples of a micro-batch."""
-        return self.batching.micro_batch_size
-
-    def digest(self, update: int) -> int | None:
-        """Return a checksum of the batch of `update`, or with stages what was seen, if the config does not say it."""
-        return self.examples_seen(update) if self.stages else None
-
-    def batch_size(self, update: int) -> int:
-        """Return the examples in update `update`, which counts from 1: the last one of an epoch is the tail."""
-        stage = self.stage(update - 1)
-        return min(stage.size, self.examples - stage.place(update - 1)[1])
-
-    def examples_seen(self, update: int) -> int:
-        epoch, first, _ = self.stage(update).place(update)
-        return epoch * self.examples + first
-
-    def updates_at(self, examples: int) -> int:
-        """Return the least number of updates after which so many examples were seen."""
-        place = divmod(examples, self.examples)
-        return next(s for s in reversed(self.all_stages) if (s.epoch, s.first) <= place).updates_at(*place)
-
-    def slices(self, done: int) -> list[Slice]:
-        """Return what is read from the update after `done` ones on, in batches of one size each."""
-        (epoch, first, _), found = self.stage(done).place(done), list[Slice]()
-        later = [(after, size) for after, size in self.changes if done < after < self.updates]
-        ends = [*(self.stage(after).place(after)[:2] for after, _ in later), (self.epochs, 0)]
-        for size, (end, last) in zip([self.stage(done).size, *(size for _, size in later)], ends, strict=True):
-            if epoch < end:
-                found.append(Slice(epoch, end, first, ALL, size))
-                first = 0
-            if first < last:
-                found.append(Slice(end, end + 1, first, last - first, size))
-            epoch, first = end, last
-        return found
-
-    def micro_steps(self, update: int) -> int:
-        """Return the micro-steps on each replica in the first `update` updates."""
-        steps, done = 0, 0
-        for last, cut in (*self.before, (update, self.batching)):
-            steps += self._micro_steps(min(last, update), cut) - self._micro_steps(done, cut)
-            done = min(last, update)
-        return steps
-
-    def _micro_steps(self, update: int, cut: Batching) -> int:
-        def of(examples: int) -> int:
-            return _ceil(_ceil(examples, cut.replicas), cut.micro_batch_size)
-
-        ends = [*(stage.after for stage in self.all_stages[1:]), update]
-        both = zip(self.all_stages, ends, strict=True)
-        return sum(stage.micro_steps(min(end, update), of) for stage, end in both)
-
-    def epoch(self, update: int) -> float:
-        return self.examples_seen(update) / self.examples
-
-    def ends_epoch(self, update: int) -> bool:
-        return self.stage(update).place(update)[1] == 0
-
-    def __str__(self) -> str:
-        tail = self.examples % self.batching.effective_batch_size
-        last = f" (last one {tail})" if tail else ""
-        per_epoch = f"{self.examples} examples → {self.updates_per_epoch} updates per epoch{last}"
-        later = [(after, self.batching.at(size)) for after, size in self.changes[1:] if after < self.updates]
-        sizes = [f", {cut.effective_batch_size} (factor {cut.factor}) after update {after}" for after, cut in later]
-        return f"{self.batching}{''.join(sizes)}; {per_epoch}{' at first' if later else ''}, {self.updates} in all"
-
-
-def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
-    """Return the micro-batch sizes of a recorded run with the last update of each; empty if they were never halved.
-
-    Runs recorded before there was JSON have the prose alone: `32 up to update 40, 16 then`.
-    """
-    if CUTS in tags:
-        return [(size, last) for size, last in json.loads(tags[CUTS])]
-    if HALVED not in tags:
-        return []
-    words = [text.split() for text in tags[HALVED].split(", ")]
-    return [(int(first), int(last) if last.isdecimal() else None) for first, *_, last in words]
-
-
-def plan(batching: Batching, examples: int, horizon: Horizon, stages: Sequence[Asked] = ()) -> Plan:
-    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates.
-
-    So are the starts of the `stages`, of which the first one has the effective batch size of `batching`.
-    """
-    made, last = Plan(batching, examples, 0), -1
-    for number, (unit, start, size) in enumerate(stages or [Asked("updates", 0, batching.effective_batch_size)]):
-        key = f"{SCHEDULE}[{number}]" if stages else "accumulation"
-        if size > examples:
-            rule = f"must be at most the {examples} examples of the training split"
-            raise ConfigError(f"{key}.effective_batch_size", rule, size)
-        least = Fraction(str(start)) * (examples if unit == "epochs" else 1)  # exact: 0.07 · 100 is 7
-        after = int(start) if unit == "updates" else made.updates_at(math.ceil(least))
-        if after <= last:
-            rule = f"must be later than update {last + 1}, with which the stage before begins"
-            raise ConfigError(f"{key}.start.{unit}", rule, start)
-        stage, last = Stage(size, examples, after, *made.stage(after).place(after)), after
-        rest = (Stage(size, examples, after + stage.in_epoch, stage.epoch + 1),) if stage.first else ()
-        if stages:
-            made = replace(made, stages=(*(s for s in made.stages if s.after < after), stage, *rest))
-    if horizon.unit == "updates":
-        return replace(made, updates=horizon.length)
-    return replace(made, updates=made.updates_at(horizon.length * (examples if horizon.unit == "epochs" else 1)))
 
 
 class Horizon(NamedTuple):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
-from pipeline.config.sizes import Batching, Horizon, Plan
+from pipeline.config.plan import Plan
+from pipeline.config.sizes import Batching, Horizon
 
 ENDLESS = 2**31 - 1  # updates of a run whose epochs have no known length
 UNCUT = 2**30  # micro-batch size of batches that are not cut; TensorFlow counts examples in 32 bits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import metric_names
-from pipeline.config.sizes import HALVED
+from pipeline.config.plan import HALVED
 
 # Precision → relative difference that counts as rounding: at the first update, where both runs have the same weights,
 # and the maximum. In between it doubles with every update, since training amplifies rounding: SGD(0.1, momentum 0.9) in

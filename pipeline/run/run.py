@@ -23,8 +23,8 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, NotShippedError, exits_as_failures, first_line, say, say_id
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Interruption, Terminated
-from pipeline.config import sizes
 from pipeline.config.plain import leaves
+from pipeline.config.plan import recorded_cuts
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
@@ -195,7 +195,7 @@ def _train(
     recorder = fitting.recorder(parts, tracker)
     with _closing(tracker, recorder) as unshipped, fitting.checkpoints(parts, tracker.run_dir) as checkpoints:
         beginning.begin(tracker, parts)
-        if (before := beginning.before) is not None and (cuts := sizes.recorded_cuts(before.past.tags)):
+        if (before := beginning.before) is not None and (cuts := recorded_cuts(before.past.tags)):
             # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
             recorder.cut(parts.plan.after(cuts, max([before.update, *before.past.updates])))
         recorder.restart_clock()

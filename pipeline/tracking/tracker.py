@@ -16,8 +16,8 @@ from pipeline.common.errors import say
 from pipeline.common.secrets import mask, masked
 from pipeline.common.signals import Terminated
 from pipeline.config import plain, stream_plan
+from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
-from pipeline.config.sizes import Plan
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipeline.accumulation import Evaluation
-from pipeline.config.sizes import Plan
+from pipeline.config.plan import Plan
 from pipeline.training.oom_retry import assign_all, halve
 
 Check = Callable[[], None]  # called between two batches; what it raises ends the evaluation

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from pipeline.accumulation import NoiseScale
-from pipeline.config.sizes import Plan
+from pipeline.config.plan import Plan
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
 

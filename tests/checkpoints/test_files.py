@@ -25,7 +25,8 @@ from pipeline.checkpoints import snapshot as state
 from pipeline.checkpoints.files import Checkpoints
 from pipeline.checkpoints.snapshot import State
 from pipeline.common.errors import ConfigError
-from pipeline.config.sizes import Batching, Plan
+from pipeline.config.plan import Plan
+from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, batches
 from pipeline.training.evaluator import Evaluations, Evaluator
 from pipeline.training.loop import Trainer

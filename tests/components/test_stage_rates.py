@@ -14,6 +14,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.components import optimizer, stage_rates
 from pipeline.components.stage_rates import StageRates
 from pipeline.config import sizes
+from pipeline.config.plan import plan_of
 from pipeline.config.stages import Asked
 from tests.config.test_stages import RAMP, resolved
 
@@ -27,7 +28,7 @@ STAGES = (
 def built(*given, examples=EXAMPLES):
     """The rates of a run by update, from the first on, what was said of them, and its plan."""
     spec = resolved(given)
-    plan = sizes.plan(spec.batching, examples, spec.horizon, optimizer.stages(spec, examples))
+    plan = plan_of(spec.batching, examples, spec.horizon, optimizer.stages(spec, examples))
     made, said = optimizer.build(spec, plan.updates, plan)
     if isinstance(made._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         rate = tf.function(made._learning_rate, input_signature=[tf.TensorSpec([], tf.int64)])
@@ -78,7 +79,7 @@ def test_a_clock_of_examples_is_at_the_examples_seen():
 
 def test_the_clock_is_that_of_the_plan_at_hundreds_of_thousands_of_updates():
     asked = [Asked("updates", number * 10**5, 32 + number) for number in range(4)]
-    plan = sizes.plan(sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked)
+    plan = plan_of(sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked)
     given = [[stage.after, stage.size, stage.epoch, stage.first, stage.in_epoch] for stage in plan.stages]
     clock = tf.function(StageRates(lambda step: step, given, [1.0] * len(given), plan.examples))
     for update in (0, 1, 31_250, 31_251, 99_999, 100_000, 100_001, 234_567, 300_000, 765_432):

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
+from pipeline.config.plan import CUTS, HALVED, plan_of, recorded_cuts
 
 
 @pytest.mark.parametrize(
@@ -65,11 +66,11 @@ def test_sizes_that_do_not_fit_are_refused(given, message):
     ],
 )
 def test_the_horizon_is_counted_in_updates(horizon, length, updates):
-    assert sizes.plan(sizes.derive(128, 4, None), 1437, sizes.Horizon(horizon, length)).updates == updates
+    assert plan_of(sizes.derive(128, 4, None), 1437, sizes.Horizon(horizon, length)).updates == updates
 
 
 def test_the_sum_is_printed():
-    plan = sizes.plan(sizes.derive(128, 4, None), 1437, sizes.Horizon("epochs", 10))
+    plan = plan_of(sizes.derive(128, 4, None), 1437, sizes.Horizon("epochs", 10))
     # 1437 = 11 · 128 + 29
     expected = (
         "effective batch 128 = 32 × 4 × 1 replica; 1437 examples → 12 updates per epoch (last one 29), 120 in all"
@@ -82,7 +83,7 @@ def test_the_sum_is_printed():
     [(1437, 128, 24, 1), (1437, 128, 24, 2), (10, 5, 5, 1), (11, 5, 2, 2), (11, 11, 3, 3), (5, 1, 1, 1)],
 )
 def test_the_counters_are_what_counting_gives(examples, effective, micro, replicas):
-    plan = sizes.plan(sizes.derive(effective, None, micro, replicas), examples, sizes.Horizon("epochs", 3))
+    plan = plan_of(sizes.derive(effective, None, micro, replicas), examples, sizes.Horizon("epochs", 3))
     seen = micro_steps = 0
     tails = [effective] * (examples // effective) + [examples % effective] * (examples % effective > 0)
     for update, size in enumerate(itertools.chain(tails, tails, tails), 1):
@@ -98,24 +99,24 @@ def test_the_counters_are_what_counting_gives(examples, effective, micro, replic
 
 def test_an_effective_batch_larger_than_the_split_is_refused():
     with pytest.raises(ConfigError, match=r"effective_batch_size must be at most the 100 examples .* Received: 128"):
-        sizes.plan(sizes.derive(128, 4, None), 100, sizes.Horizon("epochs", 1))
+        plan_of(sizes.derive(128, 4, None), 100, sizes.Horizon("epochs", 1))
 
 
 def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_written():
-    whole = sizes.plan(sizes.derive(128, None, 16), 128 * 300, sizes.Horizon("updates", 300))
+    whole = plan_of(sizes.derive(128, None, 16), 128 * 300, sizes.Horizon("updates", 300))
     halved = whole.halved(119, 8)
     assert halved.tags == {
-        sizes.HALVED: "16 up to update 119, 8 then",
-        sizes.CUTS: "[[16, 119], [8, null]]",
+        HALVED: "16 up to update 119, 8 then",
+        CUTS: "[[16, 119], [8, null]]",
     }
-    recorded = sizes.recorded_cuts(halved.tags)
-    assert recorded == sizes.recorded_cuts({sizes.HALVED: halved.tags[sizes.HALVED]})  # of an older run
+    recorded = recorded_cuts(halved.tags)
+    assert recorded == recorded_cuts({HALVED: halved.tags[HALVED]})  # of an older run
     assert [halved.micro_steps(update) for update in (1, 119, 120, 170)] == [8, 952, 968, 1768]
     # Resumed from a checkpoint before it, with the size of the config again, while rows up to 170 are written.
     resumed = whole.after(recorded, 170)
-    assert resumed.tags[sizes.HALVED] == "16 up to update 119, 8 up to update 170, 16 then"
+    assert resumed.tags[HALVED] == "16 up to update 119, 8 up to update 170, 16 then"
     assert [resumed.micro_steps(update) for update in (120, 170, 171)] == [968, 1768, 1776]
     # What did not fit does not fit again: the rows that there are keep their count.
     again = resumed.halved(119, 8)
-    assert again.tags[sizes.HALVED] == "16 up to update 119, 8 up to update 170, 16 up to update 170, 8 then"
+    assert again.tags[HALVED] == "16 up to update 119, 8 up to update 170, 16 up to update 170, 8 then"
     assert [again.micro_steps(update) for update in (119, 170, 171)] == [952, 1768, 1784]

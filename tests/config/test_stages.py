@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes, stages
 from pipeline.config.compose import composed
+from pipeline.config.plan import plan_of
 from pipeline.config.resolve import from_text, resolve
 from pipeline.config.stages import Asked
 
@@ -70,11 +71,11 @@ def drawn(chance):
         start = chance.randint(1, 50) / 10 if unit == "epochs" and chance.random() < 0.5 else chance.randint(1, most)
         more = [*asked, Asked(unit, start, chance.randint(replicas, examples))]
         try:
-            sizes.plan(first, examples, horizon, more)
+            plan_of(first, examples, horizon, more)
         except ConfigError:  # it does not rise
             continue
         asked = more
-    plan = sizes.plan(first.at(asked[0].size), examples, horizon, asked)
+    plan = plan_of(first.at(asked[0].size), examples, horizon, asked)
     at = sorted(chance.sample(range(1, 20), chance.randint(0, 2)))
     for update in at:
         plan = plan.halved(update, -(-plan.micro_batch_size // 2))
@@ -112,7 +113,7 @@ def read(plan, done):
 
 def test_a_ramp_to_check_by_hand():
     asked = [Asked("updates", 0, 32), Asked("examples", 500, 100), Asked("epochs", 2, 256)]
-    plan = sizes.plan(sizes.derive(32, 4, None), 1437, sizes.Horizon("epochs", 3), asked)
+    plan = plan_of(sizes.derive(32, 4, None), 1437, sizes.Horizon("epochs", 3), asked)
     # 16 · 32 = 512 is the first whole update from 500 on; 512 + 9 · 100 + 25 = 1437; 14 · 100 + 37 = 1437.
     assert plan.changes == [(0, 32), (16, 100), (41, 256)]
     at = [1, 16, 17, 25, 26, 27, 41, 42, 47]
@@ -129,13 +130,13 @@ def test_a_ramp_to_check_by_hand():
 def test_a_decimal_share_of_an_epoch_is_exact():
     # As floats 0.07 · 100 is more than 7.
     asked = [Asked("updates", 0, 1), Asked("epochs", 0.07, 5)]
-    plan = sizes.plan(sizes.derive(1, 1, None), 100, sizes.Horizon("epochs", 2), asked)
+    plan = plan_of(sizes.derive(1, 1, None), 100, sizes.Horizon("epochs", 2), asked)
     assert plan.changes == [(0, 1), (7, 5)]
 
 
 def test_counters_of_a_long_run_take_no_time():
     asked = [Asked("updates", number * 10**5, 32 + number) for number in range(8)]
-    plan = sizes.plan(sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked)
+    plan = plan_of(sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked)
     seen = [plan.examples_seen(update) for update in range(699_990, 700_010)]
     assert [later - before for before, later in pairwise(seen)] == [
         plan.batch_size(update) for update in range(699_991, 700_010)
@@ -238,5 +239,5 @@ def test_what_cannot_be_is_refused_in_one_line(given, message):
 )
 def test_what_does_not_fit_the_data_is_refused(asked, message):
     with pytest.raises(ConfigError) as refused:
-        sizes.plan(sizes.derive(32, 4, None), 100, sizes.Horizon("epochs", 2), asked)
+        plan_of(sizes.derive(32, 4, None), 100, sizes.Horizon("epochs", 2), asked)
     assert str(refused.value) == message

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
+from pipeline.config.plan import plan_of
 from pipeline.config.schema import TrainingConfig
 from pipeline.config.stages import Asked
 from pipeline.dataset import Data, load
@@ -199,7 +200,7 @@ def test_workers_read_examples_of_unequal_length_whole(node):
 def staged():
     """23 examples an epoch: 5, 5, 3 · 3 and 4; 8 and 15; 15 and 8; two stages begin in the first epoch."""
     asked = [Asked("updates", 0, 5), Asked("updates", 2, 3), Asked("examples", 19, 8), Asked("examples", 31, 15)]
-    return sizes.plan(sizes.derive(5, 1, None), EXAMPLES, sizes.Horizon("epochs", 3), asked)
+    return plan_of(sizes.derive(5, 1, None), EXAMPLES, sizes.Horizon("epochs", 3), asked)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Evaluation, Update
-from pipeline.config.sizes import Batching, Plan
+from pipeline.config.plan import Plan
+from pipeline.config.sizes import Batching
 from pipeline.training.evaluator import Evaluations, Evaluator
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
