@@ -13,6 +13,7 @@ __all__ = [
     "metric_names",
     "objective_nodes",
     "plain",
+    "plan",
     "resolve",
     "schema",
     "sizes",
