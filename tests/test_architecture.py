@@ -126,7 +126,7 @@ def test_accumulation_can_be_copied_into_any_project():
 
 
 def test_who_comes_from_outside_uses_the_door():
-    """A department's `__init__.py` names in `__all__` what others may use."""
+    """A room's `__init__.py` names in `__all__` what others may use."""
     entered = [
         f"{name} -> {other}"
         for name, others in arrows(ROOT).items()
