@@ -262,7 +262,7 @@ def test_a_normalised_run_is_another_one_on_two_workers(tmp_path):
 @pytest.mark.slow
 def test_workers_verify_together(tmp_path):
     lines = [f"hardware.workers={workers}" for workers in (1, 2)]
-    one, two = (pipeline("verify", *RUN[:-1], line, cwd=tmp_path).stdout for line in lines)
+    one, two = (pipeline("verify", "--all", *RUN[:-1], line, cwd=tmp_path).stdout for line in lines)
     assert two.splitlines()[0].startswith("2 workers, each with")
     assert two.splitlines()[1].endswith("are equal within rounding")
     rows = [[line for line in said.splitlines() if "(float64)" in line] for said in (one, two)]  # one does float32 too
