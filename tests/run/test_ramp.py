@@ -175,6 +175,7 @@ def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
 def test_verify_shows_the_largest_stage(tmp_path):
     said = pipeline("verify", *RUN[:-1], RAMP, cwd=tmp_path)
     assert "an update by 32 micro-batches of 8 and one of the whole batch are equal within rounding" in said.stdout
+    assert "retracing" not in said.stderr
 
 
 @pytest.mark.slow
