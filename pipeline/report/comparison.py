@@ -168,8 +168,8 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     tags, info = parent.data.tags, parent.info
     runs = SweepRecord(uri, info.run_id, info.experiment_id).children()
     jobs = [job_result(client, name, runs.get(name)) for name in dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])]
-    if tags["sweep.name"] == CRITICAL:  # the batch of their last stage
-        jobs = [replace(job, batch=int(dict(job.settings).get("batch", job.batch or 0))) for job in jobs]
+    if tags["sweep.name"] == CRITICAL:  # the batch of their last stage; the recorded factor is of the first one
+        jobs = [replace(job, factor=None, batch=int(dict(job.settings).get("batch", job.batch or 0))) for job in jobs]
     best = ""
     with suppress(KeyError, TypeError, ValueError, RecursionError):  # no search, or the tag was changed
         best = " ".join(short(*text.split("=", 1)) for text in json.loads(tags["sweep.best"])["overrides"])
