@@ -90,6 +90,10 @@ class Continuation:
             if plan.stages:
                 raise ConfigError(SCHEDULE, f"{rule}; a longer horizon moves the stages of seesaw", plan.changes)
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
+        last, seen = max(self.past.updates, default=0), self.past.last.get("train/examples_seen")
+        if plan.stages and seen is not None and last > self.update and plan.examples_seen(last) != seen:
+            rule = f"must give the rows of the run again, up to update {last}"
+            raise ConfigError(SCHEDULE, f"{rule}; a longer horizon moves the stages of seesaw", plan.changes)
 
     def said(self, callbacks: Mapping[str, keras.callbacks.Callback]) -> list[str]:
         from pipeline.checkpoints import snapshot

@@ -104,6 +104,9 @@ def _branch(config: dict[str, Any], past: Past, start: Checkpoint, stages: list[
     scaling, batch = config.get("scaling") or {}, stages[-1][1]
     if (rule := scaling.get("rule", "none")) not in ("none", "sqrt"):
         raise ConfigError(RUN, "must have scaling.rule none or sqrt: the rate of the branches follows √k", rule)
+    if rule == "none" and {size for _, size in stages} != {batch}:  # the rule would scale the earlier ones
+        rule = "must have one effective batch up to UPDATE, or scaling.rule=sqrt"
+        raise ConfigError(RUN, rule, [size for _, size in stages[:-1]])
     reference = scaling["reference_batch_size"] if rule == "sqrt" else batch
     rate = start.meta["values"]["recorder"]["last"]["learning_rate"] / math.sqrt(batch / reference)
     new = {group: {**(config.get(group) or {}), **values} for group, values in _BRANCH.items()}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -35,18 +35,31 @@ class _Later(Loader):
     """Executes a module late. Python's own `LazyLoader` does so too early: `inspect` asks every module for its file."""
 
     def __init__(self, loader: Loader):
-        self._loader, self._lock = loader, RLock()
+        self._loader, self._lock, self._begun = loader, RLock(), False
 
     def exec_module(self, module: ModuleType) -> None:
         def look_up(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            with self._lock:
-                if vars(module).pop("__getattr__", None) is not None:
-                    self._loader.exec_module(module)
-            return getattr(module, name)
+            unknown = AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            if name.startswith("__") and name != "__all__":
+                raise unknown
+            with self._lock:  # other threads wait for the one that executes it
+                if not self._begun:
+                    self._begun = True
+                    try:
+                        self._loader.exec_module(module)
+                    except BaseException:
+                        self._begun = False
+                        raise
+            if name not in vars(module):
+                raise unknown
+            return vars(module)[name]
 
-        vars(module)["__getattr__"] = look_up
+        def names() -> list[str]:
+            with suppress(AttributeError):
+                look_up("__all__")  # executes it
+            return sorted(vars(module))
+
+        vars(module).update(__getattr__=look_up, __dir__=names)
 
 
 @contextmanager

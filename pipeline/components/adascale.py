@@ -37,6 +37,7 @@ def check(spec: RunSpec) -> None:
     noise, over = config.tracking.noise_every, config.training.loss_over.name
     for key, rule, received, holds in (
         ("scaling.warmup", "be 0", config.scaling.warmup, config.scaling.warmup == 0),
+        ("schedule.clock", "be updates", "examples", spec.resolved["schedule"].get("clock") != "examples"),
         ("accumulation.schedule", "be null", given.get("schedule"), given.get("schedule") is None),
         (MICRO, "be a number", given["micro_batch_size"], not spec.searches),
         (FACTOR, "be over 1, or there be replicas,", cut.factor, cut.factor * cut.replicas > 1),
@@ -131,6 +132,8 @@ class EstimatedPlan(Plan):
     _next: list[int] = field(default_factory=lambda: [0], init=False, compare=False)  # the first that may be the last
 
     def ended(self, update: int) -> bool:
+        if super().ended(update):  # the most that it takes, and all that is read: a loss scale may have skipped some
+            return True
         if update < self._next[0]:  # reading what is left waits for the device
             return False
         left = self.updates - float(self.gain.state.numpy()[0])

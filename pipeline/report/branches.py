@@ -30,6 +30,7 @@ class Measured:
     interval: tuple[int, int]
     losses: dict[int, float]  # smoothed, by effective batch in ascending order
     errors: list[float]  # half the 95% interval of each, of which the branches share the most
+    diverged: int | None  # the batch that is not judged, as its loss is no number
 
 
 def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
@@ -47,7 +48,8 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
     """
     batches = sorted(set.intersection(*(set(branches) for branches in seeds))) if seeds else []
     finite = [all(np.isfinite(branches[batch][1]).all() for branches in seeds) for batch in batches]
-    batches = batches[: [*finite, False].index(False)]
+    end = [*finite, False].index(False)
+    diverged, batches = next(iter(batches[end:]), None), batches[:end]
     if not batches or len(finite) < 2:
         return None
     read = [_read(branches, batches) for branches in seeds]
@@ -58,7 +60,8 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
     low, high = np.quantile([_last(row) for row in drawn], [0.025, 0.975], method="nearest")
     errors = (1.96 * np.sqrt(np.diagonal(covariance))).tolist()
     by_batch = dict(zip(batches, losses.tolist(), strict=True))
-    return Measured(batches[_last(losses)], (batches[int(low)], batches[int(high)]), by_batch, errors)
+    interval = batches[int(low)], batches[int(high)]
+    return Measured(batches[_last(losses)], interval, by_batch, errors, diverged)
 
 
 def _read(branches: Mapping[int, Branch], batches: Sequence[int]) -> tuple[Array, Array]:
@@ -100,6 +103,10 @@ def of(sweep: Comparison) -> Measured | None:
 
 def findings(sweep: Comparison) -> Iterable[Finding]:
     """Yield the critical batch with its interval, the schedule that follows from it, and what the noise predicts."""
+    if len({job.family for job in sweep.jobs}) > 1:
+        text = "The critical batch cannot be said: the branches differ in more than batch and seed."
+        yield Finding("critical", text)
+        return
     if (found := of(sweep)) is None:
         yield Finding("critical", "The critical batch cannot be said before two branches have finished.")
         return
@@ -107,8 +114,9 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     text += f"largest up to which no batch ends over {TOLERANCE:g} above a smaller one, at √k times the rate. Losses: "
     text += ", ".join(f"{batch}: {loss:.4f}" for batch, loss in found.losses.items()) + "."
     if found.critical == max(found.losses):
-        text += " It is the largest that could be judged, so the limit may lie beyond."
-    if len({job.params.get("seed") for job in sweep.jobs}) == 1:
+        beyond = "It is the largest that could be judged, so the limit may lie beyond."
+        text += f" With {found.diverged} it diverged." if found.diverged else f" {beyond}"
+    if len({job.params.get("seed") for job in sweep.jobs} - {None}) < 2:
         text += " With one seed the interval is of the examples' chance alone, and too narrow: add seed=0,1,2."
     yield Finding("critical", text, {**vars(found), "interval": [*found.interval]}, "critical_batch")
     with suppress(KeyError, TypeError, ValueError):  # the store was changed
@@ -127,7 +135,7 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
 
 def plots(sweep: Comparison) -> list[Plot]:
     """Return the picture of the smoothed losses by effective batch."""
-    if (found := of(sweep)) is None:
+    if len({job.family for job in sweep.jobs}) > 1 or (found := of(sweep)) is None:
         return []
     batches, losses, scale = [*found.losses], [*found.losses.values()], _noise(sweep)
     bound = min(losses[: batches.index(found.critical) + 1]) + TOLERANCE

@@ -39,8 +39,9 @@ def _drift(recipe: str, losses: Losses, plot: str) -> Finding:
     figures |= {"rates": {b: 2 ** of[0] for b, of in best.items()}, "losses": {b: min(of) for b, of in means.items()}}
     text = f"{recipe}: " if recipe else ""
     if edges:
-        at = joined([f"the {edge} rate tried is the best at {batch}" for batch, edge in edges.items()])
-        return Finding("rate_drift", f"{text}No drift of the best rate is claimed: {at}.", figures, plot)
+        at = joined([f"the {edge} rate is the best at {batch}" for batch, edge in edges.items()])
+        text += f"No drift of the best rate is claimed: of the rates that every seed ended with, {at}."
+        return Finding("rate_drift", text, figures, plot)
     x = np.log2([*best])
     slopes = (x - x.mean()) @ np.stack([*best.values()]) / ((x - x.mean()) ** 2).sum()
     figures["drift"], known = float(slopes[0]), "one seed"
@@ -59,14 +60,17 @@ def loss_of(sweep: Comparison) -> str:
 
 
 def _losses(sweep: Comparison) -> dict[str, Losses]:
-    """Return the final losses of finished jobs by recipe; a batch needs three rates, a recipe two batches."""
+    """Return the final losses by recipe; a batch needs three rates, a recipe two batches.
+
+    A rate at which a seed diverged, or failed, is left out: it is no best one.
+    """
     found: dict[str, Losses] = {}
-    tried = [job for job in sweep.jobs if job.finished and job.batch and isinstance(job.setting("rate"), float)]
+    tried = [job for job in sweep.jobs if job.batch and isinstance(job.setting("rate"), float)]
     cells = grouped(tried, lambda job: (job.batch, job.setting("rate"), job.recipe))
     for (batch, rate, recipe), jobs in sorted(cells.items()):
-        ends = np.array([sweep.final(job, loss_of(sweep)) for job in jobs])
-        if rate > 0 and np.isfinite(ends).any():
-            found.setdefault(recipe, {}).setdefault(batch, {})[math.log2(rate)] = ends[np.isfinite(ends)]
+        ends = np.array([sweep.final(job, loss_of(sweep)) if job.finished else math.nan for job in jobs])
+        if rate > 0 and np.isfinite(ends).all():
+            found.setdefault(recipe, {}).setdefault(batch, {})[math.log2(rate)] = ends
     enough = {recipe: {batch: of for batch, of in at.items() if len(of) > 2} for recipe, at in found.items()}
     return {recipe: at for recipe, at in enough.items() if len(at) > 1}
 

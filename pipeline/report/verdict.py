@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from pipeline.report import statistics
 from pipeline.report.comparison import Comparison
 from pipeline.report.findings import EQUAL, Finding, shared
 from pipeline.report.job_results import JobResult, grouped, pooled
-from pipeline.report.statistics import count, number
+from pipeline.report.statistics import count, joined, number
 
 BUDGETS = {"seconds": "time", "examples": "examples"}  # axes of `AXES`
 MOST = 10  # additional seeds; where more would be needed, there is no difference within the seeds
@@ -27,13 +28,17 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     """Yield a verdict for each recipe (such as a scaling rule) and micro-batch, if the sweep is over factors."""
     if len({job.factor for job in sweep.jobs} - {None}) < 2:
         return
-    every = grouped([job for job in sweep.jobs if job.finished and job.micro], lambda job: (job.recipe, job.micro))
+    # A setting with which a seed diverged, or failed, is none to recommend.
+    left_out = [group for group, jobs in sweep.groups.items() if not all(job.finished for job in jobs)]
+    whole = [job for job in sweep.jobs if job.group not in left_out and job.micro]
+    every = grouped(whole, lambda job: (job.recipe, job.micro))
     pairs = [jobs for jobs in every.values() if {1} < {job.factor for job in jobs}]
     found = [verdict for jobs in pairs if (verdict := _verdict(sweep, jobs))]
-    yield from found
+    more = f" Left out, as not every seed finished: {joined(left_out)}." if left_out else ""
+    yield from (replace(verdict, text=verdict.text + more) for verdict in found)
     if not found:
-        why = "no finished job with factor 1 has the micro-batch of another factor, and a loss that falls"
-        yield Finding("verdict", f"Whether accumulating pays cannot be said: {why}.")
+        why = "it takes jobs with factor 1 and with a larger factor, of one micro-batch size, that finished with a loss"
+        yield Finding("verdict", f"Whether accumulating pays cannot be said: {why}.{more}")
 
 
 def _verdict(sweep: Comparison, jobs: list[JobResult]) -> Finding | None:
@@ -77,8 +82,10 @@ def _contrast(sweep: Comparison, jobs: list[JobResult], axis: str) -> dict[str, 
     budget = min((x[-1] for _, x, _ in along), default=math.nan)
     losses: dict[int, dict[str, list[float]]] = {}
     for job, x, y in along:
-        if math.isfinite(loss := float(np.interp(budget, x, y, left=math.nan))):
-            losses.setdefault(job.factor or 0, {}).setdefault(job.group, []).append(loss)
+        loss = float(np.interp(budget, x, y, left=math.nan))
+        losses.setdefault(job.factor or 0, {}).setdefault(job.group, []).append(loss)
+    finite = {factor: {g: of for g, of in at.items() if np.isfinite(of).all()} for factor, at in losses.items()}
+    losses = {factor: at for factor, at in finite.items() if at}
     best = {factor: min(losses[factor].items(), key=lambda item: float(np.mean(item[1]))) for factor in sorted(losses)}
     factors, values = [*best], [of for _, of in best.values()]
     if factors[:1] != [1] or len(factors) < 2:

@@ -101,7 +101,8 @@ class Tracker:
             self._artifact(DESCRIBED, _text(dataset))
         segments = [past.start["segment"], *past.resumed, segment]
         self._artifact("segments.json", _text(segments))
-        self.journal.write({"tags": {"segments": str(len(segments))}})
+        staged = {STAGES: json.dumps(self.plan.changes)} if self.plan.stages else {}  # a horizon may move seesaw's
+        self.journal.write({"tags": {"segments": str(len(segments)), **staged}})
 
     def _begin(self, ids: dict[str, str]) -> None:
         self.begun = True

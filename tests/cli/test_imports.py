@@ -12,7 +12,12 @@ with {how}:
     import keras
 inspect.getmodule(len)  # asks every module for its file, as tracing a function does
 print([name for name in ("matplotlib.pyplot", "sklearn") if name in sys.modules])
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as pool:  # one executes it, the others wait for it
+    list(pool.map(lambda _: keras.visualization.plot_image_gallery, range(4)))
 from keras.visualization import plot_image_gallery
+from keras.wrappers import *
+assert "SKLearnRegressor" in dir(keras.wrappers) and SKLearnRegressor
 print(plot_image_gallery.__name__, keras.wrappers.SKLearnClassifier.__name__, hasattr(keras.wrappers, "nothing"))
 """
 USED = "plot_image_gallery SKLearnClassifier False"

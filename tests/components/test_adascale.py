@@ -172,6 +172,8 @@ def test_the_plan_ends_with_the_scale_invariant_updates_and_seldom_looks():
     assert len(looks) < 30
     assert "10 updates per epoch, 125 to 1000 in all, an estimate: until 1000 scale-invariant ones" in str(plan)
     assert not replace(plan, gain=SimpleNamespace(scale=8.0, state=SimpleNamespace(numpy=lambda: [999.5]))).ended(999)
+    skipped = SimpleNamespace(scale=8.0, state=SimpleNamespace(numpy=lambda: [10.0]))
+    assert replace(plan, gain=skipped).ended(1000)  # more is not read
 
 
 @pytest.mark.parametrize(

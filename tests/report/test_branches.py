@@ -96,7 +96,7 @@ def test_literals_to_check_by_hand():
 def test_a_branch_that_diverged_ends_the_row():
     sizes, losses = line(64)
     found = measure([{1: line(1), 16: line(16), 64: (sizes[:5], np.append(losses[:4], np.nan)), 256: line(256)}])
-    assert (found.critical, list(found.losses)) == (16, [1, 16])
+    assert (found.critical, list(found.losses), found.diverged) == (16, [1, 16], 64)
     assert measure([{1: (sizes, losses * np.nan), 16: line(16)}]) is None
     assert measure([{1: line(1)}]) is None
 

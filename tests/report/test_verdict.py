@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,5 +210,16 @@ def test_without_a_twin_of_equal_memory_nothing_is_claimed():
     jobs = [synthetic.job(f"factor={f} seed={i}", 2 - 0.1 * f, factor=f, batch=64) for f in (1, 4) for i in range(3)]
     finding = verdict_of(synthetic.swept(jobs))
     assert finding.figures == {}
-    assert "no finished job with factor 1 has the micro-batch of another factor" in finding.text
+    assert "it takes jobs with factor 1 and with a larger factor, of one micro-batch size" in finding.text
     assert not list(verdict.findings(sweep_of({1: [2.0, 2.1]})))
+
+
+def test_a_setting_of_which_a_seed_failed_is_not_recommended():
+    """The other two seeds alone would be the best."""
+    sweep = sweep_of({1: [2.0, 2.01, 2.02], 4: [1.5, 1.51, 1.52], 16: [1.9, 1.91, 1.92]})
+    four, sixteen = "factor=4 batch=32", "factor=16 batch=128"
+    assert verdict_of(sweep).figures["take"] == four
+    jobs = [replace(job, status="FAILED") if job.name == f"{four} seed=1" else job for job in sweep.jobs]
+    finding = verdict_of(synthetic.swept(jobs))
+    assert finding.figures["take"] == sixteen
+    assert finding.text.endswith(f" Left out, as not every seed finished: {four}.")
