@@ -81,3 +81,7 @@ __all__ = [
 ]
 
 load_cuda_libraries()
+
+
+def __dir__() -> list[str]:
+    return __all__

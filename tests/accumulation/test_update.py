@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
+from pipeline import accumulation
 from pipeline.accumulation import Evaluation, Objective, Update, accumulate_gradients
 from pipeline.components import optimizer as optimizers
 from pipeline.config.compose import composed
@@ -419,3 +420,8 @@ def test_peak_memory_does_not_grow_with_the_factor():
     assert four < 1.02 * one
     assert sixteen < 1.02 * one
     assert large > 1.3 * one  # what accumulating saves: the activations of four micro-batches at once
+
+
+def test_dir_lists_what_is_public():
+    assert dir(accumulation) == sorted(accumulation.__all__)
+    assert "update" in vars(accumulation)  # a module, which is not
