@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 PROGRAM = """
-import inspect, sys
+import gc, inspect, sys
 from pipeline.common import imports
 with {how}:
     import keras
+    looked_for = gc.isenabled()
+print(looked_for, gc.isenabled(), gc.get_freeze_count() > 100_000)
 inspect.getmodule(len)  # asks every module for its file, as tracing a function does
 print([name for name in ("matplotlib.pyplot", "sklearn") if name in sys.modules])
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +31,7 @@ def printed(how: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_what_keras_imports_for_pictures_and_scikit_learn_waits_until_it_is_used():
-    assert printed("imports.without_chatter()") == ["[]", USED]
+def test_pictures_and_scikit_learn_wait_until_they_are_used_and_no_garbage_is_looked_for_meanwhile():
+    assert printed("imports.without_chatter()") == ["False True True", "[]", USED]
     plain = "__import__('contextlib').nullcontext()"
-    assert printed(plain) == ["['matplotlib.pyplot', 'sklearn']", USED]
+    assert printed(plain) == ["True True False", "['matplotlib.pyplot', 'sklearn']", USED]
