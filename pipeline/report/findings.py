@@ -17,11 +17,11 @@ from pipeline.report.statistics import Scale, Spread, count, joined, number
 EQUAL = 1e-6  # relative difference below which float32 results count as equal
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 LOSS, PRECISION = "train/loss", "hardware.precision"
-# The largest relative difference of losses that rounding explains. For comparison, the machine epsilon of float64 is
+# The relative differences of losses that rounding explains: at the first update, where both jobs have the same weights
+# and training has not amplified it yet, and the largest of all. For comparison, the machine epsilon of float64 is
 # 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
-AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}
-# The same bound at the first update: both jobs have the same weights, so training has not amplified rounding yet.
-FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 1e-1}
+ROUNDING = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
+ROUNDING |= {"mixed_float16": (1e-2, 5e-3), "mixed_bfloat16": (1e-1, 5e-2)}
 # Params that may differ within a trajectory: how a batch is cut, where it runs, what is logged when.
 _CUT = {f"{group}.{key}" for group in ("accumulation", "derived") for key in ("factor", "micro_batch_size")}
 _CUT |= {"accumulation.effective_batch_size", "derived.replicas", "hardware.replicas", "hardware.workers"}
@@ -57,20 +57,10 @@ def job_states(sweep: Comparison) -> Finding:
 class Parting:
     """Two jobs that should train one trajectory, and the relative difference of their training losses."""
 
-    base: str  # the name of the job with the smallest factor
-    other: str
+    base: JobResult  # with the smallest factor
+    other: JobResult
     precision: str
     curve: Curve  # the difference at each update that both logged
-    dependent: set[str]  # names of layers whose output depends on the micro-batch
-    first: float  # difference, of those in the curve
-    largest: float
-    agrees: bool  # whether rounding explains the largest difference
-    from_the_start: bool  # whether they differ at the first update by more than rounding
-    differing: set[str]  # params in which the two differ, apart from how the batch is cut and from logging
-
-    def above(self, bound: float) -> int | None:
-        """Return the first update at which the difference exceeds `bound`; None if it never does."""
-        return next(map(int, self.curve.steps[self.curve.values > bound]), None)
 
 
 def partings(sweep: Comparison) -> list[Parting]:
@@ -78,7 +68,12 @@ def partings(sweep: Comparison) -> list[Parting]:
     found = []
     for jobs in grouped(sweep.jobs, _trajectory).values():
         base, *others = sorted(jobs, key=lambda job: job.factor or 0)
-        found += [parting for other in others if (parting := _compare(base, other)) is not None]
+        for other in others:
+            left, right = base.curves[LOSS], other.curves[LOSS]
+            steps, of_left, of_right = np.intersect1d(left.steps, right.steps, return_indices=True)
+            if steps.size:
+                differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
+                found.append(Parting(base, other, base.params.get(PRECISION, "float32"), Curve(steps, differences)))
     return found
 
 
@@ -90,26 +85,9 @@ def _trajectory(job: JobResult) -> tuple | None:
     return tuple(sorted(kept.items()))
 
 
-def _compare(base: JobResult, other: JobResult) -> Parting | None:
-    left, right = base.curves[LOSS], other.curves[LOSS]
-    steps, of_left, of_right = np.intersect1d(left.steps, right.steps, return_indices=True)
-    if not steps.size:
-        return None
-    differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
-    tags = ("model.batch_dependent_layers", "model.cut_dependent_noise")
-    dependent = {job.tags.get(tag, "none") for job in (base, other) for tag in tags} - {"none"}
-    first, largest, precision = float(differences[0]), float(differences.max()), base.params.get(PRECISION, "float32")
-    agrees = largest <= AGREEMENT.get(precision, AGREEMENT["float32"])
-    apart = bool(steps[0] == 1 and first > FIRST.get(precision, FIRST["float32"]))
-    curve = Curve(steps, differences)
-    every = {key for key in base.params | other.params if key not in _CUT and not key.startswith("tracking.")}
-    differing = {key for key in every if base.params.get(key) != other.params.get(key)}
-    return Parting(base.name, other.name, precision, curve, dependent, first, largest, agrees, apart, differing)
-
-
-def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
+def same_trajectory(sweep: Comparison) -> list[Finding]:
     """Return, for each precision, whether jobs that differ only in how a batch is cut train the same trajectory."""
-    if not pairs:
+    if not (pairs := partings(sweep)):
         runs = sum(LOSS in job.curves for job in sweep.jobs)
         why = "no two jobs share effective batch, seed and the rest of the config" if runs > 1 else "it takes two runs"
         return [Finding("trajectories", f"Trajectories cannot be compared: {why}.")]
@@ -118,40 +96,48 @@ def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
 
 
 def _parting(pairs: list[Parting], precision: str) -> Finding:
-    worst = max(pairs, key=lambda pair: pair.largest)
+    at_first, at_most = ROUNDING.get(precision, ROUNDING["float32"])
+    worst = max(pairs, key=lambda pair: pair.curve.values.max())
     steps, differences = worst.curve.steps, worst.curve.values
-    above = {level: min((step for p in pairs if (step := p.above(float(level)))), default=None) for level in LEVELS}
-    first, at = max(pair.first for pair in pairs), int(steps[differences.argmax()])
-    figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size)}
-    figures |= {"first": first, "largest": worst.largest, "at": at, "above": above}
-    subject = f"{count(len(pairs) + len({p.base for p in pairs}), 'job')} of equal effective batch, seed and config"
-    if differing := sorted(set().union(*(pair.differing for pair in pairs))):
-        subject += f" (but for {joined(differing)})"
-    who = f"{worst.base} and {worst.other}"
-    if all(pair.agrees for pair in pairs):
+    first, largest = max(float(pair.curve.values[0]) for pair in pairs), float(differences.max())
+    at = int(steps[differences.argmax()])
+    beyond = {level: [p.curve.steps[p.curve.values > float(level)] for p in pairs] for level in LEVELS}
+    above = {level: min((int(of[0]) for of in found if of.size), default=None) for level, found in beyond.items()}
+    parted = [pair for pair in pairs if pair.curve.values.max() > at_most]
+    early = [pair for pair in parted if pair.curve.steps[0] == 1 and pair.curve.values[0] > at_first]
+    figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size), "agree": not parted}
+    figures |= {"first": first, "largest": largest, "at": at, "above": above}
+    subject = (
+        f"{count(len(pairs) + len({p.base.name for p in pairs}), 'job')} of equal effective batch, seed and config"
+    )
+    params = [(pair.base.params, pair.other.params) for pair in pairs]
+    differing = {key for base, other in params for key in base | other if base.get(key) != other.get(key)} - _CUT
+    if shown := sorted(key for key in differing if not key.startswith("tracking.")):
+        subject += f" (but for {joined(shown)})"
+    who = f"{worst.base.name} and {worst.other.name}"
+    if not parted:
         text = f"In {precision}, {subject} train the same trajectory to floating point: their training losses differ "
-        text += f"by at most {number(worst.largest)} of their value, over {count(steps.size, 'update')}."
-        return Finding("trajectories", text, {**figures, "agree": True}, "difference")
+        text += f"by at most {number(largest)} of their value, over {count(steps.size, 'update')}."
+        return Finding("trajectories", text, figures, "difference")
     levels = "; ".join(f"above {level} from update {step}" for level, step in above.items() if step is not None)
     text = f"In {precision}, the trajectories of {subject} part: their training losses differ by "
     begin = "the first update" if steps[0] == 1 else f"update {steps[0]}, the first that was logged"
     text += f"at most {number(first)} of their value at {begin}; {levels or 'never above 1e-6'}; "
-    if math.isfinite(worst.largest):
-        text += f"at most {number(worst.largest)}, at update {at} ({who})."
-    else:
-        text += f"from update {at} only one of {who} is finite."
-    early = [pair for pair in pairs if pair.from_the_start]
+    finite = f"at most {number(largest)}, at update {at} ({who})."
+    text += finite if math.isfinite(largest) else f"from update {at} only one of {who} is finite."
     if early:
-        layers = ", ".join(sorted(set().union(*(pair.dependent for pair in early))))
+        tags = ("model.batch_dependent_layers", "model.cut_dependent_noise")
+        named = {job.tags.get(tag, "none") for pair in early for job in (pair.base, pair.other) for tag in tags}
+        layers = ", ".join(sorted(named - {"none"}))
         text += " That is more than rounding, which cannot have been amplified yet at the first update: "
         other = "the jobs compute different things, as with dropout, of which each micro-batch draws its own."
         text += f"{layers} depend on the micro-batch they see." if layers else other
-    elif steps[0] == 1 and (step := worst.above(0)) and math.isfinite(worst.largest):
-        apart = float(differences[steps == step][0])
-        figures["amplified"] = worst.largest / apart
+    elif steps[0] == 1 and math.isfinite(largest):
+        step, apart = int(steps[differences > 0][0]), float(differences[differences > 0][0])
+        figures["amplified"] = largest / apart
         text += f" Rounding set {who} apart by {number(apart)} at update {step}, and training amplified that "
-        text += f"{number(worst.largest / apart)} times."
-    return Finding("trajectories", text, {**figures, "agree": False, "rounding": not early}, "difference")
+        text += f"{number(largest / apart)} times."
+    return Finding("trajectories", text, {**figures, "rounding": len(early) < len(parted)}, "difference")
 
 
 def final_result(sweep: Comparison) -> Finding:

@@ -94,7 +94,7 @@ def _difference(sweep: Comparison) -> Plot:
     for colour, pair in enumerate(partings(sweep)):
         values = pair.curve.values
         shown = np.where(values > 0, values, np.nan if values.any() else 1e-17)
-        name = f"{pair.other} / {pair.base}"
+        name = f"{pair.other.name} / {pair.base.name}"
         traces.append(_points(pair.curve.steps.astype(float), shown, name=name, colour=colour))
     caption = "How far the training losses of two jobs with equal effective batch, seed and config are apart, "
     caption += "relative to their value. Rounding starts it and training amplifies it. "

@@ -20,7 +20,7 @@ from pipeline.config import compose
 from pipeline.report import branches, comparison, critical_batch, findings, plots, rate_drift, verdict
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.findings import Finding, Parting, partings
+from pipeline.report.findings import Finding
 from pipeline.report.html_page import finite, render
 from pipeline.report.job_results import NO_RUN, JobResult, Measure, comparable_jobs, grouped, pooled
 from pipeline.report.statistics import Scale, Spread, count, number, plain, seconds, size
@@ -123,10 +123,9 @@ def summarize(sweep: Comparison) -> list[Finding]:
     """Return all findings in reading order."""
     if sweep.branches:
         return [findings.job_states(sweep), *branches.findings(sweep)]
-    pairs = partings(sweep)
     found = [
         findings.job_states(sweep),
-        *findings.same_trajectory(sweep, pairs),
+        *findings.same_trajectory(sweep),
         findings.final_result(sweep),
         findings.time_to_target(sweep),
         *findings.cost_of_the_factor(sweep),
@@ -134,10 +133,10 @@ def summarize(sweep: Comparison) -> list[Finding]:
     for family, jobs in grouped(sweep.jobs, "family").items():
         found += [f for f in critical_batch.findings(family, jobs, sweep.target) if f not in found]
     found += [*rate_drift.findings(sweep), *verdict.findings(sweep)]
-    return [*found, *_next(sweep, found, pairs)]
+    return [*found, *_next(sweep, found)]
 
 
-def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
+def _next(sweep: Comparison, found: list[Finding]) -> Iterable[Finding]:
     timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
     missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
     if missing:
@@ -176,7 +175,8 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
     seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
     if seeds == 1:
         yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": seeds})
-    if any(not pair.agrees and not pair.from_the_start and pair.precision != "float64" for pair in pairs):
+    parted = [f.figures for f in found if f.topic == "trajectories" and f.figures.get("rounding")]
+    if any(of["precision"] != "float64" for of in parted):
         text = "For trajectories that agree at every update, run with hardware.precision=float64."
         yield Finding("next", text, {"precision": "float64"})
 
