@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.config.stages import STAGES
 from pipeline.report import statistics
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import CAVEAT, noise_scale
@@ -90,7 +91,7 @@ def _last(losses: Array) -> int:
 
 
 def of(sweep: Comparison) -> Measured | None:
-    """Return what the branches measured; None before two have finished, or where the first one diverged."""
+    """Return what the branches measured; None before two finished, if the first diverged, or if other keys vary too."""
     seeds = []
     for jobs in grouped(sweep.jobs, lambda job: job.params.get("seed")).values():
         known = {job.batch or 0: [job.curves[key].values for key in _KEYS] for job in jobs if _KEYS[1] in job.curves}
@@ -98,17 +99,16 @@ def of(sweep: Comparison) -> Measured | None:
         seeds.append({batch: (sizes, losses) for batch, (sizes, losses) in known.items() if batch in over})
     missing = {job.batch or 0 for job in sweep.jobs if any(job.batch not in branches for branches in seeds)}
     below = min(missing, default=np.inf)  # what is larger cannot be judged without it
-    return measure([{size: found for size, found in branches.items() if size < below} for branches in seeds])
+    alike = len({job.family for job in sweep.jobs}) < 2
+    return measure([{size: of for size, of in branches.items() if size < below} for branches in seeds if alike])
 
 
 def findings(sweep: Comparison) -> Iterable[Finding]:
     """Yield the critical batch with its interval, the schedule that follows from it, and what the noise predicts."""
-    if len({job.family for job in sweep.jobs}) > 1:
-        text = "The critical batch cannot be said: the branches differ in more than batch and seed."
-        yield Finding("critical", text)
-        return
     if (found := of(sweep)) is None:
-        yield Finding("critical", "The critical batch cannot be said before two branches have finished.")
+        varied = len({job.family for job in sweep.jobs}) > 1
+        why = ": the branches differ in more than batch and seed" if varied else " before two branches have finished"
+        yield Finding("critical", f"The critical batch cannot be said{why}.")
         return
     text = f"The critical batch is {found.critical} (95% interval: {found.interval[0]} to {found.interval[1]}): the "
     text += f"largest up to which no batch ends over {TOLERANCE:g} above a smaller one, at √k times the rate. Losses: "
@@ -121,34 +121,30 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     yield Finding("critical", text, {**vars(found), "interval": [*found.interval]}, "critical_batch")
     with suppress(KeyError, TypeError, ValueError):  # the store was changed
         job = next(job for job in sweep.jobs if job.batch == found.critical)
-        stages = [(int(after), int(size)) for after, size in json.loads(job.tags["accumulation.stages"])]
+        stages = [(int(after), int(size)) for after, size in json.loads(job.tags[STAGES])]
         texts = ",".join(f"{{start:{{updates:{after}}},effective_batch_size:{size}}}" for after, size in stages)
         line = f"'accumulation.schedule=[{texts}]' scaling.rule=sqrt "
         line += f"scaling.reference_batch_size={int(job.params['scaling.reference_batch_size'])}"
         pays = found.critical > min(found.losses)
         said = f"To paste: {line}" if pays else "None: at this checkpoint no larger batch pays yet."
         yield Finding("schedule", said, {"schedule": line} if pays else {})
-    scale = _noise(sweep)
-    predicted = "Not measured." if scale is None else f"{scale:.4g} examples."
-    yield Finding("noise_scale", f"{predicted} {CAVEAT}", {} if scale is None else {"predicted": scale})
+    scale = statistics.spread([noise_scale(job, None) for job in sweep.jobs])
+    predicted = f"{scale.mean:.4g} examples." if scale else "Not measured."
+    yield Finding("noise_scale", f"{predicted} {CAVEAT}", {"predicted": scale.mean} if scale else {})
 
 
 def plots(sweep: Comparison) -> list[Plot]:
     """Return the picture of the smoothed losses by effective batch."""
-    if len({job.family for job in sweep.jobs}) > 1 or (found := of(sweep)) is None:
+    figures = {finding.topic: finding.figures for finding in findings(sweep)}
+    if not (found := figures["critical"]):
         return []
-    batches, losses, scale = [*found.losses], [*found.losses.values()], _noise(sweep)
-    bound = min(losses[: batches.index(found.critical) + 1]) + TOLERANCE
+    batches, losses = [*found["losses"]], [*found["losses"].values()]
+    bound = min(losses[: batches.index(found["critical"]) + 1]) + TOLERANCE
     ends = [min(losses), max(*losses, bound)]
-    drawn = [trace("branches", batches, losses, 0, "lines+markers", found.errors)]
+    drawn = [trace("branches", batches, losses, 0, "lines+markers", found["errors"])]
     drawn.append(trace(f"lowest + {TOLERANCE:g}", [batches[0], batches[-1]], [bound, bound], 1))
-    drawn.append(trace("critical batch", [found.critical] * 2, ends, 2))
-    drawn += [] if scale is None else [trace("noise scale", [scale] * 2, ends, 3)]
+    drawn.append(trace("critical batch", [found["critical"]] * 2, ends, 2))
+    drawn += [trace("noise scale", [scale] * 2, ends, 3) for scale in figures["noise_scale"].values()]
     note = f"Training losses at the same examples. Bars: 95%, the most of it common to all. {CAVEAT}"
     layout = {"xaxis": axis("effective batch size", True, batches), "yaxis": axis("smoothed train/loss")}
     return [Plot("critical_batch", "Critical batch", "Loss by effective batch", note, drawn, layout)]
-
-
-def _noise(sweep: Comparison) -> float | None:
-    spread = statistics.spread([noise_scale(job, None) for job in sweep.jobs])
-    return None if spread is None else spread.mean
