@@ -127,9 +127,9 @@ class Comparison:
         if self.branches:  # their examples count from the other run's start
             return None
         jobs = comparable_jobs([job for job in self.jobs if job.status in ("FINISHED", "RUNNING")])
-        for metric in ("val/loss", "train/loss"):
+        for metric, fewest in (("val/loss", EVALUATIONS), ("train/loss", 0)):
             curves = {job.name: curve for job in jobs if (curve := self.smooth(job, metric)) is not None}
-            if curves and (metric == "train/loss" or min(len(c.steps) for c in curves.values()) >= EVALUATIONS):
+            if curves and min(len(curve.steps) for curve in curves.values()) >= fewest:
                 break
         else:
             return None
@@ -144,20 +144,17 @@ class Comparison:
         all_reach = start - value >= PROGRESS * (start - lowest)
         if not all_reach:
             value = float(np.sort(list(best.values()))[(len(best) - 1) // 2])
-        costs = {job.name: cost for job in self.jobs if (cost := self._cost(job, metric, value))}
+        costs: dict[str, dict[str, float]] = {}
+        for job in self.jobs:
+            if (curve := self.smooth(job, metric)) is not None and (curve.values <= value).any():
+                along = {axis: job.along(axis, curve.steps) for axis in AXES}
+                costs[job.name] = {axis: statistics.reached(x, curve.values, value) for axis, x in along.items()}
         return TargetLoss(metric, value, list(curves), all_reach, costs)
-
-    def _cost(self, job: JobResult, metric: str, value: float) -> dict[str, float]:
-        if (curve := self.smooth(job, metric)) is None:
-            return {}
-        found = {axis: statistics.reached(job.along(axis, curve.steps), curve.values, value) for axis in AXES}
-        return {axis: cost for axis, cost in found.items() if cost is not None}
 
     @property
     def at_once(self) -> int:
         """Return the largest number of jobs that ran at the same time."""
-        edges = [(job.started, 1) for job in self.jobs if job.started]
-        edges += [(job.ended, -1) for job in self.jobs if job.started and job.ended]
+        edges = [(at, by) for job in self.jobs if job.started for at, by in ((job.started, 1), (job.ended, -1)) if at]
         return int(max(np.cumsum([change for _, change in sorted(edges)]), default=0))
 
 
@@ -170,8 +167,8 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     jobs = [job_result(client, name, runs.get(name)) for name in dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])]
     if tags["sweep.name"] == CRITICAL:  # the batch of their last stage; the recorded factor is of the first one
         jobs = [replace(job, factor=None, batch=int(dict(job.settings).get("batch", job.batch or 0))) for job in jobs]
-    best = ""
+    found = Comparison(uri, info.run_id, tags["sweep.name"], info.status, listed(tags, "sweep.varied"), jobs)
     with suppress(KeyError, TypeError, ValueError, RecursionError):  # no search, or the tag was changed
         best = " ".join(short(*text.split("=", 1)) for text in json.loads(tags["sweep.best"])["overrides"])
-    said = jobs, best, tags.get("sweep.question", "")
-    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, listed(tags, "sweep.varied"), *said)
+        found = replace(found, best=best)
+    return replace(found, question=tags.get("sweep.question", ""))

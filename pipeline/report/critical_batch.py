@@ -30,10 +30,9 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
     else:
         yield _largest(family, at, costs, critical)
     if scale is None:
-        logged = any(NOISE in job.curves for job in jobs)
-        why = f"no run that did not fail has a positive {NOISE}" if logged else f"no run has a {NOISE}"
-        why += "" if any((job.factor or 0) > 1 for job in jobs) else ", which takes a factor over 1"
-        yield Finding("noise_scale", f"The gradient noise scale predicts nothing where {why}.")
+        which = "that did not fail has a positive" if any(NOISE in job.curves for job in jobs) else "has a"
+        why = "" if any((job.factor or 0) > 1 for job in jobs) else ", which takes a factor over 1"
+        yield Finding("noise_scale", f"The gradient noise scale predicts nothing where no run {which} {NOISE}{why}.")
         return
     about = f"{family}: " if family else ""
     text = f"{about}The gradient noise scale predicts a critical batch of {scale.text()} examples: "
@@ -46,9 +45,8 @@ def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> I
     elif fit:
         figures["extrapolated"] = critical
         text += f" The sweep's own costs extrapolate to {number(critical)}, outside of what was tried."
-    high = max(at)
-    text += f" At that scale a batch of {high} needs {figures['cost'][high]:.2f} times the examples of a tiny one."
-    text += f" {CAVEAT} `pipeline critical` measures it."
+    text += f" At that scale a batch of {max(at)} needs {1 + max(at) / scale.mean:.2f} times the examples of a tiny "
+    text += f"one. {CAVEAT} `pipeline critical` measures it."
     yield Finding("noise_scale", text, figures, "noise_by_batch")
 
 
@@ -66,10 +64,9 @@ def _largest(family: str, at: dict[int, list[JobResult]], costs: dict[int, Sprea
     largest = max(batch for batch in saves if ratio[batch] <= PAYS)
     about = f"{family}: " if family else ""
     text = f"{about}The largest effective batch that still pays is {largest}: it reached the target with "
-    text += f"{ratio[largest]:.2f} times the fewest examples ({costs[least].text()}, at {least}), where up to "
-    text += f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer "
-    fewest = f"{number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)}"
-    text += f"updates than any smaller batch ({fewest})."
+    text += f"{ratio[largest]:.2f} times the fewest examples ({costs[least].text()}, at {least}), where up to {PAYS:g} "
+    text += "times counts as paying (the critical batch size of McCandlish et al. 2018), and with fewer updates "
+    text += f"than any smaller batch ({number(updates[largest])}, {number(updates[min(costs)])} at {min(costs)})."
     above = [f"{b} took {ratio[b]:.2f} times, in {number(updates[b])} updates" for b in costs if b > largest]
     above += [f"{b} did not reach it" for b in at if b > largest and b not in costs]
     text += f" {joined(above) or 'It is the largest that was tried, so the limit may lie beyond'}."

@@ -127,12 +127,11 @@ def relative_difference(one: Array, other: Array) -> Array:
     return np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, result)
 
 
-def reached(x: Array, y: Array, target: float) -> float | None:
-    """Return the x at which `y` is first at or below `target`, interpolated linearly between two points."""
-    below = np.flatnonzero(y <= target)
-    if not below.size:
-        return None
-    index = int(below[0])
+def reached(x: Array, y: Array, target: float) -> float:
+    """Return the x at which `y` is first at or below `target`, interpolated linearly; NaN if it never is."""
+    if not (below := y <= target).any():
+        return math.nan
+    index = int(below.argmax())
     if index == 0 or not math.isfinite(y[index - 1]) or y[index] == target:
         return float(x[index])
     share = (y[index - 1] - target) / (y[index - 1] - y[index])

@@ -84,16 +84,14 @@ def _contrast(sweep: Comparison, jobs: list[JobResult], axis: str) -> dict[str, 
     for job, x, y in along:
         loss = float(np.interp(budget, x, y, left=math.nan))
         losses.setdefault(job.factor or 0, {}).setdefault(job.group, []).append(loss)
-    finite = {factor: {g: of for g, of in at.items() if np.isfinite(of).all()} for factor, at in losses.items()}
-    losses = {factor: at for factor, at in finite.items() if at}
-    best = {factor: min(losses[factor].items(), key=lambda item: float(np.mean(item[1]))) for factor in sorted(losses)}
+    finite = {f: [(g, of) for g, of in at.items() if np.isfinite(of).all()] for f, at in sorted(losses.items())}
+    best = {factor: min(at, key=lambda item: float(np.mean(item[1]))) for factor, at in finite.items() if at}
     factors, values = [*best], [of for _, of in best.values()]
     if factors[:1] != [1] or len(factors) < 2:
         return None
     by, errors, quantile = statistics.differences(values)
     equal = np.abs(by) <= EQUAL * abs(float(np.mean(values[0])))
-    known = errors > 0
-    halves = np.where(known, errors, 1) * np.where(known, quantile, np.where(equal, 0.0, math.inf))
+    halves = np.where(errors > 0, errors, 1) * np.where(errors > 0, quantile, np.where(equal, 0.0, math.inf))
     better = np.flatnonzero(by + halves < 0).tolist()
     i = min(better or range(len(by)), key=lambda i: by[i])
     state, seeds = "pays" if better else "not" if (by - halves > 0).all() else "same", min(map(len, values))

@@ -104,15 +104,13 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
         groups=list(read.groups),
     )
     out.mkdir(parents=True, exist_ok=True)
-    page = out / "report.html"
-    page.write_text(html, encoding="utf-8")
+    (page := out / "report.html").write_text(html, encoding="utf-8")
     with (out / "jobs.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)  # a row for each job, in base units: seconds, bytes, examples
         table.writerow(["job", "status", "run", "seed", *(name for name, *_ in columns), "failure"])
         for job in read.jobs:
             texts = [_cell(text) for text in (job.name, job.status, job.run_id or "", job.params.get("seed", ""))]
-            values = [value(job) for _, value, _ in columns]
-            cells = ["" if math.isnan(value) else value for value in values]
+            cells = ["" if math.isnan(value := measure(job)) else value for _, measure, _ in columns]
             table.writerow([*texts, *cells, _cell(" ".join(job.tags.get("failure", "").split()))])
     data = finite([asdict(finding) for finding in found])
     (out / "findings.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -123,13 +121,8 @@ def summarize(sweep: Comparison) -> list[Finding]:
     """Return all findings in reading order."""
     if sweep.branches:
         return [findings.job_states(sweep), *branches.findings(sweep)]
-    found = [
-        findings.job_states(sweep),
-        *findings.same_trajectory(sweep),
-        findings.final_result(sweep),
-        findings.time_to_target(sweep),
-        *findings.cost_of_the_factor(sweep),
-    ]
+    found = [findings.job_states(sweep), *findings.same_trajectory(sweep), findings.final_result(sweep)]
+    found += [findings.time_to_target(sweep), *findings.cost_of_the_factor(sweep)]
     for family, jobs in grouped(sweep.jobs, "family").items():
         found += [f for f in critical_batch.findings(family, jobs, sweep.target) if f not in found]
     found += [*rate_drift.findings(sweep), *verdict.findings(sweep)]
@@ -137,29 +130,26 @@ def summarize(sweep: Comparison) -> list[Finding]:
 
 
 def _next(sweep: Comparison, found: list[Finding]) -> Iterable[Finding]:
-    timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
-    missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
-    if missing:
+    timed, final = (next(f.figures for f in found if f.topic == topic) for topic in ("time_to_target", "final"))
+    if missing := [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]:
         text = f"Run the {count(len(missing), 'job')} that did not finish: "
         text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
         yield Finding("next", text + again_command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     verdicts = {(of["recipe"], of["micro"]): of for f in found if f.topic == "verdict" and (of := f.figures)}
-    best = timed.get("best")
-    final = next(finding.figures for finding in found if finding.topic == "final")
-    ends = final.get("best")
+    first, ends = timed.get("best"), final.get("best")
     said = f" By its final {final.get('metric')} {ends} is better" if ends else ""
     said += "." if final.get("told_apart") else ", though not by more than chance may do."
     if sweep.best:
         text = f"Take {sweep.best}: the lowest loss of the search." + (said if ends not in (None, sweep.best) else "")
         yield Finding("next", text, {"recommended": sweep.best})
-    elif best and len(timed["groups"]) > 1:
-        first, taken = best, sweep.groups[best][0]
-        best = verdicts.get((taken.recipe, taken.micro), {}).get("take") or first
+    elif first and len(timed["groups"]) > 1:
+        fastest = sweep.groups[first][0]
+        best = verdicts.get((fastest.recipe, fastest.micro), {}).get("take") or first
         taken = sweep.groups[best][0]
         pays = largest.get(taken.family, {}).get("largest")
-        text = f"On this machine take {best}: it reached the target first"
-        text += "." if timed["told_apart"] else ", though not by more than chance may do."
+        chance = "" if timed["told_apart"] else ", though not by more than chance may do"
+        text = f"On this machine take {best}: it reached the target first{chance}."
         if best != first:
             text = f"On this machine take {best}, by whether accumulating pays; {first} reached the target first."
         text += said if ends not in (None, best) else ""
@@ -168,13 +158,11 @@ def _next(sweep: Comparison, found: list[Finding]) -> Iterable[Finding]:
         yield Finding("next", text, {"recommended": best, "batch": pays})
     for family, figures in largest.items():
         if figures["open"]:
-            beyond = 2 * figures["largest"]
-            by = f" with {family}" if family else ""
+            beyond, by = 2 * figures["largest"], f" with {family}" if family else ""
             text = f"Try an effective batch of {beyond}{by} on more devices: none was too large yet."
             yield Finding("next", text, {"batch": beyond, "family": family})
-    seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
-    if seeds == 1:
-        yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": seeds})
+    if max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0) == 1:
+        yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": 1})
     parted = [f.figures for f in found if f.topic == "trajectories" and f.figures.get("rounding")]
     if any(of["precision"] != "float64" for of in parted):
         text = "For trajectories that agree at every update, run with hardware.precision=float64."
@@ -210,10 +198,8 @@ def _best(sweep: Comparison) -> list[list[str]]:
     rows, sign = [], 1 if sweep.lower_is_better(sweep.quality or "train/loss") else -1
     for key in sweep.axes if sweep.axes != ["group"] else ():
         for value, jobs in grouped(sweep.jobs, partial(JobResult.setting, key=key)).items():
-            ends = [(sign * sweep.ends[group].mean, group) for group in grouped(jobs, "group") if group in sweep.ends]
-            if ends:
-                _, best = min(ends)
-                shown = value if isinstance(value, str) else number(value)
+            if ends := [(sign * sweep.ends[g].mean, g) for g in grouped(jobs, "group") if g in sweep.ends]:
+                (_, best), shown = min(ends), value if isinstance(value, str) else number(value)
                 rows.append([f"{key}={shown}", sweep.ends[best].text(), best])
     return rows
 

@@ -57,7 +57,7 @@ def test_a_target_is_reached_between_two_points():
     assert statistics.reached(x, y, 2) == 25
     assert statistics.reached(x, y, 3) == 20
     assert statistics.reached(x, y, 5) == 10
-    assert statistics.reached(x, y, 0.5) is None
+    assert math.isnan(statistics.reached(x, y, 0.5))
 
 
 def test_a_trailing_mean_weighs_by_examples():
