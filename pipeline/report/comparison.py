@@ -40,9 +40,8 @@ class TargetLoss:
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
         """Return the costs of the judged jobs among `jobs`; None unless all of these reached the target."""
         judged = [job for job in jobs if job.name in self.judged]
-        if not judged or any(job.name not in self.costs for job in judged):
-            return None
-        return pooled(judged, lambda job: self.cost(job, axis))
+        reached = all(job.name in self.costs for job in judged)
+        return pooled(judged, partial(self.cost, axis=axis)) if reached else None
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def final_result(sweep: Comparison) -> Finding:
     if metric is None or not spreads:
         return Finding("final", "There is no final metric to compare: no job has finished with one.")
     sign = 1 if sweep.lower_is_better(metric) else -1
-    words, figures = _ranked(spreads, sign, statistics.plain, "ends best, at", "worst, at")
+    words, figures = _ranked(spreads, sign, statistics.PLAIN, "ends best, at", "worst, at")
     best = spreads[figures["best"]]
     if len(spreads) > 1 and all(abs(best.mean - spread.mean) <= EQUAL * abs(best.mean) for spread in spreads.values()):
         text = f"Final {metric}: all {len(spreads)} groups end at {best.text()}."
@@ -175,9 +175,8 @@ def _ranked(spreads: dict[str, Spread], sign: int, scale: Scale, leads: str, tra
         return f"{text}With one seed, chance is not told from effect.", figures
     if by <= EQUAL * abs(best.mean):
         return f"{text}{order[1]} does just as well.", figures
-    if interval is None:
-        behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
-    else:
+    behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
+    if interval is not None:
         verdict = "so they differ" if apart else "so the data do not tell them apart"
         behind = f"{Spread(by, interval[1], 2).text(scale)} behind (95%, Welch), {verdict}"
     return f"{text}The next is {order[1]}, {behind}.", figures
@@ -199,7 +198,7 @@ def time_to_target(sweep: Comparison) -> Finding:
     figures: dict[str, Any] = {"metric": target.metric, "target": target.value, "all_reach": target.all_reach}
     if not times:
         return Finding("time_to_target", f"{text}; no group reached it with all of its seeds.", figures)
-    words, ranked = _ranked(times, 1, statistics.seconds, "gets there first, after", "last, after")
+    words, ranked = _ranked(times, 1, statistics.SECONDS, "gets there first, after", "last, after")
     figures |= {**ranked, "seconds": times[ranked["best"]].mean}
     text += f". {words if len(times) > 1 else f'It is reached after {words}'}"
     return Finding("time_to_target", text + shared(sweep), figures, "time_to_target")
@@ -215,24 +214,20 @@ def shared(sweep: Comparison) -> str:
 def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
     """Yield, for each family, the cost of the largest factor compared with the smallest."""
     measured = (
-        ("update_seconds", "an update takes", statistics.seconds, JobResult.typical),
-        ("examples_per_second", "examples per second", statistics.plain, JobResult.typical),
-        ("peak_memory_bytes", "peak memory", statistics.size, JobResult.last),
+        ("update_seconds", "an update takes", statistics.SECONDS, JobResult.typical),
+        ("examples_per_second", "examples per second", statistics.PLAIN, JobResult.typical),
+        ("peak_memory_bytes", "peak memory", statistics.SIZE, JobResult.last),
     )
     for family, jobs in grouped(sweep.jobs, "family").items():
         factors = sorted({job.factor for job in jobs if job.factor and "perf/update_seconds" in job.curves})
         if len(factors) < 2:
             continue
         figures: dict[str, Any] = {"family": family, "factors": factors}
-        parts = []
+        ends, parts = [[job for job in jobs if job.factor == factor] for factor in (factors[0], factors[-1])], []
         for name, words, scale, value in measured:
-            low, high = (
-                pooled([job for job in jobs if job.factor == factor], partial(value, metric=f"perf/{name}"))
-                for factor in (factors[0], factors[-1])
-            )
+            low, high = (pooled(of, partial(value, metric=f"perf/{name}")) for of in ends)
             if low and high and low.mean:
-                both = f"{low.text(scale)} → {high.text(scale)}"
-                parts.append(f"{words} {both} (×{high.mean / low.mean:.2f})")
+                parts.append(f"{words} {low.text(scale)} → {high.text(scale)} (×{high.mean / low.mean:.2f})")
                 figures[name] = (low.mean, high.mean)
         text = f"{family + ': f' if family else 'F'}rom factor {factors[0]} to {factors[-1]}, {'; '.join(parts)}."
         yield Finding("cost", text + shared(sweep), figures, "update_seconds")

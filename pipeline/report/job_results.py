@@ -135,10 +135,8 @@ Measure = Callable[[JobResult], float]  # NaN for a job without the value
 
 def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
     """Return the finished jobs, else the running ones, else all: a job that ended early would distort the mean."""
-    for status in ("FINISHED", "RUNNING"):
-        if found := [job for job in jobs if job.status == status]:
-            return found
-    return list(jobs)
+    found = grouped(jobs, "status")
+    return found.get("FINISHED") or found.get("RUNNING") or list(jobs)
 
 
 def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
@@ -161,11 +159,9 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
     params = {key: former_names.current(value) for key, value in run.data.params.items()}
     metrics = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))]
     curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics}
-    sizes = []
-    for key in ("factor", "effective_batch_size", "micro_batch_size"):
-        # As derived, or as configured if the run ended before it was derived.
-        values = (params.get(f"{place}.{key}", "") for place in ("derived", "accumulation"))
-        sizes.append(next((int(value) for value in values if value.isdigit()), None))
+    # As derived, or as configured if the run ended before it was derived.
+    keys = [(f"derived.{key}", f"accumulation.{key}") for key in ("factor", "effective_batch_size", "micro_batch_size")]
+    sizes = [next((int(params[key]) for key in both if params.get(key, "").isdigit()), None) for both in keys]
     return JobResult(name, info.run_id, info.status, params, tags, curves, info.start_time, info.end_time, *sizes)
 
 

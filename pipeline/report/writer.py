@@ -23,7 +23,7 @@ from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import Finding
 from pipeline.report.html_page import finite, render
 from pipeline.report.job_results import NO_RUN, JobResult, Measure, comparable_jobs, grouped, pooled
-from pipeline.report.statistics import Scale, Spread, count, number, plain, seconds, size
+from pipeline.report.statistics import PLAIN, SECONDS, SIZE, Scale, Spread, count, number
 from pipeline.tracking.foreign_store import ForeignStore, again_command
 
 _TOPICS = {
@@ -177,19 +177,19 @@ def _columns(sweep: Comparison) -> list[Column]:
         return lambda job: sweep.target.cost(job, axis) if sweep.target else math.nan
 
     return [
-        ("factor", lambda job: job.factor or math.nan, plain),
-        ("effective batch", lambda job: job.batch or math.nan, plain),
-        ("micro-batch", lambda job: job.micro or math.nan, plain),
-        ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), plain),
-        ("examples", lambda job: job.last("train/examples_seen"), plain),
-        *((metric, partial(sweep.final, metric=metric), plain) for metric in sweep.metrics),
-        ("updates to target", cost("updates"), plain),
-        ("examples to target", cost("examples"), plain),
-        ("time to target", cost("seconds"), seconds),
-        ("time per update", lambda job: job.typical("perf/update_seconds"), seconds),
-        ("examples/s", lambda job: job.typical("perf/examples_per_second"), plain),
-        ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), size),
-        ("noise scale", lambda job: noise_scale(job, sweep.target), plain),
+        ("factor", lambda job: job.factor or math.nan, PLAIN),
+        ("effective batch", lambda job: job.batch or math.nan, PLAIN),
+        ("micro-batch", lambda job: job.micro or math.nan, PLAIN),
+        ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), PLAIN),
+        ("examples", lambda job: job.last("train/examples_seen"), PLAIN),
+        *((metric, partial(sweep.final, metric=metric), PLAIN) for metric in sweep.metrics),
+        ("updates to target", cost("updates"), PLAIN),
+        ("examples to target", cost("examples"), PLAIN),
+        ("time to target", cost("seconds"), SECONDS),
+        ("time per update", lambda job: job.typical("perf/update_seconds"), SECONDS),
+        ("examples/s", lambda job: job.typical("perf/examples_per_second"), PLAIN),
+        ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), SIZE),
+        ("noise scale", lambda job: noise_scale(job, sweep.target), PLAIN),
     ]
 
 
