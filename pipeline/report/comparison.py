@@ -115,7 +115,7 @@ class Comparison:
         return Curve(curve.steps, statistics.trailing_mean(examples, curve.values, self.window))
 
     def final(self, job: JobResult, metric: str) -> float:
-        return curve.last if (curve := self.smooth(job, metric)) else math.nan
+        return float(curve.values[-1]) if (curve := self.smooth(job, metric)) else math.nan
 
     @cached_property
     def target(self) -> TargetLoss | None:
@@ -149,12 +149,6 @@ class Comparison:
                 along = {axis: job.along(axis, curve.steps) for axis in AXES}
                 costs[job.name] = {axis: statistics.reached(x, curve.values, value) for axis, x in along.items()}
         return TargetLoss(metric, value, list(curves), all_reach, costs)
-
-    @property
-    def at_once(self) -> int:
-        """Return the largest number of jobs that ran at the same time."""
-        edges = [(at, by) for job in self.jobs if job.started for at, by in ((job.started, 1), (job.ended, -1)) if at]
-        return int(max(np.cumsum([change for _, change in sorted(edges)]), default=0))
 
 
 def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:

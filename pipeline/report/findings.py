@@ -206,9 +206,10 @@ def time_to_target(sweep: Comparison) -> Finding:
 
 def shared(sweep: Comparison) -> str:
     """Return a caveat about seconds if jobs ran at the same time, else an empty text."""
-    if sweep.at_once < 2:
-        return ""
-    return f" Up to {sweep.at_once} jobs ran at the same time: where they shared a device, their seconds say less."
+    edges = [(at, by) for job in sweep.jobs if job.started for at, by in ((job.started, 1), (job.ended, -1)) if at]
+    at_once = max(np.cumsum([change for _, change in sorted(edges)]), default=0)
+    caveat = f" Up to {at_once} jobs ran at the same time: where they shared a device, their seconds say less."
+    return caveat if at_once > 1 else ""
 
 
 def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:

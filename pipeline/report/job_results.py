@@ -27,10 +27,6 @@ class Curve:
     steps: NDArray[np.int64]
     values: Array
 
-    @property
-    def last(self) -> float:
-        return float(self.values[-1])
-
 
 @dataclass(frozen=True)
 class JobResult:
@@ -111,7 +107,7 @@ class JobResult:
         return np.asarray(known, float)
 
     def last(self, metric: str) -> float:
-        return curve.last if (curve := self.curves.get(metric)) else math.nan
+        return float(curve.values[-1]) if (curve := self.curves.get(metric)) else math.nan
 
     def typical(self, metric: str) -> float:
         """Return the median over all rows but the first update's, which includes tracing."""

@@ -88,8 +88,7 @@ class Rerun:
         return then if isinstance(then, str) and is_inside(Path(then), [Path.cwd()]) and Path(then).exists() else None
 
     def _experiment(self) -> str:
-        mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking") or {}
-        theirs = tracking.get("experiment")
+        mine, theirs = str(self.own.tracking.experiment), (self.recorded.config.get("tracking") or {}).get("experiment")
         if "tracking.experiment" not in self.request.values and isinstance(theirs, str) and theirs != mine:
             try:
                 self.store.check_experiment(theirs)
