@@ -51,18 +51,18 @@ class JobResult:
     @property
     def group(self) -> str:
         """Return the name without the seed; jobs of one group are repetitions."""
-        return self._without({"seed"}) or "all jobs"
+        return self.without({"seed"}) or "all jobs"
 
     @property
     def family(self) -> str:
         """Return the name without seed and batch sizes; jobs of one family show the effect of factor and batch."""
-        return self._without({"seed", *SIZES})
+        return self.without({"seed", *SIZES})
 
     @property
     def recipe(self) -> str:
         """Return the name without seed, batch sizes and learning rate, as each batch may have its own best rate."""
         rate = {"rate"} if isinstance(self.setting("rate"), float) else set[str]()  # `scaling.rate` is a word
-        return self._without({"seed", *SIZES} | rate)
+        return self.without({"seed", *SIZES} | rate)
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
@@ -80,11 +80,8 @@ class JobResult:
             return float(value)  # type: ignore[arg-type]
         return value
 
-    def other_settings(self, key: str) -> str:
-        """Return the name without the seed and without `key`; sizes follow from each other."""
-        return self.family if key in SIZES else self._without({"seed", key})
-
-    def _without(self, keys: set[str]) -> str:
+    def without(self, keys: set[str]) -> str:
+        """Return the name without the settings of `keys`."""
         return " ".join(f"{key}={value}" if value else key for key, value in self.settings if key not in keys)
 
     @cached_property

@@ -13,7 +13,7 @@ from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import partings
 from pipeline.report.html_page import Plot, axis, trace
-from pipeline.report.job_results import AXES, Curve, JobResult, Measure, comparable_jobs, grouped, pooled
+from pipeline.report.job_results import AXES, SIZES, Curve, JobResult, Measure, comparable_jobs, grouped, pooled
 from pipeline.report.statistics import Array
 
 POINTS = 600  # the most points of a curve; a longer one is drawn as means
@@ -106,7 +106,8 @@ def _finished(value: Measure) -> Measure:
 
 def _by(sweep: Comparison, key: str, value: Measure, section: str, name: str, title: str, note: str, unit: str) -> Plot:
     """Plot `value` by one of `sweep.axes`: a trace for each combination of the others, with means and error bars."""
-    others = {"": sweep.jobs} if key == "group" else grouped(sweep.jobs, lambda job: job.other_settings(key))
+    left_out = {"seed", key} | (SIZES if key in SIZES else set())  # sizes follow from each other
+    others = {"": sweep.jobs} if key == "group" else grouped(sweep.jobs, partial(JobResult.without, keys=left_out))
     settings = grouped(sweep.jobs, setting := partial(JobResult.setting, key=key))
     numbers = not any(isinstance(x, str) for x in settings)
     traces = []

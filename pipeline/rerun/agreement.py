@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import metric_names
 from pipeline.config.plan import HALVED
@@ -54,15 +54,11 @@ class Point:
         return f"{self.metric} at update {self.step}: {shown[0]} then, {shown[1]} now{by}"
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The outcome of a comparison."""
 
     verdict: str  # `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` without any point
     text: str  # the verdict, what was compared, and where the runs differ
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def compare(
@@ -117,7 +113,7 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None, in_tf32: bo
     last = max((step for points in before.values() for step in points), default=0)
     until = math.inf if old.info.status == "FINISHED" else last
     found = compare(before, after, precision, validation=validation or 0, same_cut=same, until=until)
-    return found, page(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))
+    return found, page(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", found.text)
 
 
 def page(old: History, new: History, title: str, about: str) -> str:

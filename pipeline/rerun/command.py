@@ -199,7 +199,7 @@ class Rerun:
         found, page = agreement.of_runs(client, self.recorded.run, new, validation, in_tf32)
         client.log_text(run_id, page, "rerun/comparison.html")
         client.set_tag(run_id, "rerun.verdict", found.verdict)
-        say(f"rerun {run_id} of {self.run_id}: {found}")
+        say(f"rerun {run_id} of {self.run_id}: {found.text}")
         deterministic = new.data.params.get("hardware.deterministic") == "true"
         if found.verdict != "bit-equal" and not self.request.changing and not deterministic:
             say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")
