@@ -128,7 +128,7 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
         pays = found.critical > min(found.losses)
         said = f"To paste: {line}" if pays else "None: at this checkpoint no larger batch pays yet."
         yield Finding("schedule", said, {"schedule": line} if pays else {})
-    scale = statistics.spread([noise_scale(job, None) for job in sweep.jobs])
+    scale = statistics.spread([noise_scale(job, sweep) for job in sweep.jobs])
     predicted = f"{scale.mean:.4g} examples." if scale else "Not measured."
     yield Finding("noise_scale", f"{predicted} {CAVEAT}", {"predicted": scale.mean} if scale else {})
 

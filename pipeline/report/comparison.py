@@ -31,17 +31,13 @@ class TargetLoss:
     value: float
     judged: list[str]  # names of the jobs from which it was chosen
     all_reach: bool  # otherwise half of them reach it
-    costs: dict[str, dict[str, float]]  # by job that reached it and axis, interpolated between two points
-
-    def cost(self, job: JobResult, axis: str) -> float:
-        """Return what the job needed, in units of an axis of `AXES`; NaN if it did not reach the target."""
-        return self.costs.get(job.name, {}).get(axis, math.nan)
+    costs: dict[str, dict[str, float]]  # by job that reached it and axis of `AXES`, interpolated between two points
 
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
         """Return the costs of the judged jobs among `jobs`; None unless all of these reached the target."""
         judged = [job for job in jobs if job.name in self.judged]
         reached = all(job.name in self.costs for job in judged)
-        return pooled(judged, partial(self.cost, axis=axis)) if reached else None
+        return pooled(judged, lambda job: self.costs[job.name][axis]) if reached else None
 
 
 @dataclass(frozen=True)
@@ -116,6 +112,10 @@ class Comparison:
 
     def final(self, job: JobResult, metric: str) -> float:
         return float(curve.values[-1]) if (curve := self.smooth(job, metric)) else math.nan
+
+    def cost(self, job: JobResult, axis: str) -> float:
+        """Return what the job needed to reach the target, in units of an axis of `AXES`; NaN if it did not."""
+        return self.target.costs.get(job.name, {}).get(axis, math.nan) if self.target else math.nan
 
     @cached_property
     def target(self) -> TargetLoss | None:

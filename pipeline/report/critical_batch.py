@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import TargetLoss
+from pipeline.report.comparison import Comparison
 from pipeline.report.findings import Finding
 from pipeline.report.job_results import JobResult, grouped
 from pipeline.report.statistics import Spread, count, joined, number
@@ -17,13 +17,13 @@ CAVEAT = "Merrill et al. 2025 (arXiv:2505.23971) found the noise scale to undere
 PAYS = 2.0  # ratio to the fewest examples: the cost of the critical batch size in McCandlish et al. 2018
 
 
-def findings(family: str, jobs: list[JobResult], target: TargetLoss | None) -> Iterable[Finding]:
+def findings(sweep: Comparison, family: str, jobs: list[JobResult]) -> Iterable[Finding]:
     """Yield the largest batch that still pays, and the prediction by the noise scale; without figures unnamed."""
     at = dict(sorted(grouped(jobs, "batch").items()))
-    costs = {b: cost for b, of in at.items() if target and (cost := target.spread(of, "examples"))}
+    costs = {b: cost for b, of in at.items() if sweep.target and (cost := sweep.target.spread(of, "examples"))}
     fit = statistics.tradeoff(list(costs), [cost.mean for cost in costs.values()])
     critical = fit[0] / fit[1] if fit else math.nan
-    scale = statistics.spread([noise_scale(job, target) for job in jobs])
+    scale = statistics.spread([noise_scale(job, sweep) for job in jobs])
     if len(costs) < 2:
         why = "all jobs have the same one" if len(at) == 1 else "fewer than two batches reached the target"
         yield Finding("largest_batch", f"Which effective batch still pays cannot be said where {why}.")
@@ -81,7 +81,7 @@ def _largest(family: str, at: dict[int, list[JobResult]], costs: dict[int, Sprea
     return Finding("largest_batch", text, figures, "examples_to_target")
 
 
-def noise_scale(job: JobResult, target: TargetLoss | None) -> float:
+def noise_scale(job: JobResult, sweep: Comparison) -> float:
     """Return the median of the run's noise scale up to the target, in examples; NaN without one or for a failed run.
 
     It grows while the loss falls (McCandlish et al. 2018), so later values do not count, nor do those not positive.
@@ -89,7 +89,7 @@ def noise_scale(job: JobResult, target: TargetLoss | None) -> float:
     curve = job.curves.get(NOISE)
     if curve is None or job.status in ("FAILED", "KILLED"):
         return math.nan
-    until = target.cost(job, "updates") if target else math.nan
+    until = sweep.cost(job, "updates")
     values = curve.values if math.isnan(until) else curve.values[curve.steps <= until + 1]  # the target is interpolated
     values = values[np.isfinite(values) & (values > 0)]
     return float(np.median(values)) if values.size else math.nan

@@ -132,7 +132,7 @@ def _to_target(sweep: Comparison) -> list[Plot]:
         sizes |= {"examples": "batch", "updates": "batch"}
     note, plots = f"Until {target.metric} ≤ {target.value:.4g}; finished jobs that got there. {BARS}.", []
     for along, size in sizes.items():
-        what, cost = "time" if along == "seconds" else along, _finished(partial(target.cost, axis=along))
+        what, cost = "time" if along == "seconds" else along, _finished(partial(sweep.cost, axis=along))
         title = f"{what.capitalize()} to the target"
         plots.append(_by(sweep, size, cost, "To the target", f"{what}_to_target", title, note, AXES[along]))
     return plots
@@ -164,7 +164,7 @@ def _loss_by_rate(sweep: Comparison, drift: dict[str, Any], name: str) -> Plot:
 def _noise_by_batch(sweep: Comparison) -> Plot:
     note = "Each run's median up to the target. Below the dashed diagonal a batch is larger than the noise scale, "
     note += f"and costs over twice the examples of a tiny one. {BARS}."
-    title, scale = "Noise scale", partial(noise_scale, target=sweep.target)
+    title, scale = "Noise scale", partial(noise_scale, sweep=sweep)
     plot = _by(sweep, "batch", scale, title, "noise_by_batch", title, note, "noise scale")
     traces = [drawn | {"name": drawn["name"] or "noise scale"} for drawn in plot.data if drawn["x"]]
     if batches := [x for drawn in traces for x in drawn["x"]]:

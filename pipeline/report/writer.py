@@ -124,7 +124,7 @@ def summarize(sweep: Comparison) -> list[Finding]:
     found = [findings.job_states(sweep), *findings.same_trajectory(sweep), findings.final_result(sweep)]
     found += [findings.time_to_target(sweep), *findings.cost_of_the_factor(sweep)]
     for family, jobs in grouped(sweep.jobs, "family").items():
-        found += [f for f in critical_batch.findings(family, jobs, sweep.target) if f not in found]
+        found += [f for f in critical_batch.findings(sweep, family, jobs) if f not in found]
     found += [*rate_drift.findings(sweep), *verdict.findings(sweep)]
     return [*found, *_next(sweep, found)]
 
@@ -173,9 +173,6 @@ Column = tuple[str, Measure, Scale]  # name, value for a job, unit
 
 
 def _columns(sweep: Comparison) -> list[Column]:
-    def cost(axis: str) -> Measure:
-        return lambda job: sweep.target.cost(job, axis) if sweep.target else math.nan
-
     return [
         ("factor", lambda job: job.factor or math.nan, PLAIN),
         ("effective batch", lambda job: job.batch or math.nan, PLAIN),
@@ -183,13 +180,13 @@ def _columns(sweep: Comparison) -> list[Column]:
         ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), PLAIN),
         ("examples", lambda job: job.last("train/examples_seen"), PLAIN),
         *((metric, partial(sweep.final, metric=metric), PLAIN) for metric in sweep.metrics),
-        ("updates to target", cost("updates"), PLAIN),
-        ("examples to target", cost("examples"), PLAIN),
-        ("time to target", cost("seconds"), SECONDS),
+        ("updates to target", partial(sweep.cost, axis="updates"), PLAIN),
+        ("examples to target", partial(sweep.cost, axis="examples"), PLAIN),
+        ("time to target", partial(sweep.cost, axis="seconds"), SECONDS),
         ("time per update", lambda job: job.typical("perf/update_seconds"), SECONDS),
         ("examples/s", lambda job: job.typical("perf/examples_per_second"), PLAIN),
         ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), SIZE),
-        ("noise scale", lambda job: noise_scale(job, sweep.target), PLAIN),
+        ("noise scale", lambda job: noise_scale(job, sweep), PLAIN),
     ]
 
 
