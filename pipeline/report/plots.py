@@ -1,6 +1,5 @@
 """The plots of a sweep: their curves and captions."""
 
-import math
 import re
 from dataclasses import replace
 from functools import partial, reduce
@@ -36,7 +35,7 @@ def draw(sweep: Comparison) -> list[Plot]:
         plots += [_curve(sweep, metric, along, section, note) for along, note in NOTES.items()]
     plots.append(_difference(sweep))
     if quality := sweep.quality:
-        final, note = _finished(partial(sweep.final, metric=quality)), f"{BARS}, where there are several."
+        final, note = partial(sweep.final, metric=quality), f"{BARS}, where there are several."
         for key in sweep.axes:
             plots.append(_by(sweep, key, final, RESULT, f"final_by_{key}", f"Final {quality}", note, quality))
     rate = "The rate that each update used; groups that share a schedule lie on one line."
@@ -100,19 +99,16 @@ def _difference(sweep: Comparison) -> Plot:
     return Plot("difference", RESULT, "How far trajectories part", caption, traces, layout)
 
 
-def _finished(value: Measure) -> Measure:
-    return lambda job: value(job) if job.finished else math.nan
-
-
 def _by(sweep: Comparison, key: str, value: Measure, section: str, name: str, title: str, note: str, unit: str) -> Plot:
     """Plot `value` by one of `sweep.axes`: a trace for each combination of the others, with means and error bars."""
     left_out = {"seed", key} | (SIZES if key in SIZES else set())  # sizes follow from each other
     others = {"": sweep.jobs} if key == "group" else grouped(sweep.jobs, partial(JobResult.without, keys=left_out))
     settings = grouped(sweep.jobs, setting := partial(JobResult.setting, key=key))
-    numbers = not any(isinstance(x, str) for x in settings)
+    numbers, is_result = not any(isinstance(x, str) for x in settings), section not in ("Cost", "Noise scale")
     traces = []
     for colour, (other, jobs) in enumerate(others.items()):
-        at = {x: spread for x, of in grouped(jobs, setting).items() if (spread := pooled(of, value)) is not None}
+        by_setting = grouped([job for job in jobs if job.finished or not is_result], setting)
+        at = {x: spread for x, of in by_setting.items() if (spread := pooled(of, value)) is not None}
         at = dict(sorted(at.items())) if numbers else {str(x): spread for x, spread in at.items()}
         means, bars = [of.mean for of in at.values()], [of.deviation or 0.0 for of in at.values()]
         traces.append(trace(other, at, means, colour, "lines+markers" if numbers else "markers", bars))
@@ -132,7 +128,7 @@ def _to_target(sweep: Comparison) -> list[Plot]:
         sizes |= {"examples": "batch", "updates": "batch"}
     note, plots = f"Until {target.metric} ≤ {target.value:.4g}; finished jobs that got there. {BARS}.", []
     for along, size in sizes.items():
-        what, cost = "time" if along == "seconds" else along, _finished(partial(sweep.cost, axis=along))
+        what, cost = "time" if along == "seconds" else along, partial(sweep.cost, axis=along)
         title = f"{what.capitalize()} to the target"
         plots.append(_by(sweep, size, cost, "To the target", f"{what}_to_target", title, note, AXES[along]))
     return plots
@@ -154,7 +150,7 @@ def _loss_by_rate(sweep: Comparison, drift: dict[str, Any], name: str) -> Plot:
     """Plot the final loss by rate, a curve for each batch, and the best rates of a finding of `rate_drift`."""
     loss, note = rate_drift.loss_of(sweep), f"{BARS}. A best rate is the vertex of a parabola through three losses."
     jobs = sorted((job for job in sweep.jobs if job.recipe == drift["recipe"]), key=lambda job: job.batch or 0)
-    final, title = _finished(partial(sweep.final, metric=loss)), f"{drift['recipe'] or 'Final'} {loss}"
+    final, title = partial(sweep.final, metric=loss), f"{drift['recipe'] or 'Final'} {loss}"
     plot = _by(replace(sweep, jobs=jobs), "rate", final, "Best rate by batch", name, title, note, loss)
     inner = [batch for batch in drift["rates"] if batch not in drift["edges"]]
     rates, lowest = ([drift[key][batch] for batch in inner] for key in ("rates", "losses"))
