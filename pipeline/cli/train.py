@@ -37,9 +37,7 @@ def sweep(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
     parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="what the sweep's record may name")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
-    if not arguments:
-        raise ConfigError("NAME", "must name a sweep", "", files)
-    options, rest = parser.parse_known_args(list(arguments))
+    options, rest = parser.parse_known_args(list(arguments) or [""])
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
     folder, ours = files[options.name].parent, Path(compose.directory("sweeps"))

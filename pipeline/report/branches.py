@@ -11,7 +11,7 @@ from pipeline.config.stages import STAGES
 from pipeline.report import statistics
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import CAVEAT, noise_scale
-from pipeline.report.findings import Finding
+from pipeline.report.findings import LOSS, Finding
 from pipeline.report.html_page import Plot, axis, trace
 from pipeline.report.job_results import grouped
 from pipeline.report.statistics import Array
@@ -19,7 +19,7 @@ from pipeline.report.statistics import Array
 TOLERANCE = 0.01  # of the loss, as in Merrill et al. 2025: a larger batch counts as no worse up to that
 HALF_LIFE = 0.5  # of the largest batch: so many examples earlier, a loss counts half in the slope
 DRAWS = 2000
-_KEYS = ("train/effective_batch_size", "train/loss")
+_SIZE = "train/effective_batch_size"
 Branch = tuple[Array, Array]  # the examples of each update, and its loss
 
 
@@ -94,9 +94,8 @@ def of(sweep: Comparison) -> Measured | None:
     """Return what the branches measured; None before two finished, if the first diverged, or if other keys vary too."""
     seeds = []
     for jobs in grouped(sweep.jobs, lambda job: job.params.get("seed")).values():
-        known = {job.batch or 0: [job.curves[key].values for key in _KEYS] for job in jobs if _KEYS[1] in job.curves}
-        over = {job.batch for job in jobs if job.finished or np.isnan(job.last(_KEYS[1]))}  # or it diverged
-        seeds.append({batch: (sizes, losses) for batch, (sizes, losses) in known.items() if batch in over})
+        over = [job for job in jobs if LOSS in job.curves and (job.finished or np.isnan(job.last(LOSS)))]  # or diverged
+        seeds.append({job.batch or 0: (job.curves[_SIZE].values, job.curves[LOSS].values) for job in over})
     missing = {job.batch or 0 for job in sweep.jobs if any(job.batch not in branches for branches in seeds)}
     below = min(missing, default=np.inf)  # what is larger cannot be judged without it
     alike = len({job.family for job in sweep.jobs}) < 2

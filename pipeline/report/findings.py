@@ -192,9 +192,8 @@ def time_to_target(sweep: Comparison) -> Finding:
     whose = "that finished" if any(job.finished for job in sweep.jobs) else "still running"
     reach = f"the lowest that all of the {count(len(target.judged), 'job')} {whose} reached"
     reach = reach if target.all_reach else "reached by half of the jobs, as others did not get near"
-    text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}"
-    if target.metric == "train/loss":
-        text += f" (means over {count(sweep.window, 'example')})"
+    over = f" (means over {count(sweep.window, 'example')})" if target.metric == LOSS else ""
+    text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}{over}"
     figures: dict[str, Any] = {"metric": target.metric, "target": target.value, "all_reach": target.all_reach}
     if not times:
         return Finding("time_to_target", f"{text}; no group reached it with all of its seeds.", figures)

@@ -106,10 +106,9 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None, in_tf32: bo
 
     before, after = history(old), history(new)
     then, now = old.data.params, new.data.params
-    halved = [run.data.tags.get(HALVED) for run in (old, new)]
     precisions = {params.get("hardware.precision") for params in (then, now)} | ({TF32} if in_tf32 else set())
     precision = max(precisions & {*ROUNDING}, key=[*ROUNDING].index, default="float32")
-    same = halved[0] == halved[1] and all(then.get(key) == now.get(key) for key in CUT)
+    same = old.data.tags.get(HALVED) == new.data.tags.get(HALVED) and all(then.get(key) == now.get(key) for key in CUT)
     last = max((step for points in before.values() for step in points), default=0)
     until = math.inf if old.info.status == "FINISHED" else last
     found = compare(before, after, precision, validation=validation or 0, same_cut=same, until=until)
