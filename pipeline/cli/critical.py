@@ -1,6 +1,6 @@
 """`pipeline critical RUN@UPDATE`: measure the critical batch by branches of a checkpoint.
 
-the run's config ─► one stage more, from UPDATE on ─► a sweep over its effective batch ─► report/branches.py
+the run's config ─► one stage more, from UPDATE on ─► a sweep over its effective batch ─► report/critical_batch.py
 """
 
 import json

@@ -132,17 +132,16 @@ class Comparison:
                 break
         else:
             return None
-        finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in curves.items()}
-        best = {name: float(values.min()) if values.size else np.inf for name, values in finite.items()}
-        lowest, value = min(best.values()), max(best.values())
+        finite = [curve.values[np.isfinite(curve.values)] for curve in curves.values()]
+        best = sorted(float(values.min(initial=np.inf)) for values in finite)
+        lowest, value = best[0], best[-1]
         if not np.isfinite(lowest):
             return None
-        start = float(np.median([values[0] for values in finite.values() if values.size]))
+        start = float(np.median([values[0] for values in finite if values.size]))
         if start - lowest <= FELL * abs(start):
             return None
         all_reach = start - value >= PROGRESS * (start - lowest)
-        if not all_reach:
-            value = float(np.sort(list(best.values()))[(len(best) - 1) // 2])
+        value = value if all_reach else best[(len(best) - 1) // 2]
         costs: dict[str, dict[str, float]] = {}
         for job in self.jobs:
             if (curve := self.smooth(job, metric)) is not None and (curve.values <= value).any():

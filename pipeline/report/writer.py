@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.common.errors import ConfigError, Parser, printable, say
 from pipeline.config import compose
-from pipeline.report import branches, comparison, critical_batch, findings, plots, rate_drift, verdict
+from pipeline.report import comparison, critical_batch, findings, plots, rate_drift, verdict
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
 from pipeline.report.findings import Finding
@@ -90,7 +90,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     html = render(
         f"Sweep {read.name}",
         f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}",
-        [*(branches.plots(read) if read.branches else []), *plots.draw(read)],
+        [*(critical_batch.branch_plots(read) if read.branches else []), *plots.draw(read)],
         f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
         findings=found,
         topics=_TOPICS,
@@ -120,7 +120,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
 def summarize(sweep: Comparison) -> list[Finding]:
     """Return all findings in reading order."""
     if sweep.branches:
-        return [findings.job_states(sweep), *branches.findings(sweep)]
+        return [findings.job_states(sweep), *critical_batch.branch_findings(sweep)]
     found = [findings.job_states(sweep), *findings.same_trajectory(sweep), findings.final_result(sweep)]
     found += [findings.time_to_target(sweep), *findings.cost_of_the_factor(sweep)]
     for family, jobs in grouped(sweep.jobs, "family").items():
