@@ -1,4 +1,4 @@
-"""Critical batch size: by a sweep over batches, predicted by the noise scale, and measured by branches of a checkpoint."""
+"""Critical batch size: of a sweep over batches, predicted by the noise scale, measured by branches of a checkpoint."""
 
 import json
 import math
