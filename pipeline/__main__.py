@@ -59,13 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from pipeline import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="pipeline",
-        description="Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow.",
-        epilog="\n".join(["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())])
-        + "\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow."
+    verbs = "\n".join(["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())])
+    end = f"{verbs}\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups."
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="pipeline", description=about, epilog=end, formatter_class=form)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("verb", choices=VERBS, metavar="VERB")
     parser.add_argument("--quiet", action="store_true", help="with any verb: print errors and the run's ID alone")

@@ -159,8 +159,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     jobs = [job_result(client, name, runs.get(name)) for name in dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])]
     if tags["sweep.name"] == CRITICAL:  # the batch of their last stage; the recorded factor is of the first one
         jobs = [replace(job, factor=None, batch=int(dict(job.settings).get("batch", job.batch or 0))) for job in jobs]
-    found = Comparison(uri, info.run_id, tags["sweep.name"], info.status, listed(tags, "sweep.varied"), jobs)
+    best, varied, question = "", listed(tags, "sweep.varied"), tags.get("sweep.question", "")
     with suppress(KeyError, TypeError, ValueError, RecursionError):  # no search, or the tag was changed
         best = " ".join(short(*text.split("=", 1)) for text in json.loads(tags["sweep.best"])["overrides"])
-        found = replace(found, best=best)
-    return replace(found, question=tags.get("sweep.question", ""))
+    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, varied, jobs, best, question)

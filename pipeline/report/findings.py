@@ -107,9 +107,8 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
     early = [pair for pair in parted if pair.curve.steps[0] == 1 and pair.curve.values[0] > at_first]
     figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size), "agree": not parted}
     figures |= {"first": first, "largest": largest, "at": at, "above": above}
-    subject = (
-        f"{count(len(pairs) + len({p.base.name for p in pairs}), 'job')} of equal effective batch, seed and config"
-    )
+    jobs = len(pairs) + len({pair.base.name for pair in pairs})
+    subject = f"{count(jobs, 'job')} of equal effective batch, seed and config"
     params = [(pair.base.params, pair.other.params) for pair in pairs]
     differing = {key for base, other in params for key in base | other if base.get(key) != other.get(key)} - _CUT
     if shown := sorted(key for key in differing if not key.startswith("tracking.")):

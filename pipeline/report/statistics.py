@@ -63,8 +63,7 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread | None:
     """Return mean and deviation of the finite values; None without any."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    if not (finite := [value for value in values if math.isfinite(value)]):
         return None
     deviation = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
     return Spread(float(np.mean(finite)), deviation, len(finite))

@@ -87,22 +87,15 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     found, columns = summarize(read), _columns(read)
     jobs, varied = count(len(read.jobs), "job"), ", ".join(read.varied) or "nothing"
     shown = [column for column in columns if any(math.isfinite(column[1](job)) for job in read.jobs)]
-    html = render(
-        f"Sweep {read.name}",
-        f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}",
-        [*(critical_batch.branch_plots(read) if read.branches else []), *plots.draw(read)],
-        f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
-        findings=found,
-        topics=_TOPICS,
-        question=read.question,
-        tables={
-            "Table": (["job", *(name for name, *_ in shown), "status"], _rows(read, shown)),
-            "Best by value": (["value", f"best final {read.quality}", "with"], _best(read)),
-        },
-        repeated=len(read.groups) < len(read.jobs),
-        absent=[name for name in _MEASURED if not any(name in job.curves for job in read.jobs)],
-        groups=list(read.groups),
-    )
+    tables = {"Table": (["job", *(name for name, *_ in shown), "status"], _rows(read, shown))}
+    tables["Best by value"] = ["value", f"best final {read.quality}", "with"], _best(read)
+    content = {"findings": found, "topics": _TOPICS, "question": read.question, "tables": tables}
+    content |= {"groups": list(read.groups), "repeated": len(read.groups) < len(read.jobs)}
+    content["absent"] = [name for name in _MEASURED if not any(name in job.curves for job in read.jobs)]
+    about = f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}"
+    footer = f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table."
+    drawn = [*(critical_batch.branch_plots(read) if read.branches else []), *plots.draw(read)]
+    html = render(f"Sweep {read.name}", about, drawn, footer, **content)
     out.mkdir(parents=True, exist_ok=True)
     (page := out / "report.html").write_text(html, encoding="utf-8")
     with (out / "jobs.csv").open("w", newline="", encoding="utf-8") as file:
@@ -217,7 +210,6 @@ def _rows(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
     for group, jobs in sweep.groups.items():
         spreads = [(pooled(comparable_jobs(jobs), value), scale) for _, value, scale in columns]
         cells = ["–" if spread is None else _fitted(spread, scale) for spread, scale in spreads]
-        done = sum(job.finished for job in jobs)
-        status = jobs[0].status.lower() if len(jobs) == 1 else f"{done} of {len(jobs)} finished"
-        rows.append([group, *cells, status])
+        finished = f"{sum(job.finished for job in jobs)} of {len(jobs)} finished"
+        rows.append([group, *cells, finished if len(jobs) > 1 else jobs[0].status.lower()])
     return rows

@@ -129,11 +129,9 @@ def page(old: History, new: History, title: str, about: str) -> str:
         apart.append(trace(metric, differ, differ.values(), len(losses) - 2, "lines+markers"))
     caption = "Updates at which both runs are equal to the bit are left out."
     by_update, parted = {"xaxis": axis("updates"), "yaxis": axis("loss")}, axis("relative difference", log=True)
-    plots = [
-        Plot("loss", "Losses", "Loss by update", "", losses, by_update),
-        Plot("apart", "Differences", "How far the runs part", caption, apart, by_update | {"yaxis": parted}),
-    ]
-    plots = [plot for plot in plots if any(one["x"] for one in plot.data)]
+    loss = Plot("loss", "Losses", "Loss by update", "", losses, by_update)
+    part = Plot("apart", "Differences", "How far the runs part", caption, apart, by_update | {"yaxis": parted})
+    plots = [plot for plot in (loss, part) if any(one["x"] for one in plot.data)]
     return render(title, about, plots, "Computed from the metrics of both runs in MLflow.")
 
 

@@ -108,17 +108,14 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collecti
 
     Without this, an override of the learning rate would not reach the schedule. Links to other than keys are ignored.
     """
-    eligible = {
-        key: link
-        for key, link in links.items()
-        if plain.LINK.fullmatch(link) and not _touches(key, changed)
-        if not _PLACE & {name.split(".")[0] for name in (key, *_REFERENCE.findall(link))}
-    }
-    followed, names = set(changed), {key: _REFERENCE.findall(link) for key, link in eligible.items()}
+    known = {key: link for key, link in links.items() if plain.LINK.fullmatch(link) and not _touches(key, changed)}
+    names = {key: _REFERENCE.findall(link) for key, link in known.items()}
+    names = {key: of for key, of in names.items() if not _PLACE & {name.split(".")[0] for name in (key, *of)}}
+    followed = set(changed)
     while more := {key for key in names.keys() - followed if any(_touches(name, followed) for name in names[key])}:
         followed |= more
-    changed_links = {key: eligible[key] for key in eligible.keys() & followed}
-    return {name: _linked(entry, str(name), changed_links) for name, entry in config.items()}
+    again = {key: links[key] for key in names.keys() & followed}
+    return {name: _linked(entry, str(name), again) for name, entry in config.items()}
 
 
 def _linked(node: Any, key: str, links: Mapping[str, str]) -> Any:
