@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pipeline.common.errors import ConfigError, Parser, printable, say
@@ -89,7 +90,7 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     shown = [column for column in columns if any(math.isfinite(column[1](job)) for job in read.jobs)]
     tables = {"Table": (["job", *(name for name, *_ in shown), "status"], _rows(read, shown))}
     tables["Best by value"] = ["value", f"best final {read.quality}", "with"], _best(read)
-    content = {"findings": found, "topics": _TOPICS, "question": read.question, "tables": tables}
+    content: dict[str, Any] = {"findings": found, "topics": _TOPICS, "question": read.question, "tables": tables}
     content |= {"groups": list(read.groups), "repeated": len(read.groups) < len(read.jobs)}
     content["absent"] = [name for name in _MEASURED if not any(name in job.curves for job in read.jobs)]
     about = f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}"
