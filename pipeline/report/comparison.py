@@ -102,8 +102,7 @@ class Comparison:
 
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
         """Return the job's curve; a training metric is averaged over the last `window` examples."""
-        curve = job.curves.get(metric)
-        if curve is None or not metric.startswith("train/"):
+        if (curve := job.curves.get(metric)) is None or not metric.startswith("train/"):
             return curve
         examples = job.along("examples", curve.steps)
         if not np.isfinite(examples).all():

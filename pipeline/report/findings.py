@@ -149,8 +149,7 @@ def final_result(sweep: Comparison) -> Finding:
     best = spreads[figures["best"]]
     if len(spreads) > 1 and all(abs(best.mean - spread.mean) <= EQUAL * abs(best.mean) for spread in spreads.values()):
         text = f"Final {metric}: all {len(spreads)} groups end at {best.text()}."
-        figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
-        return Finding("final", text, figures, "final_by_factor")
+        return Finding("final", text, {"metric": metric, "equal": True, "groups": figures["groups"]}, "final_by_factor")
     where = f", where {'lower' if sign > 0 else 'higher'} is better" if len(spreads) > 1 else f" of {figures['best']}"
     figures |= {"metric": metric, "value": best.mean}
     return Finding("final", f"Final {metric}{where}: {words}", figures, f"final_by_{sweep.axes[0]}")

@@ -1,7 +1,4 @@
-"""A self-contained HTML page with plots: it includes Plotly, which draws them in the reader's browser.
-
-A plot has traces and a layout of Plotly. The template adds the colors, which depend on the reader's theme.
-"""
+"""A self-contained HTML page with plots of Plotly, which it includes; its template adds the colors of a theme."""
 
 import html
 import math
