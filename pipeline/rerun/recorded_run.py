@@ -114,17 +114,17 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collecti
     followed = set(changed)
     while more := {key for key in names.keys() - followed if any(_touches(name, followed) for name in names[key])}:
         followed |= more
-    again = {key: links[key] for key in names.keys() & followed}
-    return {name: _linked(entry, str(name), again) for name, entry in config.items()}
+    again = {tuple(key.split(".")): links[key] for key in names.keys() & followed}
+    return {name: _linked(entry, again, (str(name),)) for name, entry in config.items()}
 
 
-def _linked(node: Any, key: str, links: Mapping[str, str]) -> Any:
-    """Return a copy of the plain `node` at `key`, with `links` in place of what is at their dotted keys."""
-    if key in links:
-        return links[key]
+def _linked(node: Any, links: Mapping[tuple[str, ...], str], path: tuple[str, ...]) -> Any:
+    """Return a copy of the plain `node` at `path`, with `links` in place of what is at their paths."""
+    if path in links:
+        return links[path]
     if isinstance(node, dict):
-        return {name: _linked(entry, f"{key}.{name}", links) for name, entry in node.items()}
-    return [_linked(entry, f"{key}.{i}", links) for i, entry in enumerate(node)] if isinstance(node, list) else node
+        return {name: _linked(entry, links, (*path, str(name))) for name, entry in node.items()}
+    return [_linked(entry, links, (*path, str(i))) for i, entry in enumerate(node)] if isinstance(node, list) else node
 
 
 def _read(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
