@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from pipeline.common.errors import NOT_SHIPPED, QUIET, ConfigError, NotShippedError, RunError, say
@@ -59,23 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from pipeline import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="pipeline",
-        description="Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow.",
-        epilog="\n".join(["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())])
-        + "\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow."
+    verbs = "\n".join(["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())])
+    end = f"{verbs}\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups."
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="pipeline", description=about, epilog=end, formatter_class=form)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("verb", choices=VERBS, metavar="VERB")
     parser.add_argument("--quiet", action="store_true", help="with any verb: print errors and the run's ID alone")
     if "--version" in arguments or not arguments or arguments[0].startswith("-"):
         parser.parse_args(["--version"] if "--version" in arguments else arguments or ["--help"])
-    verb, rest = arguments[0], arguments[1:]
+    verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
-    module, function = VERBS[verb][0].split(":")
-    status: int = getattr(import_module(f"pipeline.{module}"), function)(rest)
+    status: int = resolve_name(f"pipeline.{VERBS[verb][0]}")(rest)
     return status
 
 

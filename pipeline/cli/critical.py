@@ -1,6 +1,6 @@
 """`pipeline critical RUN@UPDATE`: measure the critical batch by branches of a checkpoint.
 
-the run's config ─► one stage more, from UPDATE on ─► a sweep over its effective batch ─► report/branches.py
+the run's config ─► one stage more, from UPDATE on ─► a sweep over its effective batch ─► report/critical_batch.py
 """
 
 import json
@@ -43,9 +43,7 @@ def critical(arguments: Sequence[str]) -> int:
     """
     parser = Parser(prog="pipeline critical", description=critical.__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar=RUN, help="a run directory or the start of a run's ID, and its checkpoint")
-    parser.add_argument(
-        "--examples", type=int, metavar="N", help=f"of each branch; default: those of {UPDATES} updates"
-    )
+    parser.add_argument("--examples", type=int, metavar="N", help=f"of each branch; default: of {UPDATES} updates")
     parser.add_argument("--again", metavar="SWEEP", help="go on with an interrupted measurement, by its sweep's ID")
     options, overrides = parser.parse_known_args(list(arguments))
     source, start = fork.named(options.run, RUN)
@@ -70,9 +68,8 @@ def critical(arguments: Sequence[str]) -> int:
                 raise ConfigError("--again", f"must be a sweep of the same branches, {' '.join(given)}", options.again)
             given.append(f"tracking.sweep={parent.info.run_id}")
         say(f"branches after update {start.update}: {examples} examples each, at effective batches {sizes}")
-        return train_composed(
-            ["-m", *file, *given, *overrides], lambda run_id: [*command, "--again", run_id, *overrides]
-        )
+        line = ["-m", *file, *given, *overrides]
+        return train_composed(line, lambda run_id: [*command, "--again", run_id, *overrides])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

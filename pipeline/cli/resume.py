@@ -1,12 +1,11 @@
 """`pipeline resume`: continue an interrupted run from its last checkpoint."""
 
 from collections.abc import Sequence
-from pathlib import Path
-
-from omegaconf import DictConfig
+from functools import partial
 
 from pipeline.checkpoints.run_dirs import find, quoted, recorded_config
-from pipeline.common import nvidia, secrets
+from pipeline.cli.train import run_one
+from pipeline.common import secrets
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config import compose, plain
 from pipeline.tracking.journal_file import Past
@@ -27,16 +26,7 @@ def resume(arguments: Sequence[str]) -> int:
     complete(config, past, named)
     if any(name.startswith("hydra.") for name in named):
         raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))
-
-    def task(composed: DictConfig, given: list[str], run_dir: Path) -> float:
-        if composed.hardware.device.name == "gpu" and not nvidia.visible():
-            nvidia.why_no_gpu(required=True)
-        from pipeline.run import run
-
-        _, loss = run.run(composed, given, run_dir, resume=True)
-        return loss
-
-    compose.run_recorded(config, [*overrides, f"hydra.run.dir={quoted(run_dir)}"], task)
+    compose.run_recorded(config, [*overrides, f"hydra.run.dir={quoted(run_dir)}"], partial(run_one, resume=True))
     return 0
 
 

@@ -23,8 +23,7 @@ def sync(arguments: Sequence[str]) -> int:
     allow_list.check_allowed(config.trust.allow)
     given = any(text.startswith(("tracking.uri=", "tracking=")) for text in overrides)
     own = OwnStore(config.tracking.uri, tuple(allow_list.allowed_places(config.trust.allow)), on_command_line=given)
-    found = run_dirs(options.folders)
-    if not found:
+    if not (found := run_dirs(options.folders)):
         say("no run directory with a journal was found")
         return 0
     named = {os.path.normpath(folder) for folder in options.folders}

@@ -37,9 +37,7 @@ def sweep(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", metavar="SWEEP", help="run only the jobs of SWEEP that have not finished")
     parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="what the sweep's record may name")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with config groups of your own")
-    if not arguments:
-        raise ConfigError("NAME", "must name a sweep", "", files)
-    options, rest = parser.parse_known_args(list(arguments))
+    options, rest = parser.parse_known_args(list(arguments) or [""])
     if options.name not in files:
         raise ConfigError("NAME", "must name a sweep", options.name, files)
     folder, ours = files[options.name].parent, Path(compose.directory("sweeps"))
@@ -62,7 +60,7 @@ def train_composed(arguments: Sequence[str], again: Callable[[str], list[str]]) 
     confined = ["tracking.confined=true"] * any(text.lstrip("+").startswith("tracking.sweep=") for text in arguments)
     session = compose.Session()
     try:
-        compose.run(partial(compose.in_run_dir, _run), [*arguments, *confined], session)
+        compose.run(partial(compose.in_run_dir, run_one), [*arguments, *confined], session)
     except BaseException as error:
         _close(session.sweep, again, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
@@ -111,12 +109,13 @@ def _recorded(options: argparse.Namespace, file: list[str], rest: list[str]) -> 
     return [*trusted_overrides(parent.data.tags, rest, own), *rest, *allowed, f"tracking.sweep={parent.info.run_id}"]
 
 
-def _run(config: DictConfig, overrides: list[str], run_dir: Path) -> float:
+def run_one(config: DictConfig, overrides: list[str], run_dir: Path, resume: bool = False) -> float:
+    """Train the run of a composed config, or resume it; return its last loss."""
     if config.hardware.device.name == "gpu" and not nvidia.visible():
         nvidia.why_no_gpu(required=True)  # fails at once, while TensorFlow would take seconds
     from pipeline.run import run
 
     places = allow_list.allowed_places(config.trust.allow)
-    with artifact_locations.confined(config.tracking.uri, places) if config.tracking.confined else nullcontext():
-        _, loss = run.run(config, overrides, run_dir)
-        return loss
+    confined = config.tracking.confined and not resume
+    with artifact_locations.confined(config.tracking.uri, places) if confined else nullcontext():
+        return run.run(config, overrides, run_dir, resume=resume)[1]

@@ -31,18 +31,13 @@ class TargetLoss:
     value: float
     judged: list[str]  # names of the jobs from which it was chosen
     all_reach: bool  # otherwise half of them reach it
-    costs: dict[str, dict[str, float]]  # by job that reached it and axis, interpolated between two points
-
-    def cost(self, job: JobResult, axis: str) -> float:
-        """Return what the job needed, in units of an axis of `AXES`; NaN if it did not reach the target."""
-        return self.costs.get(job.name, {}).get(axis, math.nan)
+    costs: dict[str, dict[str, float]]  # by job that reached it and axis of `AXES`, interpolated between two points
 
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
         """Return the costs of the judged jobs among `jobs`; None unless all of these reached the target."""
         judged = [job for job in jobs if job.name in self.judged]
-        if not judged or any(job.name not in self.costs for job in judged):
-            return None
-        return pooled(judged, lambda job: self.cost(job, axis))
+        reached = all(job.name in self.costs for job in judged)
+        return pooled(judged, lambda job: self.costs[job.name][axis]) if reached else None
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,7 @@ class Comparison:
 
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
         """Return the job's curve; a training metric is averaged over the last `window` examples."""
-        curve = job.curves.get(metric)
-        if curve is None or not metric.startswith("train/"):
+        if (curve := job.curves.get(metric)) is None or not metric.startswith("train/"):
             return curve
         examples = job.along("examples", curve.steps)
         if not np.isfinite(examples).all():
@@ -116,7 +110,11 @@ class Comparison:
         return Curve(curve.steps, statistics.trailing_mean(examples, curve.values, self.window))
 
     def final(self, job: JobResult, metric: str) -> float:
-        return curve.last if (curve := self.smooth(job, metric)) else math.nan
+        return float(curve.values[-1]) if (curve := self.smooth(job, metric)) else math.nan
+
+    def cost(self, job: JobResult, axis: str) -> float:
+        """Return what the job needed to reach the target, in units of an axis of `AXES`; NaN if it did not."""
+        return self.target.costs.get(job.name, {}).get(axis, math.nan) if self.target else math.nan
 
     @cached_property
     def target(self) -> TargetLoss | None:
@@ -127,38 +125,28 @@ class Comparison:
         if self.branches:  # their examples count from the other run's start
             return None
         jobs = comparable_jobs([job for job in self.jobs if job.status in ("FINISHED", "RUNNING")])
-        for metric in ("val/loss", "train/loss"):
+        for metric, fewest in (("val/loss", EVALUATIONS), ("train/loss", 0)):
             curves = {job.name: curve for job in jobs if (curve := self.smooth(job, metric)) is not None}
-            if curves and (metric == "train/loss" or min(len(c.steps) for c in curves.values()) >= EVALUATIONS):
+            if curves and min(len(curve.steps) for curve in curves.values()) >= fewest:
                 break
         else:
             return None
-        finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in curves.items()}
-        best = {name: float(values.min()) if values.size else np.inf for name, values in finite.items()}
-        lowest, value = min(best.values()), max(best.values())
+        finite = [curve.values[np.isfinite(curve.values)] for curve in curves.values()]
+        best = sorted(float(values.min(initial=np.inf)) for values in finite)
+        lowest, value = best[0], best[-1]
         if not np.isfinite(lowest):
             return None
-        start = float(np.median([values[0] for values in finite.values() if values.size]))
+        start = float(np.median([values[0] for values in finite if values.size]))
         if start - lowest <= FELL * abs(start):
             return None
         all_reach = start - value >= PROGRESS * (start - lowest)
-        if not all_reach:
-            value = float(np.sort(list(best.values()))[(len(best) - 1) // 2])
-        costs = {job.name: cost for job in self.jobs if (cost := self._cost(job, metric, value))}
+        value = value if all_reach else best[(len(best) - 1) // 2]
+        costs: dict[str, dict[str, float]] = {}
+        for job in self.jobs:
+            if (curve := self.smooth(job, metric)) is not None and (curve.values <= value).any():
+                along = {axis: job.along(axis, curve.steps) for axis in AXES}
+                costs[job.name] = {axis: statistics.reached(x, curve.values, value) for axis, x in along.items()}
         return TargetLoss(metric, value, list(curves), all_reach, costs)
-
-    def _cost(self, job: JobResult, metric: str, value: float) -> dict[str, float]:
-        if (curve := self.smooth(job, metric)) is None:
-            return {}
-        found = {axis: statistics.reached(job.along(axis, curve.steps), curve.values, value) for axis in AXES}
-        return {axis: cost for axis, cost in found.items() if cost is not None}
-
-    @property
-    def at_once(self) -> int:
-        """Return the largest number of jobs that ran at the same time."""
-        edges = [(job.started, 1) for job in self.jobs if job.started]
-        edges += [(job.ended, -1) for job in self.jobs if job.started and job.ended]
-        return int(max(np.cumsum([change for _, change in sorted(edges)]), default=0))
 
 
 def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
@@ -170,8 +158,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
     jobs = [job_result(client, name, runs.get(name)) for name in dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])]
     if tags["sweep.name"] == CRITICAL:  # the batch of their last stage; the recorded factor is of the first one
         jobs = [replace(job, factor=None, batch=int(dict(job.settings).get("batch", job.batch or 0))) for job in jobs]
-    best = ""
+    best, varied, question = "", listed(tags, "sweep.varied"), tags.get("sweep.question", "")
     with suppress(KeyError, TypeError, ValueError, RecursionError):  # no search, or the tag was changed
         best = " ".join(short(*text.split("=", 1)) for text in json.loads(tags["sweep.best"])["overrides"])
-    said = jobs, best, tags.get("sweep.question", "")
-    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, listed(tags, "sweep.varied"), *said)
+    return Comparison(uri, info.run_id, tags["sweep.name"], info.status, varied, jobs, best, question)

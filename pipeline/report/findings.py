@@ -17,11 +17,11 @@ from pipeline.report.statistics import Scale, Spread, count, joined, number
 EQUAL = 1e-6  # relative difference below which float32 results count as equal
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 LOSS, PRECISION = "train/loss", "hardware.precision"
-# The largest relative difference of losses that rounding explains. For comparison, the machine epsilon of float64 is
+# The relative differences of losses that rounding explains: at the first update, where both jobs have the same weights
+# and training has not amplified it yet, and the largest of all. For comparison, the machine epsilon of float64 is
 # 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
-AGREEMENT = {"float64": 1e-12, "float32": 1e-6, "mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}
-# The same bound at the first update: both jobs have the same weights, so training has not amplified rounding yet.
-FIRST = {"float64": 1e-12, "float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 1e-1}
+ROUNDING = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
+ROUNDING |= {"mixed_float16": (1e-2, 5e-3), "mixed_bfloat16": (1e-1, 5e-2)}
 # Params that may differ within a trajectory: how a batch is cut, where it runs, what is logged when.
 _CUT = {f"{group}.{key}" for group in ("accumulation", "derived") for key in ("factor", "micro_batch_size")}
 _CUT |= {"accumulation.effective_batch_size", "derived.replicas", "hardware.replicas", "hardware.workers"}
@@ -57,20 +57,10 @@ def job_states(sweep: Comparison) -> Finding:
 class Parting:
     """Two jobs that should train one trajectory, and the relative difference of their training losses."""
 
-    base: str  # the name of the job with the smallest factor
-    other: str
+    base: JobResult  # with the smallest factor
+    other: JobResult
     precision: str
     curve: Curve  # the difference at each update that both logged
-    dependent: set[str]  # names of layers whose output depends on the micro-batch
-    first: float  # difference, of those in the curve
-    largest: float
-    agrees: bool  # whether rounding explains the largest difference
-    from_the_start: bool  # whether they differ at the first update by more than rounding
-    differing: set[str]  # params in which the two differ, apart from how the batch is cut and from logging
-
-    def above(self, bound: float) -> int | None:
-        """Return the first update at which the difference exceeds `bound`; None if it never does."""
-        return next(map(int, self.curve.steps[self.curve.values > bound]), None)
 
 
 def partings(sweep: Comparison) -> list[Parting]:
@@ -78,7 +68,12 @@ def partings(sweep: Comparison) -> list[Parting]:
     found = []
     for jobs in grouped(sweep.jobs, _trajectory).values():
         base, *others = sorted(jobs, key=lambda job: job.factor or 0)
-        found += [parting for other in others if (parting := _compare(base, other)) is not None]
+        for other in others:
+            left, right = base.curves[LOSS], other.curves[LOSS]
+            steps, of_left, of_right = np.intersect1d(left.steps, right.steps, return_indices=True)
+            if steps.size:
+                differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
+                found.append(Parting(base, other, base.params.get(PRECISION, "float32"), Curve(steps, differences)))
     return found
 
 
@@ -90,26 +85,9 @@ def _trajectory(job: JobResult) -> tuple | None:
     return tuple(sorted(kept.items()))
 
 
-def _compare(base: JobResult, other: JobResult) -> Parting | None:
-    left, right = base.curves[LOSS], other.curves[LOSS]
-    steps, of_left, of_right = np.intersect1d(left.steps, right.steps, return_indices=True)
-    if not steps.size:
-        return None
-    differences = statistics.relative_difference(left.values[of_left], right.values[of_right])
-    tags = ("model.batch_dependent_layers", "model.cut_dependent_noise")
-    dependent = {job.tags.get(tag, "none") for job in (base, other) for tag in tags} - {"none"}
-    first, largest, precision = float(differences[0]), float(differences.max()), base.params.get(PRECISION, "float32")
-    agrees = largest <= AGREEMENT.get(precision, AGREEMENT["float32"])
-    apart = bool(steps[0] == 1 and first > FIRST.get(precision, FIRST["float32"]))
-    curve = Curve(steps, differences)
-    every = {key for key in base.params | other.params if key not in _CUT and not key.startswith("tracking.")}
-    differing = {key for key in every if base.params.get(key) != other.params.get(key)}
-    return Parting(base.name, other.name, precision, curve, dependent, first, largest, agrees, apart, differing)
-
-
-def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
+def same_trajectory(sweep: Comparison) -> list[Finding]:
     """Return, for each precision, whether jobs that differ only in how a batch is cut train the same trajectory."""
-    if not pairs:
+    if not (pairs := partings(sweep)):
         runs = sum(LOSS in job.curves for job in sweep.jobs)
         why = "no two jobs share effective batch, seed and the rest of the config" if runs > 1 else "it takes two runs"
         return [Finding("trajectories", f"Trajectories cannot be compared: {why}.")]
@@ -118,40 +96,47 @@ def same_trajectory(sweep: Comparison, pairs: list[Parting]) -> list[Finding]:
 
 
 def _parting(pairs: list[Parting], precision: str) -> Finding:
-    worst = max(pairs, key=lambda pair: pair.largest)
+    at_first, at_most = ROUNDING.get(precision, ROUNDING["float32"])
+    worst = max(pairs, key=lambda pair: pair.curve.values.max())
     steps, differences = worst.curve.steps, worst.curve.values
-    above = {level: min((step for p in pairs if (step := p.above(float(level)))), default=None) for level in LEVELS}
-    first, at = max(pair.first for pair in pairs), int(steps[differences.argmax()])
-    figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size)}
-    figures |= {"first": first, "largest": worst.largest, "at": at, "above": above}
-    subject = f"{count(len(pairs) + len({p.base for p in pairs}), 'job')} of equal effective batch, seed and config"
-    if differing := sorted(set().union(*(pair.differing for pair in pairs))):
-        subject += f" (but for {joined(differing)})"
-    who = f"{worst.base} and {worst.other}"
-    if all(pair.agrees for pair in pairs):
+    first, largest = max(float(pair.curve.values[0]) for pair in pairs), float(differences.max())
+    at = int(steps[differences.argmax()])
+    beyond = {level: [p.curve.steps[p.curve.values > float(level)] for p in pairs] for level in LEVELS}
+    above = {level: min((int(of[0]) for of in found if of.size), default=None) for level, found in beyond.items()}
+    parted = [pair for pair in pairs if pair.curve.values.max() > at_most]
+    early = [pair for pair in parted if pair.curve.steps[0] == 1 and pair.curve.values[0] > at_first]
+    figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size), "agree": not parted}
+    figures |= {"first": first, "largest": largest, "at": at, "above": above}
+    jobs = len(pairs) + len({pair.base.name for pair in pairs})
+    subject = f"{count(jobs, 'job')} of equal effective batch, seed and config"
+    params = [(pair.base.params, pair.other.params) for pair in pairs]
+    differing = {key for base, other in params for key in base | other if base.get(key) != other.get(key)} - _CUT
+    if shown := sorted(key for key in differing if not key.startswith("tracking.")):
+        subject += f" (but for {joined(shown)})"
+    who = f"{worst.base.name} and {worst.other.name}"
+    if not parted:
         text = f"In {precision}, {subject} train the same trajectory to floating point: their training losses differ "
-        text += f"by at most {number(worst.largest)} of their value, over {count(steps.size, 'update')}."
-        return Finding("trajectories", text, {**figures, "agree": True}, "difference")
+        text += f"by at most {number(largest)} of their value, over {count(steps.size, 'update')}."
+        return Finding("trajectories", text, figures, "difference")
     levels = "; ".join(f"above {level} from update {step}" for level, step in above.items() if step is not None)
     text = f"In {precision}, the trajectories of {subject} part: their training losses differ by "
     begin = "the first update" if steps[0] == 1 else f"update {steps[0]}, the first that was logged"
     text += f"at most {number(first)} of their value at {begin}; {levels or 'never above 1e-6'}; "
-    if math.isfinite(worst.largest):
-        text += f"at most {number(worst.largest)}, at update {at} ({who})."
-    else:
-        text += f"from update {at} only one of {who} is finite."
-    early = [pair for pair in pairs if pair.from_the_start]
+    finite = f"at most {number(largest)}, at update {at} ({who})."
+    text += finite if math.isfinite(largest) else f"from update {at} only one of {who} is finite."
     if early:
-        layers = ", ".join(sorted(set().union(*(pair.dependent for pair in early))))
+        tags = ("model.batch_dependent_layers", "model.cut_dependent_noise")
+        named = {job.tags.get(tag, "none") for pair in early for job in (pair.base, pair.other) for tag in tags}
+        layers = ", ".join(sorted(named - {"none"}))
         text += " That is more than rounding, which cannot have been amplified yet at the first update: "
         other = "the jobs compute different things, as with dropout, of which each micro-batch draws its own."
         text += f"{layers} depend on the micro-batch they see." if layers else other
-    elif steps[0] == 1 and (step := worst.above(0)) and math.isfinite(worst.largest):
-        apart = float(differences[steps == step][0])
-        figures["amplified"] = worst.largest / apart
+    elif steps[0] == 1 and math.isfinite(largest):
+        step, apart = int(steps[differences > 0][0]), float(differences[differences > 0][0])
+        figures["amplified"] = largest / apart
         text += f" Rounding set {who} apart by {number(apart)} at update {step}, and training amplified that "
-        text += f"{number(worst.largest / apart)} times."
-    return Finding("trajectories", text, {**figures, "agree": False, "rounding": not early}, "difference")
+        text += f"{number(largest / apart)} times."
+    return Finding("trajectories", text, {**figures, "rounding": len(early) < len(parted)}, "difference")
 
 
 def final_result(sweep: Comparison) -> Finding:
@@ -160,12 +145,11 @@ def final_result(sweep: Comparison) -> Finding:
     if metric is None or not spreads:
         return Finding("final", "There is no final metric to compare: no job has finished with one.")
     sign = 1 if sweep.lower_is_better(metric) else -1
-    words, figures = _ranked(spreads, sign, statistics.plain, "ends best, at", "worst, at")
+    words, figures = _ranked(spreads, sign, statistics.PLAIN, "ends best, at", "worst, at")
     best = spreads[figures["best"]]
     if len(spreads) > 1 and all(abs(best.mean - spread.mean) <= EQUAL * abs(best.mean) for spread in spreads.values()):
         text = f"Final {metric}: all {len(spreads)} groups end at {best.text()}."
-        figures = {"metric": metric, "equal": True, "groups": figures["groups"]}
-        return Finding("final", text, figures, "final_by_factor")
+        return Finding("final", text, {"metric": metric, "equal": True, "groups": figures["groups"]}, "final_by_factor")
     where = f", where {'lower' if sign > 0 else 'higher'} is better" if len(spreads) > 1 else f" of {figures['best']}"
     figures |= {"metric": metric, "value": best.mean}
     return Finding("final", f"Final {metric}{where}: {words}", figures, f"final_by_{sweep.axes[0]}")
@@ -189,9 +173,8 @@ def _ranked(spreads: dict[str, Spread], sign: int, scale: Scale, leads: str, tra
         return f"{text}With one seed, chance is not told from effect.", figures
     if by <= EQUAL * abs(best.mean):
         return f"{text}{order[1]} does just as well.", figures
-    if interval is None:
-        behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
-    else:
+    behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
+    if interval is not None:
         verdict = "so they differ" if apart else "so the data do not tell them apart"
         behind = f"{Spread(by, interval[1], 2).text(scale)} behind (95%, Welch), {verdict}"
     return f"{text}The next is {order[1]}, {behind}.", figures
@@ -207,13 +190,12 @@ def time_to_target(sweep: Comparison) -> Finding:
     whose = "that finished" if any(job.finished for job in sweep.jobs) else "still running"
     reach = f"the lowest that all of the {count(len(target.judged), 'job')} {whose} reached"
     reach = reach if target.all_reach else "reached by half of the jobs, as others did not get near"
-    text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}"
-    if target.metric == "train/loss":
-        text += f" (means over {count(sweep.window, 'example')})"
+    over = f" (means over {count(sweep.window, 'example')})" if target.metric == LOSS else ""
+    text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}{over}"
     figures: dict[str, Any] = {"metric": target.metric, "target": target.value, "all_reach": target.all_reach}
     if not times:
         return Finding("time_to_target", f"{text}; no group reached it with all of its seeds.", figures)
-    words, ranked = _ranked(times, 1, statistics.seconds, "gets there first, after", "last, after")
+    words, ranked = _ranked(times, 1, statistics.SECONDS, "gets there first, after", "last, after")
     figures |= {**ranked, "seconds": times[ranked["best"]].mean}
     text += f". {words if len(times) > 1 else f'It is reached after {words}'}"
     return Finding("time_to_target", text + shared(sweep), figures, "time_to_target")
@@ -221,32 +203,29 @@ def time_to_target(sweep: Comparison) -> Finding:
 
 def shared(sweep: Comparison) -> str:
     """Return a caveat about seconds if jobs ran at the same time, else an empty text."""
-    if sweep.at_once < 2:
-        return ""
-    return f" Up to {sweep.at_once} jobs ran at the same time: where they shared a device, their seconds say less."
+    edges = [(at, by) for job in sweep.jobs if job.started for at, by in ((job.started, 1), (job.ended, -1)) if at]
+    at_once = max(np.cumsum([change for _, change in sorted(edges)]), default=0)
+    caveat = f" Up to {at_once} jobs ran at the same time: where they shared a device, their seconds say less."
+    return caveat if at_once > 1 else ""
 
 
 def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
     """Yield, for each family, the cost of the largest factor compared with the smallest."""
     measured = (
-        ("update_seconds", "an update takes", statistics.seconds, JobResult.typical),
-        ("examples_per_second", "examples per second", statistics.plain, JobResult.typical),
-        ("peak_memory_bytes", "peak memory", statistics.size, JobResult.last),
+        ("update_seconds", "an update takes", statistics.SECONDS, JobResult.typical),
+        ("examples_per_second", "examples per second", statistics.PLAIN, JobResult.typical),
+        ("peak_memory_bytes", "peak memory", statistics.SIZE, JobResult.last),
     )
     for family, jobs in grouped(sweep.jobs, "family").items():
         factors = sorted({job.factor for job in jobs if job.factor and "perf/update_seconds" in job.curves})
         if len(factors) < 2:
             continue
         figures: dict[str, Any] = {"family": family, "factors": factors}
-        parts = []
+        ends, parts = [[job for job in jobs if job.factor == factor] for factor in (factors[0], factors[-1])], []
         for name, words, scale, value in measured:
-            low, high = (
-                pooled([job for job in jobs if job.factor == factor], partial(value, metric=f"perf/{name}"))
-                for factor in (factors[0], factors[-1])
-            )
+            low, high = (pooled(of, partial(value, metric=f"perf/{name}")) for of in ends)
             if low and high and low.mean:
-                both = f"{low.text(scale)} → {high.text(scale)}"
-                parts.append(f"{words} {both} (×{high.mean / low.mean:.2f})")
+                parts.append(f"{words} {low.text(scale)} → {high.text(scale)} (×{high.mean / low.mean:.2f})")
                 figures[name] = (low.mean, high.mean)
         text = f"{family + ': f' if family else 'F'}rom factor {factors[0]} to {factors[-1]}, {'; '.join(parts)}."
         yield Finding("cost", text + shared(sweep), figures, "update_seconds")

@@ -1,7 +1,4 @@
-"""A self-contained HTML page with plots: it includes Plotly, which draws them in the reader's browser.
-
-A plot has traces and a layout of Plotly. The template adds the colors, which depend on the reader's theme.
-"""
+"""A self-contained HTML page with plots of Plotly, which it includes; its template adds the colors of a theme."""
 
 import html
 import math
@@ -32,47 +29,34 @@ class Plot:
 
 
 def trace(
-    name: str,
-    x: Iterable[float] | Iterable[str],
-    y: Iterable[float],
-    colour: int = 0,
-    mode: str = "lines",
-    error: Sequence[float] = (),
-    group: str | None = None,
-    faint: bool = False,
+    name: str, x: Iterable[Any], y: Iterable[float], colour: int = 0, mode: str = "lines", error: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Return a Plotly trace of y over x, numbers or labels; its `meta` holds the index of the color and the group.
-
-    `error` is half the length of each error bar, in units of y; `faint` draws a repetition behind its group's mean.
-    """
+    """Return a Plotly trace of y over x, numbers or labels; `error` is half the length of each error bar."""
     name = html.escape(name, quote=False)  # Plotly interprets some tags
     where = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
-    made = {
+    made: dict[str, Any] = {
         "type": "scatter",
         "mode": mode,
         # A screen shows fewer than seven digits; all digits would make the page a third longer.
         "x": [html.escape(value, quote=False) if isinstance(value, str) else float(f"{value:.7g}") for value in x],
         "y": [float(f"{value:.7g}") for value in y],
         "name": name,
-        "showlegend": group is None,
-        "line": {"dash": DASHES[colour % len(DASHES)], "width": 1 if faint else 2.2},
+        "showlegend": True,  # also of a plot's only trace
+        "line": {"dash": DASHES[colour % len(DASHES)], "width": 2.2},
         "marker": {"symbol": MARKS[colour % len(MARKS)], "size": 8},
-        "opacity": 0.4 if faint else 1,
-        "meta": {"colour": colour, "group": group},
+        "hovertemplate": f"{name}<br>{where}<extra></extra>",
+        "meta": {"colour": colour},
     }
     if any(error):
         made["error_y"] = {"type": "data", "array": list(error), "thickness": 1.6, "width": 5}
-    return made | ({"hoverinfo": "skip"} if faint else {"hovertemplate": f"{name}<br>{where}<extra></extra>"})
+    return made
 
 
 def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
     """Return a Plotly axis; `ticks` replace the default ones."""
-    made: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": "log" if log else "linear"}
-    if ticks:
-        made["tickvals"] = list(ticks)
-    elif log:
-        made |= {"exponentformat": "power", "minor": {"showgrid": False}}
-    return made
+    more = {"tickvals": list(ticks)} if ticks else {"exponentformat": "power", "minor": {"showgrid": False}}
+    made = {"title": {"text": html.escape(title)}, "type": "log" if log else "linear"}
+    return made | (more if ticks or log else {})
 
 
 def render(title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any) -> str:

@@ -27,10 +27,6 @@ class Curve:
     steps: NDArray[np.int64]
     values: Array
 
-    @property
-    def last(self) -> float:
-        return float(self.values[-1])
-
 
 @dataclass(frozen=True)
 class JobResult:
@@ -55,18 +51,18 @@ class JobResult:
     @property
     def group(self) -> str:
         """Return the name without the seed; jobs of one group are repetitions."""
-        return self._without({"seed"}) or "all jobs"
+        return self.without({"seed"}) or "all jobs"
 
     @property
     def family(self) -> str:
         """Return the name without seed and batch sizes; jobs of one family show the effect of factor and batch."""
-        return self._without({"seed", *SIZES})
+        return self.without({"seed", *SIZES})
 
     @property
     def recipe(self) -> str:
         """Return the name without seed, batch sizes and learning rate, as each batch may have its own best rate."""
         rate = {"rate"} if isinstance(self.setting("rate"), float) else set[str]()  # `scaling.rate` is a word
-        return self._without({"seed", *SIZES} | rate)
+        return self.without({"seed", *SIZES} | rate)
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
@@ -84,11 +80,8 @@ class JobResult:
             return float(value)  # type: ignore[arg-type]
         return value
 
-    def other_settings(self, key: str) -> str:
-        """Return the name without the seed and without `key`; sizes follow from each other."""
-        return self.family if key in SIZES else self._without({"seed", key})
-
-    def _without(self, keys: set[str]) -> str:
+    def without(self, keys: set[str]) -> str:
+        """Return the name without the settings of `keys`."""
         return " ".join(f"{key}={value}" if value else key for key, value in self.settings if key not in keys)
 
     @cached_property
@@ -111,7 +104,7 @@ class JobResult:
         return np.asarray(known, float)
 
     def last(self, metric: str) -> float:
-        return curve.last if (curve := self.curves.get(metric)) else math.nan
+        return float(curve.values[-1]) if (curve := self.curves.get(metric)) else math.nan
 
     def typical(self, metric: str) -> float:
         """Return the median over all rows but the first update's, which includes tracing."""
@@ -135,10 +128,8 @@ Measure = Callable[[JobResult], float]  # NaN for a job without the value
 
 def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
     """Return the finished jobs, else the running ones, else all: a job that ended early would distort the mean."""
-    for status in ("FINISHED", "RUNNING"):
-        if found := [job for job in jobs if job.status == status]:
-            return found
-    return list(jobs)
+    found = grouped(jobs, "status")
+    return found.get("FINISHED") or found.get("RUNNING") or list(jobs)
 
 
 def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
@@ -161,11 +152,9 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
     params = {key: former_names.current(value) for key, value in run.data.params.items()}
     metrics = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))]
     curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics}
-    sizes = []
-    for key in ("factor", "effective_batch_size", "micro_batch_size"):
-        # As derived, or as configured if the run ended before it was derived.
-        values = (params.get(f"{place}.{key}", "") for place in ("derived", "accumulation"))
-        sizes.append(next((int(value) for value in values if value.isdigit()), None))
+    # As derived, or as configured if the run ended before it was derived.
+    keys = [(f"derived.{key}", f"accumulation.{key}") for key in ("factor", "effective_batch_size", "micro_batch_size")]
+    sizes = [next((int(params[key]) for key in both if params.get(key, "").isdigit()), None) for both in keys]
     return JobResult(name, info.run_id, info.status, params, tags, curves, info.start_time, info.end_time, *sizes)
 
 

@@ -18,13 +18,12 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     """Yield the drift for each recipe with three rates at two batches or more, then which recipe has the least."""
     found = [_drift(recipe, losses, f"loss_by_rate_{i}") for i, (recipe, losses) in enumerate(_losses(sweep).items())]
     yield from found
-    drifts = [f.figures for f in found if f.figures["interval"]]
+    drifts = sorted((f.figures for f in found if f.figures["interval"]), key=lambda of: abs(of["drift"]))
     if len(drifts) > 1:
-        drifts.sort(key=lambda of: abs(of["drift"]))
         still = [of["recipe"] for of in drifts if of["interval"][0] <= 0 <= of["interval"][1]]
         apart = max(map(abs, drifts[0]["interval"])) < min(map(abs, drifts[1]["interval"]))
-        text = f"The best rate moves least with {drifts[0]['recipe']}"
-        text += f"{'' if apart else ', though not by more than chance may do'}: in octaves per doubling of the batch, "
+        chance = "" if apart else ", though not by more than chance may do"
+        text = f"The best rate moves least with {drifts[0]['recipe']}{chance}: in octaves per doubling of the batch, "
         text += joined([f"{of['drift']:+.2f} with {of['recipe']}" for of in drifts])
         text += f". Within the seeds it stays where it is with {joined(still) or 'none of them'}."
         yield Finding("rate_drift", text, {"order": [of["recipe"] for of in drifts], "still": still})
@@ -32,11 +31,12 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
 
 def _drift(recipe: str, losses: Losses, plot: str) -> Finding:
     """Return the slope of log2 of the best rate over log2 of the batch; none if a best rate is at an edge."""
-    best, means = _fitted(losses), {batch: [of.mean() for of in at.values()] for batch, at in losses.items()}
+    means = {batch: np.array([of.mean() for of in at.values()]) for batch, at in losses.items()}
+    best = _fitted(losses, means)
     lowest = [(batch, int(np.argmin(of)), len(of) - 1) for batch, of in means.items()]
     edges = {batch: "largest" if i else "smallest" for batch, i, last in lowest if i in (0, last)}
     figures: dict[str, Any] = {"recipe": recipe, "drift": None, "interval": None, "edges": edges}
-    figures |= {"rates": {b: 2 ** of[0] for b, of in best.items()}, "losses": {b: min(of) for b, of in means.items()}}
+    figures |= {"rates": {b: 2 ** of[0] for b, of in best.items()}, "losses": {b: of.min() for b, of in means.items()}}
     text = f"{recipe}: " if recipe else ""
     if edges:
         at = joined([f"the {edge} rate is the best at {batch}" for batch, edge in edges.items()])
@@ -75,13 +75,12 @@ def _losses(sweep: Comparison) -> dict[str, Losses]:
     return {recipe: at for recipe, at in enough.items() if len(at) > 1}
 
 
-def _fitted(losses: Losses, draws: int = 4000) -> dict[int, Array]:
+def _fitted(losses: Losses, means: dict[int, Array], draws: int = 4000) -> dict[int, Array]:
     """Return log2 of the best rate of each batch: as measured, then for losses drawn with a fixed seed.
 
     They are drawn from the deviations of seeds from their mean, pooled, as a rate has few seeds, but only near the
     lowest losses: far from these a loss varies more. With one seed nothing is drawn.
     """
-    means = {batch: np.array([of.mean() for of in at.values()]) for batch, at in losses.items()}
     near = [of for batch, at in losses.items() for of in [*at.values()][max(int(means[batch].argmin()) - 1, 0) :][:3]]
     pool = [(of - of.mean()) * math.sqrt(of.size / (of.size - 1)) for of in near if of.size > 1]
     rng, found = np.random.default_rng(0), {}

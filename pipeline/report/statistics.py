@@ -2,34 +2,28 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Scale = Callable[[float], tuple[float, str]]  # value -> divisor and unit
+Scale = tuple[tuple[float, float, str], ...]  # units: the least value that each is for, its divisor, its name
+PLAIN: Scale = ((0, 1.0, ""),)
+SECONDS: Scale = ((7200, 3600.0, " h"), (300, 60.0, " min"), (1, 1.0, " s"), (1e-3, 1e-3, " ms"), (0, 1e-6, " µs"))
+SIZE: Scale = ((1000 * 2**20, 2.0**30, " GiB"), (0, 2.0**20, " MiB"))
 
 
-def plain(value: float) -> tuple[float, str]:
-    return 1.0, ""
+def _unit(value: float, scale: Scale) -> tuple[float, str]:
+    return next((by, unit) for least, by, unit in scale if abs(value) >= least)
 
 
-def seconds(value: float) -> tuple[float, str]:
-    steps = ((7200, 3600.0, "h"), (300, 60.0, "min"), (1, 1.0, "s"), (1e-3, 1e-3, "ms"))
-    return next(((by, f" {unit}") for least, by, unit in steps if abs(value) >= least), (1e-6, " µs"))
-
-
-def size(value: float) -> tuple[float, str]:
-    return (2.0**30, " GiB") if value >= 1000 * 2**20 else (2.0**20, " MiB")
-
-
-def number(value: float, scale: Scale = plain) -> str:
+def number(value: float, scale: Scale = PLAIN) -> str:
     """Return `value` with four significant digits and its unit; integers are not rounded."""
     if not math.isfinite(value):
         return str(value)
-    by, unit = scale(value)
+    by, unit = _unit(value, scale)
     value /= by
     if value == int(value) and abs(value) < 1e6:
         return f"{int(value)}{unit}"
@@ -55,11 +49,11 @@ class Spread:
     deviation: float | None
     count: int
 
-    def text(self, scale: Scale = plain) -> str:
+    def text(self, scale: Scale = PLAIN) -> str:
         """Return `mean ± deviation` with two digits of the deviation, or just the mean of one value."""
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
-        by, unit = scale(self.mean)
+        by, unit = _unit(self.mean, scale)
         mean, deviation = self.mean / by, self.deviation / by
         digits = 1 - math.floor(math.log10(deviation)) if deviation > 0 else -1
         if 0 <= digits <= 8 and abs(mean) < 1e6:
@@ -69,8 +63,7 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread | None:
     """Return mean and deviation of the finite values; None without any."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    if not (finite := [value for value in values if math.isfinite(value)]):
         return None
     deviation = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
     return Spread(float(np.mean(finite)), deviation, len(finite))
@@ -127,12 +120,11 @@ def relative_difference(one: Array, other: Array) -> Array:
     return np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, result)
 
 
-def reached(x: Array, y: Array, target: float) -> float | None:
-    """Return the x at which `y` is first at or below `target`, interpolated linearly between two points."""
-    below = np.flatnonzero(y <= target)
-    if not below.size:
-        return None
-    index = int(below[0])
+def reached(x: Array, y: Array, target: float) -> float:
+    """Return the x at which `y` is first at or below `target`, interpolated linearly; NaN if it never is."""
+    if not (below := y <= target).any():
+        return math.nan
+    index = int(below.argmax())
     if index == 0 or not math.isfinite(y[index - 1]) or y[index] == target:
         return float(x[index])
     share = (y[index - 1] - target) / (y[index - 1] - y[index])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,17 +30,16 @@ def findings(sweep: Comparison) -> Iterable[Finding]:
     # A setting with which a seed diverged, or failed, is none to recommend.
     left_out = [group for group, jobs in sweep.groups.items() if not all(job.finished for job in jobs)]
     whole = [job for job in sweep.jobs if job.group not in left_out and job.micro]
-    every = grouped(whole, lambda job: (job.recipe, job.micro))
-    pairs = [jobs for jobs in every.values() if {1} < {job.factor for job in jobs}]
-    found = [verdict for jobs in pairs if (verdict := _verdict(sweep, jobs))]
     more = f" Left out, as not every seed finished: {joined(left_out)}." if left_out else ""
-    yield from (replace(verdict, text=verdict.text + more) for verdict in found)
+    every = grouped(whole, lambda job: (job.recipe, job.micro)).values()
+    pairs = [jobs for jobs in every if {1} < {job.factor for job in jobs}]
+    yield from (found := [verdict for jobs in pairs if (verdict := _verdict(sweep, jobs, more))])
     if not found:
         why = "it takes jobs with factor 1 and with a larger factor, of one micro-batch size, that finished with a loss"
         yield Finding("verdict", f"Whether accumulating pays cannot be said: {why}.{more}")
 
 
-def _verdict(sweep: Comparison, jobs: list[JobResult]) -> Finding | None:
+def _verdict(sweep: Comparison, jobs: list[JobResult], more: str) -> Finding | None:
     found = {axis: contrast for axis in BUDGETS if (contrast := _contrast(sweep, jobs, axis))}
     if sweep.target is None or not found:
         return None
@@ -56,7 +54,7 @@ def _verdict(sweep: Comparison, jobs: list[JobResult]) -> Finding | None:
     peak = "" if math.isnan(ratio) else f", peak ×{ratio:.2f}"
     text += f": compared with factor 1 at equal memory (micro-batches of {jobs[0].micro}{peak}), "
     text += " and ".join(_clause(of, BUDGETS[axis], sweep.target.metric) for axis, of in found.items())
-    text += f" ({count(chosen['seeds'], 'seed')}, bootstrap).{shared(sweep)}"
+    text += f" ({count(chosen['seeds'], 'seed')}, bootstrap).{shared(sweep)}{more}"
     take = decided["groups"][decided["state"] == "pays"] if decided else None
     figures = {"recipe": jobs[0].recipe, "micro": jobs[0].micro, "state": state, "memory": ratio, "take": take}
     return Finding("verdict", text, figures | found)
@@ -84,16 +82,14 @@ def _contrast(sweep: Comparison, jobs: list[JobResult], axis: str) -> dict[str, 
     for job, x, y in along:
         loss = float(np.interp(budget, x, y, left=math.nan))
         losses.setdefault(job.factor or 0, {}).setdefault(job.group, []).append(loss)
-    finite = {factor: {g: of for g, of in at.items() if np.isfinite(of).all()} for factor, at in losses.items()}
-    losses = {factor: at for factor, at in finite.items() if at}
-    best = {factor: min(losses[factor].items(), key=lambda item: float(np.mean(item[1]))) for factor in sorted(losses)}
+    finite = {f: [(g, of) for g, of in at.items() if np.isfinite(of).all()] for f, at in sorted(losses.items())}
+    best = {factor: min(at, key=lambda item: float(np.mean(item[1]))) for factor, at in finite.items() if at}
     factors, values = [*best], [of for _, of in best.values()]
     if factors[:1] != [1] or len(factors) < 2:
         return None
     by, errors, quantile = statistics.differences(values)
     equal = np.abs(by) <= EQUAL * abs(float(np.mean(values[0])))
-    known = errors > 0
-    halves = np.where(known, errors, 1) * np.where(known, quantile, np.where(equal, 0.0, math.inf))
+    halves = np.where(errors > 0, errors, 1) * np.where(errors > 0, quantile, np.where(equal, 0.0, math.inf))
     better = np.flatnonzero(by + halves < 0).tolist()
     i = min(better or range(len(by)), key=lambda i: by[i])
     state, seeds = "pays" if better else "not" if (by - halves > 0).all() else "same", min(map(len, values))

@@ -13,17 +13,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pipeline.common.errors import ConfigError, Parser, printable, say
 from pipeline.config import compose
-from pipeline.report import branches, comparison, critical_batch, findings, plots, rate_drift, verdict
+from pipeline.report import comparison, critical_batch, findings, plots, rate_drift, verdict
 from pipeline.report.comparison import Comparison
 from pipeline.report.critical_batch import NOISE, noise_scale
-from pipeline.report.findings import Finding, Parting, partings
+from pipeline.report.findings import Finding
 from pipeline.report.html_page import finite, render
 from pipeline.report.job_results import NO_RUN, JobResult, Measure, comparable_jobs, grouped, pooled
-from pipeline.report.statistics import Scale, Spread, count, number, plain, seconds, size
+from pipeline.report.statistics import PLAIN, SECONDS, SIZE, Scale, Spread, count, number
 from pipeline.tracking.foreign_store import ForeignStore, again_command
 
 _TOPICS = {
@@ -87,32 +88,23 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
     found, columns = summarize(read), _columns(read)
     jobs, varied = count(len(read.jobs), "job"), ", ".join(read.varied) or "nothing"
     shown = [column for column in columns if any(math.isfinite(column[1](job)) for job in read.jobs)]
-    html = render(
-        f"Sweep {read.name}",
-        f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}",
-        [*(branches.plots(read) if read.branches else []), *plots.draw(read)],
-        f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table.",
-        findings=found,
-        topics=_TOPICS,
-        question=read.question,
-        tables={
-            "Table": (["job", *(name for name, *_ in shown), "status"], _rows(read, shown)),
-            "Best by value": (["value", f"best final {read.quality}", "with"], _best(read)),
-        },
-        repeated=len(read.groups) < len(read.jobs),
-        absent=[name for name in _MEASURED if not any(name in job.curves for job in read.jobs)],
-        groups=list(read.groups),
-    )
+    tables = {"Table": (["job", *(name for name, *_ in shown), "status"], _rows(read, shown))}
+    tables["Best by value"] = ["value", f"best final {read.quality}", "with"], _best(read)
+    content: dict[str, Any] = {"findings": found, "topics": _TOPICS, "question": read.question, "tables": tables}
+    content |= {"groups": list(read.groups), "repeated": len(read.groups) < len(read.jobs)}
+    content["absent"] = [name for name in _MEASURED if not any(name in job.curves for job in read.jobs)]
+    about = f"{jobs}, varied: {varied} · {read.status.lower()} · MLflow run {read.run_id}"
+    footer = f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has the table."
+    drawn = [*(critical_batch.branch_plots(read) if read.branches else []), *plots.draw(read)]
+    html = render(f"Sweep {read.name}", about, drawn, footer, **content)
     out.mkdir(parents=True, exist_ok=True)
-    page = out / "report.html"
-    page.write_text(html, encoding="utf-8")
+    (page := out / "report.html").write_text(html, encoding="utf-8")
     with (out / "jobs.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)  # a row for each job, in base units: seconds, bytes, examples
         table.writerow(["job", "status", "run", "seed", *(name for name, *_ in columns), "failure"])
         for job in read.jobs:
             texts = [_cell(text) for text in (job.name, job.status, job.run_id or "", job.params.get("seed", ""))]
-            values = [value(job) for _, value, _ in columns]
-            cells = ["" if math.isnan(value) else value for value in values]
+            cells = ["" if math.isnan(value := measure(job)) else value for _, measure, _ in columns]
             table.writerow([*texts, *cells, _cell(" ".join(job.tags.get("failure", "").split()))])
     data = finite([asdict(finding) for finding in found])
     (out / "findings.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -122,45 +114,36 @@ def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
 def summarize(sweep: Comparison) -> list[Finding]:
     """Return all findings in reading order."""
     if sweep.branches:
-        return [findings.job_states(sweep), *branches.findings(sweep)]
-    pairs = partings(sweep)
-    found = [
-        findings.job_states(sweep),
-        *findings.same_trajectory(sweep, pairs),
-        findings.final_result(sweep),
-        findings.time_to_target(sweep),
-        *findings.cost_of_the_factor(sweep),
-    ]
+        return [findings.job_states(sweep), *critical_batch.branch_findings(sweep)]
+    found = [findings.job_states(sweep), *findings.same_trajectory(sweep), findings.final_result(sweep)]
+    found += [findings.time_to_target(sweep), *findings.cost_of_the_factor(sweep)]
     for family, jobs in grouped(sweep.jobs, "family").items():
-        found += [f for f in critical_batch.findings(family, jobs, sweep.target) if f not in found]
+        found += [f for f in critical_batch.findings(sweep, family, jobs) if f not in found]
     found += [*rate_drift.findings(sweep), *verdict.findings(sweep)]
-    return [*found, *_next(sweep, found, pairs)]
+    return [*found, *_next(sweep, found)]
 
 
-def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iterable[Finding]:
-    timed = next(finding.figures for finding in found if finding.topic == "time_to_target")
-    missing = [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]
-    if missing:
+def _next(sweep: Comparison, found: list[Finding]) -> Iterable[Finding]:
+    timed, final = (next(f.figures for f in found if f.topic == topic) for topic in ("time_to_target", "final"))
+    if missing := [job.name for job in sweep.jobs if job.status in (NO_RUN, "FAILED", "KILLED")]:
         text = f"Run the {count(len(missing), 'job')} that did not finish: "
         text = "Once the sweep has ended, run what is then missing: " if sweep.status == "RUNNING" else text
         yield Finding("next", text + again_command(sweep.name, sweep.run_id, sweep.uri), {"missing": missing})
     largest = {f.figures["family"]: f.figures for f in found if f.topic == "largest_batch" and f.figures}
     verdicts = {(of["recipe"], of["micro"]): of for f in found if f.topic == "verdict" and (of := f.figures)}
-    best = timed.get("best")
-    final = next(finding.figures for finding in found if finding.topic == "final")
-    ends = final.get("best")
+    first, ends = timed.get("best"), final.get("best")
     said = f" By its final {final.get('metric')} {ends} is better" if ends else ""
     said += "." if final.get("told_apart") else ", though not by more than chance may do."
     if sweep.best:
         text = f"Take {sweep.best}: the lowest loss of the search." + (said if ends not in (None, sweep.best) else "")
         yield Finding("next", text, {"recommended": sweep.best})
-    elif best and len(timed["groups"]) > 1:
-        first, taken = best, sweep.groups[best][0]
-        best = verdicts.get((taken.recipe, taken.micro), {}).get("take") or first
+    elif first and len(timed["groups"]) > 1:
+        fastest = sweep.groups[first][0]
+        best = verdicts.get((fastest.recipe, fastest.micro), {}).get("take") or first
         taken = sweep.groups[best][0]
         pays = largest.get(taken.family, {}).get("largest")
-        text = f"On this machine take {best}: it reached the target first"
-        text += "." if timed["told_apart"] else ", though not by more than chance may do."
+        chance = "" if timed["told_apart"] else ", though not by more than chance may do"
+        text = f"On this machine take {best}: it reached the target first{chance}."
         if best != first:
             text = f"On this machine take {best}, by whether accumulating pays; {first} reached the target first."
         text += said if ends not in (None, best) else ""
@@ -169,14 +152,13 @@ def _next(sweep: Comparison, found: list[Finding], pairs: list[Parting]) -> Iter
         yield Finding("next", text, {"recommended": best, "batch": pays})
     for family, figures in largest.items():
         if figures["open"]:
-            beyond = 2 * figures["largest"]
-            by = f" with {family}" if family else ""
+            beyond, by = 2 * figures["largest"], f" with {family}" if family else ""
             text = f"Try an effective batch of {beyond}{by} on more devices: none was too large yet."
             yield Finding("next", text, {"batch": beyond, "family": family})
-    seeds = max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0)
-    if seeds == 1:
-        yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": seeds})
-    if any(not pair.agrees and not pair.from_the_start and pair.precision != "float64" for pair in pairs):
+    if max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0) == 1:
+        yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": 1})
+    parted = [f.figures for f in found if f.topic == "trajectories" and f.figures.get("rounding")]
+    if any(of["precision"] != "float64" for of in parted):
         text = "For trajectories that agree at every update, run with hardware.precision=float64."
         yield Finding("next", text, {"precision": "float64"})
 
@@ -185,23 +167,20 @@ Column = tuple[str, Measure, Scale]  # name, value for a job, unit
 
 
 def _columns(sweep: Comparison) -> list[Column]:
-    def cost(axis: str) -> Measure:
-        return lambda job: sweep.target.cost(job, axis) if sweep.target else math.nan
-
     return [
-        ("factor", lambda job: job.factor or math.nan, plain),
-        ("effective batch", lambda job: job.batch or math.nan, plain),
-        ("micro-batch", lambda job: job.micro or math.nan, plain),
-        ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), plain),
-        ("examples", lambda job: job.last("train/examples_seen"), plain),
-        *((metric, partial(sweep.final, metric=metric), plain) for metric in sweep.metrics),
-        ("updates to target", cost("updates"), plain),
-        ("examples to target", cost("examples"), plain),
-        ("time to target", cost("seconds"), seconds),
-        ("time per update", lambda job: job.typical("perf/update_seconds"), seconds),
-        ("examples/s", lambda job: job.typical("perf/examples_per_second"), plain),
-        ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), size),
-        ("noise scale", lambda job: noise_scale(job, sweep.target), plain),
+        ("factor", lambda job: job.factor or math.nan, PLAIN),
+        ("effective batch", lambda job: job.batch or math.nan, PLAIN),
+        ("micro-batch", lambda job: job.micro or math.nan, PLAIN),
+        ("updates", lambda job: max((int(c.steps[-1]) for c in job.curves.values()), default=math.nan), PLAIN),
+        ("examples", lambda job: job.last("train/examples_seen"), PLAIN),
+        *((metric, partial(sweep.final, metric=metric), PLAIN) for metric in sweep.metrics),
+        ("updates to target", partial(sweep.cost, axis="updates"), PLAIN),
+        ("examples to target", partial(sweep.cost, axis="examples"), PLAIN),
+        ("time to target", partial(sweep.cost, axis="seconds"), SECONDS),
+        ("time per update", lambda job: job.typical("perf/update_seconds"), SECONDS),
+        ("examples/s", lambda job: job.typical("perf/examples_per_second"), PLAIN),
+        ("peak memory", lambda job: job.last("perf/peak_memory_bytes"), SIZE),
+        ("noise scale", lambda job: noise_scale(job, sweep), PLAIN),
     ]
 
 
@@ -210,10 +189,8 @@ def _best(sweep: Comparison) -> list[list[str]]:
     rows, sign = [], 1 if sweep.lower_is_better(sweep.quality or "train/loss") else -1
     for key in sweep.axes if sweep.axes != ["group"] else ():
         for value, jobs in grouped(sweep.jobs, partial(JobResult.setting, key=key)).items():
-            ends = [(sign * sweep.ends[group].mean, group) for group in grouped(jobs, "group") if group in sweep.ends]
-            if ends:
-                _, best = min(ends)
-                shown = value if isinstance(value, str) else number(value)
+            if ends := [(sign * sweep.ends[g].mean, g) for g in grouped(jobs, "group") if g in sweep.ends]:
+                (_, best), shown = min(ends), value if isinstance(value, str) else number(value)
                 rows.append([f"{key}={shown}", sweep.ends[best].text(), best])
     return rows
 
@@ -234,7 +211,6 @@ def _rows(sweep: Comparison, columns: list[Column]) -> list[list[str]]:
     for group, jobs in sweep.groups.items():
         spreads = [(pooled(comparable_jobs(jobs), value), scale) for _, value, scale in columns]
         cells = ["–" if spread is None else _fitted(spread, scale) for spread, scale in spreads]
-        done = sum(job.finished for job in jobs)
-        status = jobs[0].status.lower() if len(jobs) == 1 else f"{done} of {len(jobs)} finished"
-        rows.append([group, *cells, status])
+        finished = f"{sum(job.finished for job in jobs)} of {len(jobs)} finished"
+        rows.append([group, *cells, finished if len(jobs) > 1 else jobs[0].status.lower()])
     return rows

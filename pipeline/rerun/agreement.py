@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import metric_names
 from pipeline.config.plan import HALVED
@@ -54,15 +54,11 @@ class Point:
         return f"{self.metric} at update {self.step}: {shown[0]} then, {shown[1]} now{by}"
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The outcome of a comparison."""
 
     verdict: str  # `bit-equal`, `equal within rounding`, `different`, or `nothing to compare` without any point
     text: str  # the verdict, what was compared, and where the runs differ
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def compare(
@@ -110,14 +106,13 @@ def of_runs(client: Any, old: Any, new: Any, validation: int | None, in_tf32: bo
 
     before, after = history(old), history(new)
     then, now = old.data.params, new.data.params
-    halved = [run.data.tags.get(HALVED) for run in (old, new)]
     precisions = {params.get("hardware.precision") for params in (then, now)} | ({TF32} if in_tf32 else set())
     precision = max(precisions & {*ROUNDING}, key=[*ROUNDING].index, default="float32")
-    same = halved[0] == halved[1] and all(then.get(key) == now.get(key) for key in CUT)
+    same = old.data.tags.get(HALVED) == new.data.tags.get(HALVED) and all(then.get(key) == now.get(key) for key in CUT)
     last = max((step for points in before.values() for step in points), default=0)
     until = math.inf if old.info.status == "FINISHED" else last
     found = compare(before, after, precision, validation=validation or 0, same_cut=same, until=until)
-    return found, page(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", str(found))
+    return found, page(before, after, f"{old.info.run_id} and its rerun {new.info.run_id}", found.text)
 
 
 def page(old: History, new: History, title: str, about: str) -> str:
@@ -134,11 +129,9 @@ def page(old: History, new: History, title: str, about: str) -> str:
         apart.append(trace(metric, differ, differ.values(), len(losses) - 2, "lines+markers"))
     caption = "Updates at which both runs are equal to the bit are left out."
     by_update, parted = {"xaxis": axis("updates"), "yaxis": axis("loss")}, axis("relative difference", log=True)
-    plots = [
-        Plot("loss", "Losses", "Loss by update", "", losses, by_update),
-        Plot("apart", "Differences", "How far the runs part", caption, apart, by_update | {"yaxis": parted}),
-    ]
-    plots = [plot for plot in plots if any(one["x"] for one in plot.data)]
+    loss = Plot("loss", "Losses", "Loss by update", "", losses, by_update)
+    part = Plot("apart", "Differences", "How far the runs part", caption, apart, by_update | {"yaxis": parted})
+    plots = [plot for plot in (loss, part) if any(one["x"] for one in plot.data)]
     return render(title, about, plots, "Computed from the metrics of both runs in MLflow.")
 
 

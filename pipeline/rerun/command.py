@@ -88,8 +88,7 @@ class Rerun:
         return then if isinstance(then, str) and is_inside(Path(then), [Path.cwd()]) and Path(then).exists() else None
 
     def _experiment(self) -> str:
-        mine, tracking = str(self.own.tracking.experiment), self.recorded.config.get("tracking") or {}
-        theirs = tracking.get("experiment")
+        mine, theirs = str(self.own.tracking.experiment), (self.recorded.config.get("tracking") or {}).get("experiment")
         if "tracking.experiment" not in self.request.values and isinstance(theirs, str) and theirs != mine:
             try:
                 self.store.check_experiment(theirs)
@@ -200,7 +199,7 @@ class Rerun:
         found, page = agreement.of_runs(client, self.recorded.run, new, validation, in_tf32)
         client.log_text(run_id, page, "rerun/comparison.html")
         client.set_tag(run_id, "rerun.verdict", found.verdict)
-        say(f"rerun {run_id} of {self.run_id}: {found}")
+        say(f"rerun {run_id} of {self.run_id}: {found.text}")
         deterministic = new.data.params.get("hardware.deterministic") == "true"
         if found.verdict != "bit-equal" and not self.request.changing and not deterministic:
             say("equal to the bit on one machine is guaranteed with hardware.deterministic=true only")

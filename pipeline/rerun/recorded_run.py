@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ _FORMS = {  # of the files of a record
     "links.json": {str: str},
 }
 _PLACE = {"tracking", "trust", "hydra"}  # no link may refer to these: the store's URI may hold a password
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 LARGEST = 16 * 2**20  # bytes of one file of a record
 
 
@@ -57,12 +58,11 @@ class RecordedRun:
         """Return the config with current names, and with `run_dir` in place of the recorded run directory."""
         before = self.run_dir.rstrip("/")
 
-        def move(_: tuple[str, ...], node: Any) -> Any:
-            if before.startswith("/") and isinstance(node, str) and f"{node}/".startswith(f"{before}/"):
-                return f"{run_dir.absolute()}{node[len(before) :]}"
-            return node
+        def move(text: str) -> str:
+            is_inside = before.startswith("/") and f"{text}/".startswith(f"{before}/")
+            return f"{run_dir.absolute()}{text[len(before) :]}" if is_inside else text
 
-        return dict(former_names.renamed(_copy(self.config, move)))
+        return former_names.renamed(plain.mapped(self.config, move))
 
     def check_schema(self) -> None:
         """Check that the record's schema is known, and say if it is an older one, which would be migrated here.
@@ -108,26 +108,23 @@ def relinked(config: dict[str, Any], links: Mapping[str, str], changed: Collecti
 
     Without this, an override of the learning rate would not reach the schedule. Links to other than keys are ignored.
     """
-    eligible = {
-        key: link
-        for key, link in links.items()
-        if plain.LINK.fullmatch(link) and not _touches(key, changed)
-        if not _PLACE & {name.split(".")[0] for name in (key, *_references(link))}
-    }
-    followed, names = set(changed), {key: _references(link) for key, link in eligible.items()}
+    known = {key: link for key, link in links.items() if plain.LINK.fullmatch(link) and not _touches(key, changed)}
+    names = {key: _REFERENCE.findall(link) for key, link in known.items()}
+    names = {key: of for key, of in names.items() if not _PLACE & {name.split(".")[0] for name in (key, *of)}}
+    followed = set(changed)
     while more := {key for key in names.keys() - followed if any(_touches(name, followed) for name in names[key])}:
         followed |= more
-    return dict(_copy(config, {tuple(key.split(".")): eligible[key] for key in eligible.keys() & followed}.get))
+    again = {tuple(key.split(".")): links[key] for key in names.keys() & followed}
+    return {name: _linked(entry, again, (str(name),)) for name, entry in config.items()}
 
 
-def _copy(node: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """Return a copy of a plain config in which `change` has replaced each node, given its path."""
-    node = change(path, node)
+def _linked(node: Any, links: Mapping[tuple[str, ...], str], path: tuple[str, ...]) -> Any:
+    """Return a copy of the plain `node` at `path`, with `links` in place of what is at their paths."""
+    if path in links:
+        return links[path]
     if isinstance(node, dict):
-        return {name: _copy(entry, change, (*path, str(name))) for name, entry in node.items()}
-    if isinstance(node, list):
-        return [_copy(entry, change, (*path, str(index))) for index, entry in enumerate(node)]
-    return node
+        return {name: _linked(entry, links, (*path, str(name))) for name, entry in node.items()}
+    return [_linked(entry, links, (*path, str(i))) for i, entry in enumerate(node)] if isinstance(node, list) else node
 
 
 def _read(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
@@ -143,10 +140,6 @@ def _read(client: Any, run_id: str) -> dict[str, dict[str, Any]]:
     if not all(abs(count) < 2**63 for count in found.get("dataset.json", {}).get("examples", {}).values()):
         raise ValueError("examples of dataset.json are no numbers")
     return found
-
-
-def _references(link: str) -> list[str]:
-    return re.findall(r"\$\{([\w.]+)\}", link)
 
 
 def _touches(key: str, names: Collection[str]) -> bool:

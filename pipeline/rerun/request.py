@@ -1,7 +1,7 @@
 """The command line of `pipeline rerun`."""
 
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,8 @@ from pipeline.config import compose, hydra_errors
 _PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # overrides that do not change the run
 
 
-@dataclass
-class Request:
-    """The parsed command line; `parsed` declares the fields."""
-
-    run_id: str
-    dry: bool
-    sweep: bool
-    allow: list[str]
-    config_dir: str | None
-    config_name: str | None
-    overrides: list[str]
+class Request(Namespace):
+    """The parsed command line; `parsed` declares what it holds."""
 
     @property
     def own(self) -> list[str]:  # the Hydra options that select the user's own config
@@ -80,6 +71,6 @@ def parsed(arguments: Sequence[str], description: str | None) -> Request:
     add("--config-dir", "-cd", help="a folder with config groups of your own, which may set trust.allow")
     add("--config-name", "-cn", help="name of your own config")
     add("overrides", nargs="*", help="overrides in Hydra's grammar")
-    found = Request(**vars(parser.parse_intermixed_args(compose.as_text(arguments))))
+    found = parser.parse_intermixed_args(compose.as_text(arguments), Request())
     found.config_dir = found.config_dir or compose.own_folder()
     return found

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.report import branches, comparison, html_page, writer
-from pipeline.report.branches import TOLERANCE, measure
+from pipeline.report import comparison, critical_batch, html_page, writer
+from pipeline.report.critical_batch import TOLERANCE, measure
 from tests import synthetic
 from tests.synthetic import Made
 
@@ -138,9 +138,9 @@ def test_what_is_larger_than_a_missing_branch_is_not_judged(tmp_path):
     store, ended = synthetic.store(tmp_path), "FINISHED"
     losses = {32: 2.0, 64: 2.005, 128: 2.004, 256: 2.003}
     whole = made_of(store, losses, dict.fromkeys(losses, ended))
-    assert branches.of(comparison.read(store.uri, whole.run_id)).critical == 256
+    assert critical_batch.measured(comparison.read(store.uri, whole.run_id)).critical == 256
     failed = made_of(store, losses, {32: ended, 64: ended, 128: "FAILED", 256: ended})
-    assert branches.of(comparison.read(store.uri, failed.run_id)).critical == 64
+    assert critical_batch.measured(comparison.read(store.uri, failed.run_id)).critical == 64
 
 
 def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
@@ -156,7 +156,7 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
         "{start:{updates:400},effective_batch_size:128}]' scaling.rule=sqrt scaling.reference_batch_size=32"
     )
     assert found["noise_scale"].text.startswith("40 examples. Merrill et al. 2025")
-    (plot,) = branches.plots(comparison.read(store.uri, made.run_id))
+    (plot,) = critical_batch.branch_plots(comparison.read(store.uri, made.run_id))
     assert [drawn["name"] for drawn in plot.data] == ["branches", "lowest + 0.01", "critical batch", "noise scale"]
     assert plot.data[0]["x"] == [32, 64, 128]
     html = (tmp_path / "report" / "report.html").read_text()

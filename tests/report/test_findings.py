@@ -57,7 +57,7 @@ def test_a_target_is_reached_between_two_points():
     assert statistics.reached(x, y, 2) == 25
     assert statistics.reached(x, y, 3) == 20
     assert statistics.reached(x, y, 5) == 10
-    assert statistics.reached(x, y, 0.5) is None
+    assert math.isnan(statistics.reached(x, y, 0.5))
 
 
 def test_a_trailing_mean_weighs_by_examples():
@@ -97,10 +97,10 @@ def test_the_fit_weighs_every_batch_by_its_relative_residual():
 
 def test_numbers_are_written_with_the_digits_that_count():
     assert Spread(0.97901, 0.00969, 3).text() == "0.9790 ± 0.0097"
-    assert Spread(0.303, 0.0862, 3).text(statistics.seconds) == "303 ± 86 ms"
+    assert Spread(0.303, 0.0862, 3).text(statistics.SECONDS) == "303 ± 86 ms"
     assert Spread(7354.2, 40.8, 3).text() == "7354 ± 41"
     assert [statistics.number(value) for value in (2.0, 0.25, 1e-7, 12345.6)] == ["2", "0.25", "1e-7", "12346"]
-    assert statistics.number(3 * 2**30, statistics.size) == "3 GiB"
+    assert statistics.number(3 * 2**30, statistics.SIZE) == "3 GiB"
 
 
 # --- trajectories ---

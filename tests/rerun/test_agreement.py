@@ -23,14 +23,14 @@ def test_the_same_points_are_bit_equal():
     one = history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: 0.0})
     found = agreement.compare(one, history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: -0.0}), "float32")
     assert found.verdict == "bit-equal"
-    assert str(found) == "bit-equal: 4 points of 2 metrics"
+    assert found.text == "bit-equal: 4 points of 2 metrics"
 
 
 def test_the_next_float_is_not_bit_equal():
     one, two = history(train_loss={1: 0.5}), history(train_loss={1: math.nextafter(0.5, 1)})
     found = agreement.compare(one, two, "float64")
     assert found.verdict == "equal within rounding"
-    assert "train/loss at update 1: 0.5 then, 0.5000000000000001 now, 2.2e-16 relative" in str(found)
+    assert "train/loss at update 1: 0.5 then, 0.5000000000000001 now, 2.2e-16 relative" in found.text
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_first_difference_is_of_the_earliest_update_and_there_the_training_l
     one = history(train_accuracy={2: 0.1, 3: 0.1}, train_loss={2: 1.0, 3: 1.0}, val_loss={1: 1.0})
     two = history(train_accuracy={2: 0.3, 3: 0.1}, train_loss={2: 1.5, 3: 9.0}, val_loss={1: 1.0 + 1e-9})
     found = agreement.compare(one, two, "float32")
-    assert str(found) == (
+    assert found.text == (
         "different from update 2 on: train/loss at update 2: 1.0 then, 1.5 now, 0.33 relative; the most: train/loss at "
         "update 3: 1.0 then, 9.0 now, 0.89 relative; within rounding from val/loss at update 1: 1.0 then, 1.000000001 "
         "now, 1e-09 relative; 5 points of 3 metrics"
@@ -79,22 +79,22 @@ def test_a_value_that_is_not_finite_is_never_rounding(value):
 
 def test_a_point_that_is_missing_is_a_difference():
     found = agreement.compare(history(train_loss={1: 1.0, 2: 1.0}), history(train_loss={1: 1.0}), "float32")
-    assert str(found).startswith("different from update 2 on: train/loss at update 2: 1.0 then, absent now; the most: ")
+    assert found.text.startswith("different from update 2 on: train/loss at update 2: 1.0 then, absent now; the most: ")
     found = agreement.compare(history(train_loss={1: 1.0}), history(train_loss={1: 1.0, 2: 1.0}), "float32")
-    assert str(found).startswith("different from update 2 on: train/loss at update 2: absent then, 1.0 now; the most: ")
+    assert found.text.startswith("different from update 2 on: train/loss at update 2: absent then, 1.0 now; the most: ")
     assert agreement.compare(history(val_loss={1: 1.0}), {}, "float32").verdict == "different"
 
 
 def test_a_metric_that_only_the_new_run_has_is_left_out_and_named():
     found = agreement.compare(history(train_loss={1: 1.0}), history(train_loss={1: 1.0}, val_new={1: 1.0}), "float32")
-    assert str(found) == "bit-equal: 1 points of 1 metrics (without val/new)"
+    assert found.text == "bit-equal: 1 points of 1 metrics (without val/new)"
 
 
 def test_an_interrupted_run_is_compared_as_far_as_it_came():
     one = history(train_loss={1: 1.0, 2: 1.0})
     two = history(train_loss={1: 1.0, 2: 1.0, 3: 1.0}, val_loss={3: 1.0})
     assert agreement.compare(one, two, "float32", until=2).verdict == "bit-equal"
-    assert "up to update 2, where the recorded run ended" in str(agreement.compare(one, two, "float32", until=2))
+    assert "up to update 2, where the recorded run ended" in agreement.compare(one, two, "float32", until=2).text
 
 
 def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike():
@@ -162,7 +162,7 @@ def test_a_share_is_known_in_float32(examples):
 def test_of_nothing_nothing_is_said():
     for old in ({}, history(train_loss={})):
         found = agreement.compare(old, history(train_loss={1: 1.0}), "float32", until=0)
-        assert str(found).startswith("nothing to compare: 0 points of ")
+        assert found.text.startswith("nothing to compare: 0 points of ")
 
 
 def test_a_counter_is_exact():
