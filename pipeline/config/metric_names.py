@@ -1,6 +1,6 @@
 """The metrics that an update returns or that are derived from it: one line each, read wherever a metric is treated.
 
-A new metric of an update is computed in `pipeline.accumulation` and has its line here.
+A new metric of an update is computed in `pipeline.accumulation` and has its entry here.
 """
 
 import posixpath
@@ -29,24 +29,17 @@ class UpdateMetric:
 # Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by 2e-5 within one update while
 # the loss moved by nothing.
 _OF_THE_GRADIENT = 30.0
-
+_OF_THE_NOISE = UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT)
 UPDATE_METRICS = {
     "loss": UpdateMetric(),
     "learning_rate": UpdateMetric(),
     "gradient_norm": UpdateMetric(rounding=_OF_THE_GRADIENT),
-    "gradient_noise_scale": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
     # The two estimates that the noise scale is made of: an update returns them, no run logs them.
-    "gradient_variance": UpdateMetric(of_the_cut=True),
-    "gradient_square": UpdateMetric(of_the_cut=True),
-    # Of `scaling.rule=adascale`.
-    "gain": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
-    "scale_invariant_updates": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
-    "skipped_updates": UpdateMetric(counted=True),
-    "effective_batch_size": UpdateMetric(counted=True),
-    "micro_steps": UpdateMetric(counted=True, of_the_cut=True),
-    "accumulation_factor": UpdateMetric(counted=True, of_the_cut=True),
-    "examples_seen": UpdateMetric(counted=True),
-    "epoch": UpdateMetric(counted=True),
+    **dict.fromkeys(("gradient_variance", "gradient_square"), UpdateMetric(of_the_cut=True)),
+    # The latter two are of `scaling.rule=adascale`.
+    **dict.fromkeys(("gradient_noise_scale", "gain", "scale_invariant_updates"), _OF_THE_NOISE),
+    **dict.fromkeys(("skipped_updates", "effective_batch_size", "examples_seen", "epoch"), UpdateMetric(counted=True)),
+    **dict.fromkeys(("micro_steps", "accumulation_factor"), UpdateMetric(counted=True, of_the_cut=True)),
 }
 USERS = UpdateMetric(share=True)  # of a metric under any other name
 
