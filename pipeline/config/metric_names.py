@@ -1,11 +1,8 @@
-"""The metrics that an update returns or that are derived from it: one line each, read wherever a metric is treated.
-
-A new metric of an update is computed in `pipeline.accumulation` and has its entry here.
-"""
+"""The metrics that an update returns or that are derived from it: one entry each, read wherever a metric is treated."""
 
 import posixpath
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
 NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
@@ -16,8 +13,7 @@ def is_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
 
 
-@dataclass(frozen=True)
-class UpdateMetric:
+class UpdateMetric(NamedTuple):
     """How a metric that is ours is treated."""
 
     counted: bool = False  # it counts examples, steps or epochs, so two runs agree on it exactly

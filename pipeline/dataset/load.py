@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, first_line, refused
 from pipeline.dataset import stream, tfds_files
-from pipeline.dataset.splits import Data as Data
-from pipeline.dataset.splits import Stored as Stored
+from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
 
 # Keys of the program; all others are arguments of the target.
@@ -21,11 +20,7 @@ _OURS = ("augment", "batched", "checksum", "in_memory", "pad", "shuffle_buffer",
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
-    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared.
-
-    Raises:
-        ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
-    """
+    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared."""
     target = instantiate.locate(node, "dataset")
     own = node.copy()  # reduced to the target's arguments
     with open_dict(own):
@@ -50,8 +45,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     if not isinstance(made, Data):
         rule = "must give (train, validation[, test]) as tf.data.Datasets, or a pipeline.dataset.Data"
         raise ConfigError("dataset._target_", rule, type(made).__name__)
-    if made.shuffled is not None:
-        of_files = made.shuffled
+    if (of_files := made.shuffled) is not None:
         made = replace(made, shuffled=lambda seed: _as_parts(of_files(seed)))
     loaders = _loaders(node, made) if node.get("batched") else {}
     splits = {name: loader.examples() for name, loader in loaders.items()}
