@@ -134,12 +134,8 @@ class RunSpec:
 def resolve(
     composed: DictConfig, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> RunSpec:
-    """Check a composed config, decide what the command line and the environment decide, and return the spec.
-
-    A horizon or a size that the command line's `overrides` name outranks the default ones, which become null. The
-    environment of this process may name the workers. `composed` is not changed.
-    """
-    composed = deepcopy(composed)
+    """Check a composed config, and return the spec that follows from it, from `overrides` and from the environment."""
+    composed = deepcopy(composed)  # the caller's stays as it is
     validate.check_form(composed)
     if isinstance(micro := composed.accumulation.micro_batch_size, str) and micro.isdecimal():
         composed.accumulation.micro_batch_size = int(micro)  # as it comes out of the environment
@@ -166,7 +162,11 @@ def resolve(
     most, first = spec.config.accumulation.seesaw_max, spec.batching.effective_batch_size
     if most is not None and most < 2 * first:
         raise ConfigError(stages.SEESAW_MAX, f"must be at least twice the effective batch of {first}", most)
-    _check_gpus(spec)
+    gpu, here = spec.config.hardware.gpu, spec.config.hardware.replicas * spec.workers_on_machine
+    if gpu is not None and spec.config.hardware.device == Device.cpu:
+        raise ConfigError("hardware.gpu", "must be null with hardware.device=cpu", gpu)
+    if gpu is not None and here != (len(gpu) if isinstance(gpu, list) else 1):
+        raise ConfigError("hardware.gpu", f"must name one GPU for each of the {here} replicas here", gpu)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
         cluster.secret(composed.hardware.secret_file, environment)  # one that cannot be used is refused at once
@@ -183,15 +183,6 @@ def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
 def comparable(spec: RunSpec) -> dict[str, Any]:
     """Return the values that all workers must have in common, by their dotted keys: as asked, without their `OWN`."""
     return {key: value for key, value in plain.leaves(masked(dict(spec.asked))).items() if not _is_own(key)}
-
-
-def _check_gpus(spec: RunSpec) -> None:
-    """Refuse a `hardware.gpu` that does not name one GPU for each replica on this machine."""
-    gpu, replicas = spec.config.hardware.gpu, spec.config.hardware.replicas * spec.workers_on_machine
-    if gpu is not None and spec.config.hardware.device == Device.cpu:
-        raise ConfigError("hardware.gpu", "must be null with hardware.device=cpu", gpu)
-    if gpu is not None and replicas != (len(gpu) if isinstance(gpu, list) else 1):
-        raise ConfigError("hardware.gpu", f"must name one GPU for each of the {replicas} replicas here", gpu)
 
 
 def _spec(composed: Any, workers: Cluster | None, given: Sequence[str] = (), named: Container[str] = ()) -> RunSpec:

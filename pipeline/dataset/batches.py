@@ -93,8 +93,9 @@ def of_stream(stream: Stream, first_update: int, weigh: Weigh = None) -> tf.data
 
 def evaluated(data: Data, name: str, batch_size: int, pad: Any, reader: Reader | None = None) -> tf.data.Dataset:
     """Return the batches of a split in its order: those of its loader, or as `in_order` makes them."""
-    if name in data.loaders:
-        return _ahead(map_batches(data.loaders[name].batches(), _in_precision))
+    if (loader := data.loaders.get(name)) is not None:
+        batches = tf.data.Dataset.from_generator(loader.epoch, output_signature=loader.spec)
+        return _ahead(map_batches(batches, _in_precision))
     return in_order(data.splits[name], batch_size, pad, reader, data.made_of(name))
 
 
@@ -224,15 +225,14 @@ def weigher(training: TrainingConfig, data: Data) -> Weigh:
 
     One-hot labels get a weight per vector, others one per element, as a label map has a class per pixel.
     """
-    if training.class_weight is None:
+    if (given := training.class_weight) is None:
         return None
     spec = data.train.element_spec
     if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
         rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
         raise ConfigError(CLASS_WEIGHT, rule, [type(part).__name__ for part in spec])
     one_hot, last = _one_hot(spec[1].shape, training.loss, data.classes), spec[1].shape[-1:]
-    labels, weights = list(training.class_weight), list(training.class_weight.values())
-    of_class = tf.constant(labels, tf.int64), tf.constant(weights, keras.config.floatx())
+    of_class = tf.constant([*given], tf.int64), tf.constant([*given.values()], keras.config.floatx())
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(*of_class), 1.0)
 
     @tf.autograph.experimental.do_not_convert

@@ -61,10 +61,6 @@ class Loader:
         batch = tf.data.Dataset.from_generator(lambda: [self.first], output_signature=self.spec)
         return batch.unbatch().apply(tf.data.experimental.assert_cardinality(int(examples_in(self.first))))
 
-    def batches(self) -> tf.data.Dataset:
-        """Return the batches of one epoch as they are."""
-        return tf.data.Dataset.from_generator(self.epoch, output_signature=self.spec)
-
     def _checked(self, batch: Any) -> tuple:
         """Return a batch as tensors `(x, y, sample_weight)`, without what is None."""
         parts = tuple(part for part in parts_of(batch) if part is not None)
