@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from benchmarks import networks
 from benchmarks.workloads import CLASSES, EPOCH, INTEGERS, RATE, ROWS, SHAPES, TRANSFORMER, examples, sizes
+from pipeline.config.stages import Slice
 from pipeline.dataset import Data
 from pipeline.dataset import batches as batching
 
@@ -51,7 +52,7 @@ def batches(name: str, size: int) -> tf.data.Dataset:
     """Shuffled batches of `size` out of memory, epoch after epoch, by the pipeline's own `tf.data`, without end."""
     data = Data(tf.data.Dataset.from_tensor_slices(examples(name, EPOCH * sizes(name).effective)), None)
     node = OmegaConf.create({"in_memory": True})
-    return batching.effective_batches(node, data, seed=0, effective_batch_size=size, epochs=10**9)
+    return batching.effective_batches(node, data, [Slice(size, 10**9)], seed=0)
 
 
 def device() -> str:

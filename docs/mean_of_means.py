@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.accumulation import accumulate_gradients
 from pipeline.components import model
+from pipeline.config.stages import Slice
 from pipeline.dataset import batches as batching
 from pipeline.dataset import load
 
@@ -51,7 +52,7 @@ def losses(gradients_of: Any) -> list[float]:
     keras.utils.set_random_seed(0)
     data = load.topics()
     node = OmegaConf.create({"in_memory": True, "pad": {"multiple": 16, "value": 0}})
-    batches = batching.effective_batches(node, data, seed=0, effective_batch_size=EFFECTIVE, epochs=10)
+    batches = batching.effective_batches(node, data, [Slice(EFFECTIVE, 10)], seed=0)
     network = model.decoder(classes=data.classes or 0, length=128)
     optimizer = keras.optimizers.AdamW(0.003)
     optimizer.build(network.trainable_variables)

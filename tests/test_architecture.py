@@ -138,8 +138,8 @@ def test_who_comes_from_outside_uses_the_door():
 
 def _door(name: str) -> list[str]:
     tree = ast.parse((ROOT / "pipeline" / name / "__init__.py").read_text(encoding="utf-8"))
-    values = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
-    return ast.literal_eval(values[0]) if values else []
+    values = [n.value for n in tree.body if ast.unparse(n).startswith("__all__ ")]  # by = and +=
+    return [name for value in values for name in ast.literal_eval(value)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 from pipeline.accumulation import Update
 from pipeline.config.plan import Plan
 from pipeline.config.sizes import Batching
+from pipeline.config.stages import Slice
 from pipeline.dataset import batches as batching
 from pipeline.dataset.splits import Data
 from pipeline.tracking.tracker import Tracker
@@ -44,9 +45,7 @@ def ours(case: Case) -> Outcome:
     update = Update(model, in_keras.loss(case), optimizer, sizes.micro_batch_size, strategy=strategy)
     data = Data(tf.data.Dataset.from_tensor_slices(examples(case)), None)
     node = OmegaConf.create({"in_memory": True})
-    batches = batching.effective_batches(
-        node, data, seed=0, effective_batch_size=sizes.effective_batch_size, epochs=case.epochs
-    )
+    batches = batching.effective_batches(node, data, [Slice(sizes.effective_batch_size, case.epochs)], seed=0)
     plan, rows = Plan(sizes, sum(case.sizes), case.updates), Rows()
     recorder = Recorder(rows, plan, 1, lambda: 0, Progress(case.updates, shown=False))
     Trainer(update, batches, recorder).fit()

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from omegaconf import DictConfig
 
@@ -17,8 +16,8 @@ from pipeline.common.errors import ConfigError, refused
 from pipeline.components import adascale, added_losses, devices, model, objective, objective_checks, optimizer
 from pipeline.components.devices import Devices
 from pipeline.components.objective import Objective
-from pipeline.config import sizes, stream_plan
-from pipeline.config.plan import Plan, plan_of
+from pipeline.config import sizes
+from pipeline.config.plan import Plan, plan_of, stream_plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
 from pipeline.dataset import cache, load, tokens
@@ -26,7 +25,7 @@ from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import Reader, effective_batches, evaluated, first_examples, of_stream, one_class, weigher
 from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
-from pipeline.dataset.stream import Stream
+from pipeline.dataset.stream import Stream, digest
 from pipeline.tracking import provenance
 from pipeline.training.evaluator import Best, Evaluator
 
@@ -210,7 +209,8 @@ def _first_batch(spec: RunSpec, data: Data, files: Files, used: Devices) -> tupl
     with _reading(spec.dataset, data, files):
         count = min(max(2, spec.batching.micro_batch_size), 32)
         first = first_examples(data, "train", count, spec.dataset.get("pad"))
-        if spec.workers is not None and not used.same(_digest(first, data)):
+        lengths = repr([(name, int(split.cardinality())) for name, split in data.splits.items()])
+        if spec.workers is not None and not used.same(digest(first, zlib.crc32(lengths.encode())) & 0xFFFFFF):
             raise ConfigError("dataset", "must be the same for all workers, whose first examples are not", data.name)
     weigh = weigher(spec.config.training, data)
     return first if weigh is None else weigh(*first)
@@ -228,39 +228,17 @@ def _of_stream(spec: RunSpec, data: Data) -> tuple[Stream, RunSpec, Plan]:
     loader, asked, factor = data.loaders["train"], spec.config.accumulation.micro_batch_size, spec.batching.factor
     first = int(accumulation.examples_in(loader.first))
     stream, cut = Stream(loader, factor), sizes.Batching(first * factor, asked or first, factor)
-    plan = stream_plan.plan(cut, spec.horizon, stream.windows, stream.per_epoch, asked is not None)
+    plan = stream_plan(cut, spec.horizon, stream.windows, stream.per_epoch, asked is not None)
     return stream, replace(spec, batching=cut), plan
 
 
 def _batches(
-    spec: RunSpec,
-    data: Data,
-    plan: Plan,
-    first_update: int = 0,
-    reader: Reader | None = None,
-    stream: Stream | None = None,
+    spec: RunSpec, data: Data, plan: Plan, first_update: int, reader: Reader | None = None, stream: Stream | None = None
 ) -> tf.data.Dataset:
+    weigh = weigher(spec.config.training, data)
     if stream is not None:
-        return of_stream(stream, first_update, weigher(spec.config.training, data))
-    return effective_batches(
-        spec.dataset,
-        data,
-        seed=spec.config.seed,
-        effective_batch_size=plan.batching.effective_batch_size,
-        epochs=plan.epochs,
-        first_update=first_update,
-        slices=plan.slices(first_update) if plan.stages else (),
-        weigh=weigher(spec.config.training, data),
-        reader=reader,
-    )
-
-
-def _digest(first: Any, data: Data) -> int:
-    found = zlib.crc32(repr([(name, int(split.cardinality())) for name, split in data.splits.items()]).encode())
-    for leaf in tf.nest.flatten(first, expand_composites=True):
-        array = np.asarray(leaf)
-        found = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), found)
-    return found & 0xFFFFFF
+        return of_stream(stream, first_update, weigh)
+    return effective_batches(spec.dataset, data, plan.slices(first_update), spec.config.seed, weigh, reader)
 
 
 def _best(keep: KeepBestConfig | None, goal: accumulation.Objective, data: Data, outputs: list[str]) -> Best | None:

@@ -9,7 +9,7 @@ from pipeline.checkpoints.files import Checkpoint, Checkpoints
 from pipeline.checkpoints.fork import Fork
 from pipeline.components import adascale, devices, utilization
 from pipeline.components.assembly import Parts
-from pipeline.config.stream_plan import ENDLESS, UNCUT
+from pipeline.config.plan import ENDLESS, UNCUT
 from pipeline.dataset import bad_example
 from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Evaluations

@@ -12,11 +12,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, refused
 from pipeline.components import adascale, scaling, stage_rates
-from pipeline.config.plan import Plan
+from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stages import SEESAW, SEESAW_MAX, Asked, asked
-from pipeline.config.stream_plan import ENDLESS
 from pipeline.trust import instantiate
 
 # The least number of updates of each length in a schedule; a warm-up also ends within the horizon.

@@ -1,11 +1,8 @@
-"""The metrics that an update returns or that are derived from it: one line each, read wherever a metric is treated.
-
-A new metric of an update is computed in `pipeline.accumulation` and has its line here.
-"""
+"""The metrics that an update returns or that are derived from it: one entry each, read wherever a metric is treated."""
 
 import posixpath
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
 NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empty or dotted parts"
@@ -16,8 +13,7 @@ def is_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
 
 
-@dataclass(frozen=True)
-class UpdateMetric:
+class UpdateMetric(NamedTuple):
     """How a metric that is ours is treated."""
 
     counted: bool = False  # it counts examples, steps or epochs, so two runs agree on it exactly
@@ -29,24 +25,17 @@ class UpdateMetric:
 # Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by 2e-5 within one update while
 # the loss moved by nothing.
 _OF_THE_GRADIENT = 30.0
-
+_OF_THE_NOISE = UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT)
 UPDATE_METRICS = {
     "loss": UpdateMetric(),
     "learning_rate": UpdateMetric(),
     "gradient_norm": UpdateMetric(rounding=_OF_THE_GRADIENT),
-    "gradient_noise_scale": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
     # The two estimates that the noise scale is made of: an update returns them, no run logs them.
-    "gradient_variance": UpdateMetric(of_the_cut=True),
-    "gradient_square": UpdateMetric(of_the_cut=True),
-    # Of `scaling.rule=adascale`.
-    "gain": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
-    "scale_invariant_updates": UpdateMetric(of_the_cut=True, rounding=_OF_THE_GRADIENT),
-    "skipped_updates": UpdateMetric(counted=True),
-    "effective_batch_size": UpdateMetric(counted=True),
-    "micro_steps": UpdateMetric(counted=True, of_the_cut=True),
-    "accumulation_factor": UpdateMetric(counted=True, of_the_cut=True),
-    "examples_seen": UpdateMetric(counted=True),
-    "epoch": UpdateMetric(counted=True),
+    **dict.fromkeys(("gradient_variance", "gradient_square"), UpdateMetric(of_the_cut=True)),
+    # The latter two are of `scaling.rule=adascale`.
+    **dict.fromkeys(("gradient_noise_scale", "gain", "scale_invariant_updates"), _OF_THE_NOISE),
+    **dict.fromkeys(("skipped_updates", "effective_batch_size", "examples_seen", "epoch"), UpdateMetric(counted=True)),
+    **dict.fromkeys(("micro_steps", "accumulation_factor"), UpdateMetric(counted=True, of_the_cut=True)),
 }
 USERS = UpdateMetric(share=True)  # of a metric under any other name
 

@@ -1,8 +1,7 @@
 """Losses and metrics as the `training` group has them: of a single output, or by the name of an output."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import ListConfig, OmegaConf
 
@@ -13,8 +12,7 @@ NAMED = "a mapping of name → _target_, empty for none"
 METRIC_GROUPS = ("metrics", "weighted_metrics")
 
 
-@dataclass(frozen=True)
-class MetricNode:
+class MetricNode(NamedTuple):
     """A metric: of the only output, where `output` is None, or of the output that it stands under."""
 
     key: str

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching, Horizon, ceil_div
-from pipeline.config.stages import ALL, SCHEDULE, Asked, Slice, Stage
+from pipeline.config.stages import SCHEDULE, Asked, Slice, Stage
 
 HALVED = "micro_batch_size.halved"  # the tag, in prose, of a run whose micro-batches were halved
 CUTS = f"{HALVED}.json"  # the same as JSON: [[micro-batch size, last update], …], the last one without an end
+ENDLESS = 2**31 - 1  # updates of a run whose epochs have no known length
+UNCUT = 2**30  # micro-batch size of batches that are not cut; TensorFlow counts examples in 32 bits
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,12 @@ class Plan:
         ends = [*(self.stage(after).place(after)[:2] for after, _ in later), (self.epochs, 0)]
         for size, (end, last) in zip([self.stage(done).size, *(size for _, size in later)], ends, strict=True):
             if epoch < end:
-                found.append(Slice(epoch, end, first, ALL, size))
+                found.append(Slice(size, end, epoch, first))
                 first = 0
             if first < last:
-                found.append(Slice(end, end + 1, first, last - first, size))
+                found.append(Slice(size, end + 1, end, first, last - first))
             epoch, first = end, last
-        return found
+        return found or [Slice(size, epoch, epoch)]
 
     def micro_steps(self, update: int) -> int:
         """Return the micro-steps on each replica in the first `update` updates."""
@@ -159,10 +162,7 @@ def recorded_cuts(tags: Mapping[str, str]) -> list[tuple[int, int | None]]:
 
 
 def plan_of(batching: Batching, examples: int, horizon: Horizon, stages: Sequence[Asked] = ()) -> Plan:
-    """Convert the horizon to updates, once, at the edge; examples are rounded up to whole updates.
-
-    So are the starts of the `stages`, of which the first one has the effective batch size of `batching`.
-    """
+    """Convert the horizon and the starts of the `stages` to updates, once, at the edge; examples are rounded up."""
     made, last = Plan(batching, examples, 0), -1
     for number, (unit, start, size) in enumerate(stages or [Asked("updates", 0, batching.effective_batch_size)]):
         key = f"{SCHEDULE}[{number}]" if stages else "accumulation"
@@ -181,3 +181,95 @@ def plan_of(batching: Batching, examples: int, horizon: Horizon, stages: Sequenc
     if horizon.unit == "updates":
         return replace(made, updates=horizon.length)
     return replace(made, updates=made.updates_at(horizon.length * (examples if horizon.unit == "epochs" else 1)))
+
+
+class Window(NamedTuple):
+    """What was read for one update."""
+
+    sizes: tuple[int, ...]  # examples of each batch
+    examples_seen: int  # at its end
+    epoch: int  # from 0 on
+    in_epoch: int  # of the epoch's updates, from 0 on
+    last: bool  # of its epoch
+    digest: int  # checksum of its content
+
+
+@dataclass(frozen=True)
+class StreamPlan(Plan):
+    """A run counted in updates that learns the sizes of its batches, and the ends of its epochs, as they are read.
+
+    `batching` has the sizes of the first update. Ask only about updates whose batches were read.
+    """
+
+    windows: Sequence[Window] = ()  # of all updates so far, in order; it grows
+    per_epoch: int | None = None  # updates of an epoch, where the data say so
+    whole_epochs: int | None = None  # the horizon, where it is in epochs
+    cut: bool = True  # whether micro-batches have at most `batching.micro_batch_size` examples
+    _steps: list[int] = field(default_factory=lambda: [0], init=False, compare=False)  # micro-steps up to each update
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return self.per_epoch or ENDLESS
+
+    @property
+    def epochs(self) -> int:
+        return self.whole_epochs or ENDLESS
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.batching.micro_batch_size if self.cut else UNCUT
+
+    def ended(self, update: int) -> bool:
+        over = update > 0 and self.ends_epoch(update) and self.windows[update - 1].epoch + 1 == self.whole_epochs
+        return over or (self.whole_epochs is None and update >= self.updates)
+
+    def place(self, done: int) -> tuple[int, int]:
+        if not done:
+            return 0, 0
+        before = self.windows[done - 1]
+        return (before.epoch + 1, 0) if before.last else (before.epoch, before.in_epoch + 1)
+
+    def digest(self, update: int) -> int | None:
+        return self.windows[update - 1].digest if update else None
+
+    def batch_size(self, update: int) -> int:
+        return sum(self.windows[update - 1].sizes)
+
+    def examples_seen(self, update: int) -> int:
+        return self.windows[update - 1].examples_seen if update else 0
+
+    def micro_steps(self, update: int) -> int:
+        while (done := len(self._steps) - 1) < update:
+            size = next((cut.micro_batch_size for last, cut in self.before if done < last), self.micro_batch_size)
+            here = sum(-(-examples // size) for examples in self.windows[done].sizes)
+            self._steps.append(self._steps[-1] + here)
+        return self._steps[update]
+
+    def epoch(self, update: int) -> float:
+        """Return the completed epochs, with their part of the current one where the length of an epoch is known."""
+        epoch, index = self.place(update)
+        return epoch + (min(1.0, index / self.per_epoch) if self.per_epoch else 0.0)
+
+    def ends_epoch(self, update: int) -> bool:
+        return update > 0 and self.windows[update - 1].last
+
+    def __str__(self) -> str:
+        known = "an unknown number of" if self.per_epoch is None else self.per_epoch
+        length = f"{self.whole_epochs} epochs" if self.updates == ENDLESS else f"{self.updates} in all"
+        first = f"{self.batching.factor} batches, the first of {self.batching.micro_batch_size}, are an update"
+        what = first if self.batching.effective_batch_size != self.batching.micro_batch_size else str(self.batching)
+        return f"{what}; {known} updates per epoch, {length}"
+
+
+def stream_plan(first: Batching, horizon: Horizon, windows: Sequence[Window], per_epoch: int | None, cut: bool) -> Plan:
+    """Return the plan of a run over a stream, of `per_epoch` updates an epoch if that is known, or `ENDLESS`."""
+    if horizon.unit == "examples":
+        rule = "must be null: batches that the data cut have no known number of examples; set training.updates"
+        raise ConfigError("training.examples", rule, horizon.length)
+    whole = horizon.length if horizon.unit == "epochs" else None
+    if whole and per_epoch == ENDLESS:
+        rule = "must be null where the training split repeats without an end; set training.updates"
+        raise ConfigError("training.epochs", rule, whole)
+    known = None if per_epoch == ENDLESS else per_epoch
+    updates = horizon.length if whole is None else min(whole * (known or ENDLESS), ENDLESS)
+    return StreamPlan(first, 0, updates, windows=windows, per_epoch=known, whole_epochs=whole, cut=cut)

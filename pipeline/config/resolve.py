@@ -107,11 +107,9 @@ class RunSpec:
 
     def with_micro_batch(self, size: int) -> RunSpec:
         """Return the spec with the micro-batch size that was found in place of `auto`, in the overrides too."""
-        overrides = tuple(
-            f"{sizes.MICRO}={size}" if text.lstrip("+").startswith(f"{sizes.MICRO}=") else text
-            for text in self.overrides
-        )
-        return replace(self.changed({sizes.MICRO: size}), overrides=overrides, batching=self.batching.of(size))
+        given = f"{sizes.MICRO}="
+        overrides = (f"{given}{size}" if text.lstrip("+").startswith(given) else text for text in self.overrides)
+        return replace(self.changed({sizes.MICRO: size}), overrides=tuple(overrides), batching=self.batching.of(size))
 
     def to_text(self) -> str:
         """Return the whole spec as text for a process that this one starts: YAML, as JSON has no integers for keys."""
@@ -119,25 +117,25 @@ class RunSpec:
 
     def shared_text(self) -> str:
         """Return the spec as text for the other workers, without secrets and without what is a machine's own."""
-        return str(yaml.safe_dump(_without_own(self.recorded), sort_keys=False))
+        shared = self.recorded
+        for section, _, name in (key.rpartition(".") for key in OWN):
+            (shared[section] if section else shared).pop(name, None)
+        return str(yaml.safe_dump(shared, sort_keys=False))
 
     def adopting(self, text: str) -> RunSpec:
         """Return the spec of another worker's `shared_text`, completed by what is this machine's own or secret here."""
         composed = OmegaConf.create(plain.escaped(_with_secrets(yaml.safe_load(text), self.resolved)))
         _update(composed, {key: value for key, value in plain.leaves(self.resolved).items() if _is_own(key)})
-        return _spec(OmegaConf.merge(OmegaConf.structured(Config), composed), self.workers, self.overrides, self.asked)
+        composed = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        return replace(_spec(composed, self.workers, self.overrides), asked=self.asked)
 
 
 @as_config_error()
 def resolve(
     composed: DictConfig, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> RunSpec:
-    """Check a composed config, decide what the command line and the environment decide, and return the spec.
-
-    A horizon or a size that the command line's `overrides` name outranks the default ones, which become null. The
-    environment of this process may name the workers. `composed` is not changed.
-    """
-    composed = deepcopy(composed)
+    """Check a composed config, and return the spec that follows from it, from `overrides` and from the environment."""
+    composed = deepcopy(composed)  # the caller's stays as it is
     validate.check_form(composed)
     if isinstance(micro := composed.accumulation.micro_batch_size, str) and micro.isdecimal():
         composed.accumulation.micro_batch_size = int(micro)  # as it comes out of the environment
@@ -164,7 +162,11 @@ def resolve(
     most, first = spec.config.accumulation.seesaw_max, spec.batching.effective_batch_size
     if most is not None and most < 2 * first:
         raise ConfigError(stages.SEESAW_MAX, f"must be at least twice the effective batch of {first}", most)
-    _check_gpus(spec)
+    gpu, here = spec.config.hardware.gpu, spec.config.hardware.replicas * spec.workers_on_machine
+    if gpu is not None and spec.config.hardware.device == Device.cpu:
+        raise ConfigError("hardware.gpu", "must be null with hardware.device=cpu", gpu)
+    if gpu is not None and here != (len(gpu) if isinstance(gpu, list) else 1):
+        raise ConfigError("hardware.gpu", f"must name one GPU for each of the {here} replicas here", gpu)
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
         cluster.secret(composed.hardware.secret_file, environment)  # one that cannot be used is refused at once
@@ -175,7 +177,7 @@ def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
     """Return the spec of a `RunSpec.to_text`."""
     given = yaml.safe_load(text)
     composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain.escaped(given["resolved"])))
-    return _spec(composed, workers, asked=given["asked"])
+    return replace(_spec(composed, workers), asked=given["asked"])
 
 
 def comparable(spec: RunSpec) -> dict[str, Any]:
@@ -183,32 +185,16 @@ def comparable(spec: RunSpec) -> dict[str, Any]:
     return {key: value for key, value in plain.leaves(masked(dict(spec.asked))).items() if not _is_own(key)}
 
 
-def _check_gpus(spec: RunSpec) -> None:
-    """Refuse a `hardware.gpu` that does not name one GPU for each replica on this machine."""
-    gpu, replicas = spec.config.hardware.gpu, spec.config.hardware.replicas * spec.workers_on_machine
-    if gpu is not None and spec.config.hardware.device == Device.cpu:
-        raise ConfigError("hardware.gpu", "must be null with hardware.device=cpu", gpu)
-    if gpu is not None and replicas != (len(gpu) if isinstance(gpu, list) else 1):
-        raise ConfigError("hardware.gpu", f"must name one GPU for each of the {replicas} replicas here", gpu)
-
-
-def _spec(
-    composed: Any,
-    workers: Cluster | None,
-    overrides: Sequence[str] = (),
-    asked: Mapping[str, Any] | None = None,
-    named: Container[str] = (),
-) -> RunSpec:
-    """Return the spec of a config whose horizon and sizes are those in force; it is what was asked without `asked`."""
-    horizon, replicas = sizes.horizon_of(composed.training), composed.hardware.replicas
+def _spec(composed: Any, workers: Cluster | None, given: Sequence[str] = (), named: Container[str] = ()) -> RunSpec:
+    """Return the spec of a config whose horizon and sizes are those in force; `given` are the overrides."""
+    read, horizon = _read(composed), sizes.horizon_of(composed.training)
+    accumulation, replicas = read["resolved"]["accumulation"], composed.hardware.replicas
     if replicas > 0:  # else it is refused as it was given
         replicas *= composed.hardware.workers
-    batched, read = bool(composed.dataset.get("batched")), _read(composed)
-    accumulation = read["resolved"]["accumulation"]
     most = accumulation["seesaw_max"] or stages.largest(accumulation, 0)
-    batching = sizes.batching(composed.accumulation, replicas, named, batched, most)
-    asked = read["resolved"] if asked is None else asked
-    return RunSpec(**read, asked=asked, overrides=tuple(overrides), batching=batching, horizon=horizon, workers=workers)
+    cut = sizes.batching(accumulation, replicas, named, bool(composed.dataset.get("batched")), most)
+    asked, overrides = read["resolved"], tuple(given)
+    return RunSpec(**read, asked=asked, overrides=overrides, batching=cut, horizon=horizon, workers=workers)
 
 
 def _read(composed: DictConfig) -> dict[str, Any]:
@@ -223,14 +209,6 @@ def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
 
 def _is_own(key: str) -> bool:
     return any(f"{key}.".startswith(f"{own}.") for own in OWN)
-
-
-def _without_own(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    return {
-        key: _without_own(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
-        for key, value in node.items()
-        if not _is_own(f"{prefix}{key}")
-    }
 
 
 def _with_secrets(given: Any, own: Any) -> Any:

@@ -160,5 +160,4 @@ def _times(a: Any, b: Any) -> int | float:
         integer = isinstance(factor, int) and not isinstance(factor, bool)
         if not (isinstance(factor, float) or (integer and abs(factor) < 2**63)):
             raise ConfigError("${times:…}", "must be given numbers", factor)
-    product: int | float = a * b
-    return product
+    return a * b

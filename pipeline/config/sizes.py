@@ -1,7 +1,4 @@
-"""Sizes and horizons: effective = micro × factor × replicas.
-
-Sizes and horizons that the command line names outrank the defaults.
-"""
+"""Sizes and horizons: effective = micro × factor × replicas. What the command line names outranks the defaults."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class Batching:
 
 
 def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1, most: int = 0) -> Batching:
-    """Derive the third size from any two, where later effective batches have up to `most` examples.
-
-    All three are accepted when they agree, else a ConfigError is raised.
-    """
+    """Derive the third size from any two; three have to agree. Later effective batches have up to `most` examples."""
     given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**given, REPLICAS: replicas}.items():
         if value is not None and value < 1:
@@ -133,9 +127,8 @@ def of_batches(asked: Mapping[str, Any], scaled: bool, replicas: int, named: Con
         rule = f"must be null or a number with {BATCHED}=true: the largest batch is not known before"
         raise ConfigError(MICRO, rule, asked["micro_batch_size"])
     if asked["factor"] is None or asked["factor"] < 1:
-        raise ConfigError(
-            FACTOR, f"must be at least 1 with {BATCHED}=true: that many batches are an update", asked["factor"]
-        )
+        rule = f"must be at least 1 with {BATCHED}=true: that many batches are an update"
+        raise ConfigError(FACTOR, rule, asked["factor"])
     return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
 
 

@@ -1,7 +1,4 @@
-"""Batch-size schedules: how many examples an update has, from which update on.
-
-A stage begins where it is asked to, in updates, examples or epochs, with the first update that begins there or later.
-"""
+"""Batch-size schedules: how many examples an update has, from which update on."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ STAGES = "accumulation.stages"  # the tag of a run with its stages as JSON: [[up
 
 
 class Asked(NamedTuple):
-    """A stage as the config asks for it."""
+    """A stage as the config asks for it: its first update is the first one that begins at its start or later."""
 
     unit: str  # one of `UNITS`
     start: int | float
@@ -39,10 +36,7 @@ class Stage(NamedTuple):
         return -(-(self.examples - self.first) // self.size)
 
     def place(self, done: int) -> tuple[int, int, int]:
-        """Return where the update after `done` ones begins: in which epoch, after so many of its examples and updates.
-
-        All counters of examples and epochs follow from it.
-        """
+        """Return where the update after `done` ones begins: which epoch, and its examples and updates before it."""
         epochs, rest = divmod(done - self.after, self.in_epoch)
         return self.epoch + epochs, self.first + rest * self.size, self.number + rest
 
@@ -64,11 +58,11 @@ ALL = -1
 class Slice(NamedTuple):
     """Examples that are read in batches of one size: of the epochs from `epoch` on to before `end`."""
 
-    epoch: int
-    end: int
-    first: int  # examples of the first of these epochs that are left out
-    read: int  # how many are read of each epoch; `ALL` to its end
     size: int
+    end: int
+    epoch: int = 0
+    first: int = 0  # examples of the first of these epochs that are left out
+    read: int = ALL  # how many are read of each epoch; `ALL` to its end
 
 
 def asked(schedule: Any) -> list[Asked]:
@@ -109,10 +103,7 @@ def largest(accumulation: Mapping[str, Any], first: int) -> int:
 
 
 def resolved(config: Mapping[str, Any], unit: str, replicas: int, named: Container[str]) -> dict[str, Any]:
-    """Return the keys that a batch-size schedule sets; refuse what does not go with it.
-
-    The keys on the command line are `named`, `unit` is that of the horizon.
-    """
+    """Return the keys that a batch-size schedule sets; refuse what does not go with it or with the horizon's `unit`."""
     accumulation, clock = config["accumulation"], config["schedule"].get("clock")
     schedule, most, batched = accumulation["schedule"], accumulation["seesaw_max"], config["dataset"].get("batched")
     seesaw, by_seesaw, by_batches = schedule == SEESAW, f"with {SCHEDULE}={SEESAW}", "with dataset.batched=true"

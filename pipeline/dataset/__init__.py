@@ -6,20 +6,8 @@ its files.
 
 from typing import Any
 
-__all__ = [
-    "Data",
-    "Stored",
-    "bad_example",
-    "batches",
-    "cache",
-    "checksums",
-    "load",
-    "longest_batch",
-    "source",
-    "splits",
-    "stream",
-    "tokens",
-]
+__all__ = ["Data", "Stored", "bad_example", "batches", "cache", "checksums", "load", "longest_batch"]
+__all__ += ["source", "splits", "stream", "tokens"]
 
 _AT_THE_DOOR = {
     **dict.fromkeys(("Data", "Stored"), "splits"),

@@ -28,38 +28,26 @@ from pipeline.dataset.splits import Data, Stored
 from pipeline.dataset.stream import Stream
 from pipeline.trust import instantiate
 
+Weigh = Callable[..., tuple] | None  # adds sample weights to a batch
 CLASS_WEIGHT = "training.class_weight"
 SMALL = 2**16  # bytes of an example: below, a step of tf.data takes as long as to decode it
 
 
 def effective_batches(
-    node: DictConfig,
-    data: Data,
-    *,
-    seed: int,
-    effective_batch_size: int,
-    epochs: int,
-    first_update: int = 0,
-    weigh: Callable[..., tuple] | None = None,
-    reader: Reader | None = None,
-    slices: Sequence[Slice] = (),
+    node: DictConfig, data: Data, slices: Sequence[Slice], seed: int, weigh: Weigh = None, reader: Reader | None = None
 ) -> tf.data.Dataset:
     """Return the training split, epoch after epoch; one element is the batch of one update, the last one the tail.
 
-    The order and the augmentation follow from `seed` and the epoch; `node` is the `dataset` group. The batches of the
-    first `first_update` updates are skipped: earlier epochs are not read, and of the epoch in which they end nothing is
-    gathered or augmented; streamed examples are read and shuffled as before. `weigh` adds sample weights to a batch.
-    With a `reader`, an element is a `Share`, and only its examples are made, unless its shape depends on the rest.
-    Where the effective batch size changes, `slices` are what is to come, cut by size; each is read by itself.
+    The order and the augmentation follow from `seed` and the epoch; `node` is the `dataset` group. Only the `slices`,
+    cut by size, are read: of what comes before in their first epoch nothing is gathered or augmented, but streamed
+    examples are read and shuffled. With a `reader`, an element is a `Share`, and only its examples are made, unless its
+    shape depends on the rest.
     """
     augment = None if node.get("augment") is None else instantiate.build(node.augment, "dataset.augment")
     spec, pad = data.train.element_spec, node.get("pad")
     reader = _alone(reader, spec, pad)
     in_memory, numbered = node.get("in_memory", True), augment is not None
     source_of = _in_memory(data) if in_memory else _streamed(node, data, reader, numbered)
-    if not slices:
-        first_epoch, batches_before = divmod(first_update, -(-data.examples // effective_batch_size))
-        slices = [Slice(first_epoch, epochs, batches_before * effective_batch_size, ALL, effective_batch_size)]
 
     def batches_of(here: Slice) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
@@ -86,11 +74,7 @@ def effective_batches(
 
 
 def in_order(
-    examples: tf.data.Dataset,
-    batch_size: int,
-    pad: Mapping[str, Any] | None = None,
-    reader: Reader | None = None,
-    made_of: Stored | None = None,
+    examples: tf.data.Dataset, size: int, pad: Any = None, reader: Reader | None = None, made_of: Stored | None = None
 ) -> tf.data.Dataset:
     """Return a split once, unshuffled, in batches, the last perhaps smaller; `pad` is as in the config.
 
@@ -98,10 +82,10 @@ def in_order(
     """
     reader = _alone(reader, examples.element_spec, pad)
     source = Source(examples) if reader is None or made_of is None else Source(made_of.records, made_of.make)
-    return _ahead(_prepared(source.batches(batch_size, reader), pad, examples.element_spec))
+    return _ahead(_prepared(source.batches(size, reader), pad, examples.element_spec))
 
 
-def of_stream(stream: Stream, first_update: int, weigh: Callable[..., tuple] | None = None) -> tf.data.Dataset:
+def of_stream(stream: Stream, first_update: int, weigh: Weigh = None) -> tf.data.Dataset:
     """Return the effective batches of a stream, as `effective_batches` does; each is `Batches`."""
     batches = map_batches(stream.batches(first_update), _in_precision)
     return _ahead(batches if weigh is None else map_batches(batches, weigh))
@@ -109,8 +93,9 @@ def of_stream(stream: Stream, first_update: int, weigh: Callable[..., tuple] | N
 
 def evaluated(data: Data, name: str, batch_size: int, pad: Any, reader: Reader | None = None) -> tf.data.Dataset:
     """Return the batches of a split in its order: those of its loader, or as `in_order` makes them."""
-    if name in data.loaders:
-        return _ahead(map_batches(data.loaders[name].batches(), _in_precision))
+    if (loader := data.loaders.get(name)) is not None:
+        batches = tf.data.Dataset.from_generator(loader.epoch, output_signature=loader.spec)
+        return _ahead(map_batches(batches, _in_precision))
     return in_order(data.splits[name], batch_size, pad, reader, data.made_of(name))
 
 
@@ -135,9 +120,8 @@ def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
     """Return a warning where the first examples that are streamed and shuffled together are all of one class."""
     label = data.train.element_spec[1] if len(data.train.element_spec) > 1 else None
-    if node.get("in_memory", True) or not isinstance(label, tf.TensorSpec):
-        return ""
-    if not label.dtype.is_integer or label.shape.rank:
+    is_class = isinstance(label, tf.TensorSpec) and label.dtype.is_integer and not label.shape.rank
+    if node.get("in_memory", True) or not is_class:
         return ""
     keys_by, make = _stored_keys(node, data)
     keys = keys_by(tf.constant(seed, tf.int64))
@@ -196,9 +180,7 @@ def _streamed(node: DictConfig, data: Data, reader: Reader | None, numbered: boo
     return source_of
 
 
-def _stored_keys(
-    node: DictConfig, data: Data, reader: Reader | None = None
-) -> tuple[Callable[[tf.Tensor], tf.data.Dataset], Callable[..., tuple] | None]:
+def _stored_keys(node: DictConfig, data: Data, reader: Reader | None = None) -> tuple[Callable, Callable | None]:
     """Return what gives the keys of the training split by a seed, and what makes an example of a key, if needed."""
     stored, by_files = data.made_of("train"), node.get("shuffle_files")
     if by_files and data.shuffled is not None:
@@ -238,20 +220,19 @@ def _compatible(given: Any, made: Any) -> bool:
         return False
 
 
-def weigher(training: TrainingConfig, data: Data) -> Callable[..., tuple] | None:
+def weigher(training: TrainingConfig, data: Data) -> Weigh:
     """Return a function that adds the sample weights of its classes, 1 by default, to a batch `(x, y)`.
 
     One-hot labels get a weight per vector, others one per element, as a label map has a class per pixel.
     """
-    if training.class_weight is None:
+    if (given := training.class_weight) is None:
         return None
     spec = data.train.element_spec
     if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
         rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
         raise ConfigError(CLASS_WEIGHT, rule, [type(part).__name__ for part in spec])
     one_hot, last = _one_hot(spec[1].shape, training.loss, data.classes), spec[1].shape[-1:]
-    labels, weights = list(training.class_weight), list(training.class_weight.values())
-    of_class = tf.constant(labels, tf.int64), tf.constant(weights, keras.config.floatx())
+    of_class = tf.constant([*given], tf.int64), tf.constant([*given.values()], keras.config.floatx())
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(*of_class), 1.0)
 
     @tf.autograph.experimental.do_not_convert
@@ -271,7 +252,6 @@ def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
         return False
     if classes is None and not any("categorical" in name for name in names):
         rule = f"must be null where labels {tuple(shape)} may be one-hot or a class per element: let the dataset give "
-        raise ConfigError(
-            CLASS_WEIGHT, f"{rule}its `classes`, or take a loss whose name begins with Sparse or Categorical"
-        )
+        rule += "its `classes`, or take a loss whose name begins with Sparse or Categorical"
+        raise ConfigError(CLASS_WEIGHT, rule)
     return classes in (None, shape[-1])

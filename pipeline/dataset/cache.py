@@ -8,6 +8,7 @@ import tensorflow as tf
 from omegaconf import DictConfig
 
 from pipeline.common.memory_budget import limit, readable
+from pipeline.dataset.source import fixed
 from pipeline.dataset.splits import Data
 
 SHARE = 4  # the training split is cached if it fits in 1/4 of the memory
@@ -27,9 +28,7 @@ def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: in
     what = f"{readable(size * data.examples)} of training examples"
     if agreed(size * data.examples <= part):
         return {"in_memory": True}, f"{what} are kept in memory"
-    buffer = node.get("shuffle_buffer")
-    if buffer is None:
-        buffer = max(1, min(data.examples, int(BUFFER / size)))
+    buffer = node.get("shuffle_buffer") or max(1, min(data.examples, int(BUFFER / size)))
     shared = "" if processes == 1 else f", shared by {processes} workers,"
     how = f"shuffled by file and in a buffer of {buffer} examples"
     line = f"{what} are streamed, as a quarter of the memory{shared} is {readable(part)}; {how}"
@@ -39,8 +38,7 @@ def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: in
 def _example_bytes(split: tf.data.Dataset) -> float:
     """Return the bytes of an example: by its shapes, or as the mean of the first examples."""
     specs = tf.nest.flatten(split.element_spec)
-    dense = all(isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string for spec in specs)
-    if dense and all(spec.shape.is_fully_defined() for spec in specs):
+    if fixed(specs) and all(spec.dtype != tf.string for spec in specs):
         return max(1.0, float(sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)))
     parts = ([*tf.nest.flatten(example, expand_composites=True)] for example in split.take(_SAMPLE))
     sizes = [sum(_bytes(np.asarray(leaf)) for leaf in leaves if leaf is not None) for leaves in parts]

@@ -1,7 +1,4 @@
-"""Checksums of data files, computed while the run trains, and remembered until a file changes.
-
-A file is unchanged if its size, dates and inode are, as in Git and rsync.
-"""
+"""Checksums of data files, computed while the run trains, and remembered until a file's size, dates or inode change."""
 
 import hashlib
 import threading
@@ -63,10 +60,9 @@ class Files:
         if changed := self._changed(self.reread):
             raise DataError(f"{changed} has changed since the run began: not all of it was on the same data")
 
-    def known(self) -> dict[str, str]:
-        """Compute the checksums in this thread and return them."""
+    def known(self) -> None:
+        """Compute the checksums in this thread."""
         self.checksums = self._computed()
-        return self.checksums
 
     def _computed(self) -> dict[str, str]:
         self._of = {path: of(path) for path in self.paths}

@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError, first_line, refused
 from pipeline.dataset import stream, tfds_files
-from pipeline.dataset.splits import Data as Data
-from pipeline.dataset.splits import Stored as Stored
+from pipeline.dataset.splits import Data
 from pipeline.trust import gate, instantiate
 
 # Keys of the program; all others are arguments of the target.
@@ -21,11 +20,7 @@ _OURS = ("augment", "batched", "checksum", "in_memory", "pad", "shuffle_buffer",
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
-    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared.
-
-    Raises:
-        ConfigError: the target is wrong, the dataset cannot be had, or it is not of the form that `Data` has.
-    """
+    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared."""
     target = instantiate.locate(node, "dataset")
     own = node.copy()  # reduced to the target's arguments
     with open_dict(own):
@@ -49,9 +44,8 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
         made = Data(train, validation, test=test[0] if test else None, name=str(node.get("_target_")))
     if not isinstance(made, Data):
         rule = "must give (train, validation[, test]) as tf.data.Datasets, or a pipeline.dataset.Data"
-        raise ConfigError("dataset._target_", rule, type(made).__name__)
-    if made.shuffled is not None:
-        of_files = made.shuffled
+        raise ConfigError(stream.KEY, rule, type(made).__name__)
+    if (of_files := made.shuffled) is not None:
         made = replace(made, shuffled=lambda seed: _as_parts(of_files(seed)))
     loaders = _loaders(node, made) if node.get("batched") else {}
     splits = {name: loader.examples() for name, loader in loaders.items()}
@@ -60,7 +54,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
     for name, split in splits.items():
         if (len(split.element_spec) > 1) != labelled:
             rule = f"must give its {name} split {'with' if labelled else 'without'} labels, as its training split"
-            raise ConfigError("dataset._target_", rule, str(split.element_spec))
+            raise ConfigError(stream.KEY, rule, str(split.element_spec))
     return replace(made, **splits, loaders=loaders)
 
 
@@ -106,12 +100,10 @@ def from_tfds(
 
     Args:
         name: as `tfds.builder` takes it.
-        data_dir: where it is, or will be, prepared.
-        download: whether to fetch and prepare it if it is not there.
+        data_dir, download: where it is prepared, and whether to fetch and prepare it if it is not there.
         train_split, validation_split, test_split: as TFDS takes them, slices such as `train[:90%]` too.
         input_key, label_key: the features that are x and y.
-        scale: factor of x.
-        resize: (height, width) of x.
+        scale, resize: the factor and the (height, width) of x.
         preprocess: in place of the four above: takes the features, gives (x, y) or (x, y, sample_weight).
         builder: in place of `name`, the dotted name of a `tfds.core.DatasetBuilder` of your own.
     """
@@ -162,30 +154,29 @@ def _loaders(node: DictConfig, made: Data) -> dict[str, stream.Loader]:
     for name, split in made.splits.items():
         if not (isinstance(split, tf.data.Dataset | keras.utils.PyDataset) or callable(split)):
             rule = f"must give its {name} split as a tf.data.Dataset, a keras.utils.PyDataset or a generator function"
-            raise ConfigError("dataset._target_", rule, type(split).__name__)
+            raise ConfigError(stream.KEY, rule, type(split).__name__)
     with refused("dataset", "must give batches", node._target_):
         return {name: stream.Loader(split, name) for name, split in made.splits.items()}
 
 
 def _checked(dataset: Any, split: str) -> tf.data.Dataset:
     """Return the split as `_as_parts` does, if it is a dataset of single examples whose number is known."""
-    key = "dataset._target_"
     if not isinstance(dataset, tf.data.Dataset):
-        raise ConfigError(key, f"must give its {split} split as a tf.data.Dataset", type(dataset).__name__)
+        raise ConfigError(stream.KEY, f"must give its {split} split as a tf.data.Dataset", type(dataset).__name__)
     spec, count = dataset.element_spec, int(dataset.cardinality())
     if isinstance(spec, tuple) and len(spec) not in (1, 2, 3):
         rule = f"must give (x, y), (x, y, sample_weight) or x alone as an example of its {split} split"
-        raise ConfigError(key, rule, spec)
+        raise ConfigError(stream.KEY, rule, spec)
     if count == 0:
-        raise ConfigError(key, f"must give at least one example in its {split} split", count)
+        raise ConfigError(stream.KEY, f"must give at least one example in its {split} split", count)
     if count < 0:
         known = "of a known number of examples (see tf.data.experimental.assert_cardinality)"
         rule = f"must give a {split} split {known}, or batches with dataset.batched=true"
-        raise ConfigError(key, rule, count)
+        raise ConfigError(stream.KEY, rule, count)
     leaves = tf.nest.flatten(spec)
     if _is_batched(dataset, leaves):
         rule = f"must give single examples in its {split} split, not batches: leave `batch` out"
-        raise ConfigError(key, rule, [str(leaf) for leaf in leaves])
+        raise ConfigError(stream.KEY, rule, [str(leaf) for leaf in leaves])
     return _as_parts(dataset)
 
 

@@ -9,17 +9,17 @@ import tensorflow as tf
 from pipeline.common.errors import ConfigError
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import MICRO
+from pipeline.config.stages import Slice
 from pipeline.dataset.batches import effective_batches, in_order, weigher
 from pipeline.dataset.splits import Data
 
 
 def of_update(spec: RunSpec, data: Data, effective_batch_size: int) -> tf.data.Dataset:
     """Return an endless dataset of effective batches as in training, each made of the longest examples."""
-    node, examples = spec.dataset, _longest(spec, data.train, effective_batch_size)
-    if examples is not None:
+    if (examples := _longest(spec, data.train, effective_batch_size)) is not None:
         data = replace(data, train=examples, shuffled=None)
-    of_run: dict[str, Any] = {"seed": spec.config.seed, "epochs": 1, "weigh": weigher(spec.config.training, data)}
-    return effective_batches(node, data, effective_batch_size=effective_batch_size, **of_run).repeat()
+    slices, weigh = [Slice(effective_batch_size, 1)], weigher(spec.config.training, data)
+    return effective_batches(spec.dataset, data, slices, spec.config.seed, weigh).repeat()
 
 
 def of_evaluation(spec: RunSpec, split: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:

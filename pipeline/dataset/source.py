@@ -95,5 +95,4 @@ def map_batches(batches: tf.data.Dataset, apply: Callable[..., tuple], parallel:
 def _spec_of(make: Callable[..., tuple], key: Any) -> tuple:
     """Return the spec of the example of a key. Not as `map` shows it: tf.data cannot fuse a `map` that was asked."""
     traced = tf.function(make).get_concrete_function(*(key if isinstance(key, tuple) else (key,)))
-    spec: tuple = tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs)
-    return spec
+    return tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs)

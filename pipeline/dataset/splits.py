@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from pipeline.dataset.stream import Loader
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """The part of a file that belongs to a split: `examples` of them, from number `first` on."""
 
     path: Path

@@ -19,20 +19,13 @@ import tensorflow as tf
 
 from pipeline.accumulation import Batches, examples_in, parts_of
 from pipeline.common.errors import ConfigError
-from pipeline.config.stream_plan import ENDLESS, Window
+from pipeline.config.plan import ENDLESS, Window
 
 KEY = "dataset._target_"
 
 
 class Loader:
-    """The batches of a split, made by a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator function.
-
-    Attributes:
-        first: the first batch of the first epoch, whose other ones follow when it is trained on.
-        spec: of a batch, with any number of examples.
-        count: batches in an epoch; None if unknown.
-        endless: whether the first epoch is known not to end.
-    """
+    """The batches of a split, made by a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator function."""
 
     def __init__(self, source: Any, split: str):
         self._source, self._split = source, split
@@ -41,11 +34,14 @@ class Loader:
         first = next(iterator, None)
         if first is None:
             raise ConfigError(KEY, f"must give at least one batch in its {split} split", 0)
-        self.first, self._begun = first, iterator
-        spec = source.element_spec if isinstance(source, tf.data.Dataset) else None
-        self.spec = _any_number(self.first if spec is None else spec)
-        known = int(source.cardinality()) if spec is not None else getattr(source, "num_batches", None)
-        self.count = None if known is None or known < 0 else known
+        self.first, self._begun = first, iterator  # of the first epoch; the rest of it follows when it is trained on
+        of_tf = isinstance(source, tf.data.Dataset)
+        parts = keras.utils.unpack_x_y_sample_weight(source.element_spec if of_tf else first)
+        of_any = lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)  # noqa: E731
+        self.spec = tf.nest.map_structure(of_any, tuple(part for part in parts if part is not None))  # of a batch
+        known = int(source.cardinality()) if of_tf else getattr(source, "num_batches", None)
+        self.count = None if known is None or known < 0 else known  # batches in an epoch
+        # Whether the first epoch is known not to end.
         self.endless = known == (None if isinstance(source, keras.utils.PyDataset) else tf.data.INFINITE_CARDINALITY)
         if self.endless and split != "train":
             raise ConfigError(KEY, f"must give a {split} split that ends")
@@ -62,24 +58,16 @@ class Loader:
 
     def examples(self) -> tf.data.Dataset:
         """Return the examples of the first batch."""
-        spec = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), self.spec)
-        number = int(examples_in(self.first))
-        one = lambda place: tf.nest.map_structure(lambda leaf: leaf[place], self.first)  # noqa: E731
-        made = tf.data.Dataset.from_generator(lambda: map(one, range(number)), output_signature=spec)
-        return made.apply(tf.data.experimental.assert_cardinality(number))
-
-    def batches(self) -> tf.data.Dataset:
-        """Return the batches of one epoch as they are."""
-        return tf.data.Dataset.from_generator(self.epoch, output_signature=self.spec)
+        batch = tf.data.Dataset.from_generator(lambda: [self.first], output_signature=self.spec)
+        return batch.unbatch().apply(tf.data.experimental.assert_cardinality(int(examples_in(self.first))))
 
     def _checked(self, batch: Any) -> tuple:
         """Return a batch as tensors `(x, y, sample_weight)`, without what is None."""
         parts = tuple(part for part in parts_of(batch) if part is not None)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
-            raise ConfigError(
-                KEY, f"must give batches of dense arrays in its {self._split} split", type(batch).__name__
-            )
+            rule = f"must give batches of dense arrays in its {self._split} split"
+            raise ConfigError(KEY, rule, type(batch).__name__)
         if (numbers := {leaf.shape[0] for leaf in leaves}) == {0} or len(numbers) > 1:
             rule = f"must give as many examples in each part of a batch of its {self._split} split, at least one"
             raise ConfigError(KEY, rule, sorted(numbers))
@@ -89,11 +77,6 @@ class Loader:
 def _items(source: keras.utils.PyDataset) -> Iterator[Any]:
     yield from (source[place] for place in (itertools.count() if source.num_batches is None else range(len(source))))
     source.on_epoch_end()
-
-
-def _any_number(batch: Any) -> tuple:
-    parts = tuple(part for part in keras.utils.unpack_x_y_sample_weight(batch) if part is not None)
-    return tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), parts)
 
 
 class Stream:
@@ -115,7 +98,7 @@ class Stream:
     def _made(self) -> Iterator[Batches]:
         seen = 0
         for epoch in itertools.count():
-            batches, window = self._loader.epoch(), list[tuple]()
+            batches = self._loader.epoch()
             window = list(itertools.islice(batches, self._factor))
             if not window:
                 raise ValueError(f"{KEY} must give the training split anew in each epoch. Received: none in {epoch}")
@@ -124,7 +107,7 @@ class Stream:
                 joined = tf.nest.map_structure(_joined, self._loader.spec, *window)
                 sizes = tuple(int(examples_in(batch)) for batch in window)
                 seen += sum(sizes)
-                self.windows.append(Window(sizes, seen, epoch, index, not ahead, _digest(joined)))
+                self.windows.append(Window(sizes, seen, epoch, index, not ahead, digest(joined)))
                 yield Batches(joined, tf.constant(sizes, tf.int32))
                 if not (window := ahead):
                     break
@@ -147,8 +130,8 @@ def _joined(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
         return tf.concat(leaves, 0)
 
 
-def _digest(nest: Any) -> int:
-    found = 0
+def digest(nest: Any, found: int = 0) -> int:
+    """Return a checksum of the content of tensors, which goes on from one that was `found` before."""
     for leaf in tf.nest.flatten(nest, expand_composites=True):
         array = np.asarray(leaf)
         found = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), found)

@@ -45,18 +45,14 @@ def read(builder: Any, download: bool, splits: Sequence[str | None], make: Calla
     named = {part: name for part, name in zip(("train", "validation", "test"), splits, strict=True) if name is not None}
     stored = {part: _stored(builder, part, name, make) for part, name in named.items()}
     parts: dict[str, Any] = {"validation": None} | {part: each.split for part, each in stored.items()}
-    parts["shards"] = {
-        part: [Shard(Path(file.filename), file.skip, file.take) for file in _files(builder, name)]
-        for part, name in named.items()
-    }
     files = (path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json")
     return Data(
-        parts.pop("train"),
         **parts,
         classes=getattr(dict(builder.info.features or {}).get(label_key), "num_classes", None),
         name=builder.name,
         version=str(builder.version),
         files=tuple(sorted(files)),
+        shards={part: _shards(builder, name) for part, name in named.items()},
         stored=stored,
     )
 
@@ -88,8 +84,8 @@ def _records(builder: Any, name: str) -> tuple[tf.data.Dataset, Callable[[tf.Ten
     from tensorflow_datasets.core import file_adapters
 
     adapter = file_adapters.ADAPTER_FOR_FORMAT[builder.info.file_format or file_adapters.DEFAULT_FILE_FORMAT]
-    names = [str(file.filename) for file in _files(builder, name)]
-    counts = [(file.skip, file.take) for file in _files(builder, name)]
+    of_files = builder.info.splits[name].file_instructions
+    names, counts = [str(file.filename) for file in of_files], [(file.skip, file.take) for file in of_files]
 
     def files() -> tf.data.Dataset:
         tensors = tf.constant(names, tf.string), tf.constant(counts, tf.int64, [len(names), 2])
@@ -106,5 +102,5 @@ def _records(builder: Any, name: str) -> tuple[tf.data.Dataset, Callable[[tf.Ten
     return files().flat_map(records_of), shuffled
 
 
-def _files(builder: Any, name: str) -> Any:
-    return builder.info.splits[name].file_instructions
+def _shards(builder: Any, name: str) -> list[Shard]:
+    return [Shard(Path(file.filename), file.skip, file.take) for file in builder.info.splits[name].file_instructions]

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import say
 from pipeline.common.secrets import mask, masked
 from pipeline.common.signals import Terminated
-from pipeline.config import plain, stream_plan
-from pipeline.config.plan import Plan
+from pipeline.config import plain
+from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import Files
@@ -70,7 +70,7 @@ class Tracker:
         sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
         derived = {
             **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
-            **({} if self.plan.updates == stream_plan.ENDLESS else {"derived.updates": self.plan.updates}),
+            **({} if self.plan.updates == ENDLESS else {"derived.updates": self.plan.updates}),
             "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
         }
         sweep = tracking.sweep

@@ -161,10 +161,8 @@ class Run:
         self.batches = batches.effective_batches(
             OmegaConf.create(case.get("node", {})),
             data,
+            self.plan.slices(start.update if start else 0),
             seed=3,
-            effective_batch_size=SIZE,
-            epochs=self.plan.epochs,
-            first_update=start.update if start else 0,
         )
         with strategy.scope():
             middle = [case["extra"]()] if "extra" in case else []

@@ -102,7 +102,7 @@ def counted(plan):
 
 def read(plan, done):
     """Epoch, first example and size of each batch that is read by `Plan.slices`."""
-    for epoch, end, left_out, count, size in plan.slices(done):
+    for size, end, epoch, left_out, count in plan.slices(done):
         for number in range(epoch, end):
             first = left_out if number == epoch else 0
             last = plan.examples if count == stages.ALL else first + count

@@ -11,12 +11,13 @@ import tensorflow as tf
 
 from pipeline.accumulation import Batches, Update, accumulate_gradients
 from pipeline.common.errors import ConfigError, DataError
-from pipeline.config import sizes, stream_plan
+from pipeline.config import sizes
+from pipeline.config.plan import UNCUT, stream_plan
 from pipeline.config.sizes import Horizon
 from pipeline.dataset.bad_example import located
 from pipeline.dataset.batches import of_stream
 from pipeline.dataset.checksums import Files
-from pipeline.dataset.load import Data
+from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Loader, Stream
 from tests.checkpoints.test_resume_rules import MINE
 from tests.running import ROOT, Store, pipeline
@@ -93,7 +94,7 @@ def test_updates_equal_those_of_the_large_batches(kind, tmp_path, monkeypatch):
     source = {"images": lambda: images(folder), "generator": lambda: generator, "pydataset": Bricks}[kind]
     ours, theirs = model(), model()
     stream = Stream(Loader(source(), "train"), FACTOR)
-    update = Update(ours, ours.loss, ours.optimizer, stream_plan.UNCUT)
+    update = Update(ours, ours.loss, ours.optimizer, UNCUT)
     step, batches = tf.function(update, autograph=False), iter(of_stream(stream, 0))
     seen = 0
     for number, batch in enumerate(windows(source(), epochs=2)):
@@ -132,7 +133,7 @@ def test_no_batch_is_cut_or_joined_unless_the_micro_batch_size_says_so():
         return seen
 
     assert isinstance(batch, Batches)
-    assert shapes(stream_plan.UNCUT) == [(4, length) for length in lengths]
+    assert shapes(UNCUT) == [(4, length) for length in lengths]
     assert shapes(3) == [(size, length) for length in lengths for size in (3, 1)]
 
 
@@ -151,7 +152,7 @@ def test_counters_of_batches_of_any_size():
     for _ in of_stream(stream, 0).take(6):
         pass
     cut = sizes.Batching(9, 2, FACTOR)
-    plan = stream_plan.plan(cut, Horizon("epochs", 2), stream.windows, stream.per_epoch, True)
+    plan = stream_plan(cut, Horizon("epochs", 2), stream.windows, stream.per_epoch, True)
     assert [plan.batch_size(update) for update in range(1, 7)] == [10, 11, 2, 10, 11, 2]
     assert [plan.examples_seen(update) for update in range(1, 7)] == [10, 21, 23, 33, 44, 46]
     assert [plan.micro_steps(update) for update in range(1, 5)] == [6, 12, 13, 19]  # 2+3+1, 2+1+3, 1
@@ -159,7 +160,7 @@ def test_counters_of_batches_of_any_size():
     assert [update for update in range(1, 7) if plan.ends_epoch(update)] == [3, 6]
     assert [update for update in range(1, 7) if plan.ended(update)] == [6]
     with pytest.raises(ConfigError, match=r"training\.examples must be null"):
-        stream_plan.plan(cut, Horizon("examples", 9), stream.windows, None, True)
+        stream_plan(cut, Horizon("examples", 9), stream.windows, None, True)
 
 
 def test_a_loader_without_an_end_has_no_epochs():
@@ -168,8 +169,8 @@ def test_a_loader_without_an_end_has_no_epochs():
     of = sizes.Batching(12, 4, FACTOR), stream.windows, stream.per_epoch, False
     line = r"training\.epochs must be null where the training split repeats without an end; set training\.updates"
     with pytest.raises(ConfigError, match=line):
-        stream_plan.plan(of[0], Horizon("epochs", 2), *of[1:])
-    assert stream_plan.plan(of[0], Horizon("updates", 2), *of[1:]).per_epoch is None
+        stream_plan(of[0], Horizon("epochs", 2), *of[1:])
+    assert stream_plan(of[0], Horizon("updates", 2), *of[1:]).per_epoch is None
     with pytest.raises(ConfigError, match="must give a validation split that ends"):
         Loader(endless, "validation")
 

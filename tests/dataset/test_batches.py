@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
-from pipeline.config.plan import plan_of
+from pipeline.config.plan import Plan, plan_of
 from pipeline.config.schema import TrainingConfig
-from pipeline.config.stages import Asked
+from pipeline.config.stages import Asked, Slice
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.batches import Reader, weigher
@@ -32,7 +32,7 @@ def numbered() -> Data:
 def epochs(size, *, seed=0, epochs=2, **node):
     """Per epoch, the (number, image) of every example in the order they come."""
     node = OmegaConf.create(node)
-    arguments = {"seed": seed, "effective_batch_size": size, "epochs": epochs}
+    arguments = {"seed": seed, "slices": [Slice(size, epochs)]}
     batches = list(batching.effective_batches(node, numbered(), **arguments).as_numpy_iterator())
     tail = [EXAMPLES % size] * (EXAMPLES % size > 0)
     assert [len(y) for _, y in batches] == ([size] * (EXAMPLES // size) + tail) * epochs
@@ -68,7 +68,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(node, augment):
 
 def test_no_thread_tunes_an_iterator():
     """Deleting it would wait for that thread, up to a minute; in a process that exits meanwhile, TensorFlow aborts."""
-    trained = batching.effective_batches(OmegaConf.create({}), numbered(), seed=0, effective_batch_size=8, epochs=1)
+    trained = batching.effective_batches(OmegaConf.create({}), numbered(), [Slice(8, 1)], seed=0)
     evaluated = batching.in_order(numbered().train, 8)
     assert [batches.options().autotune.enabled for batches in (trained, evaluated)] == [False, False]
 
@@ -108,7 +108,7 @@ def test_what_comes_before_an_update_is_left_out(node, augment):
     data = Data(data.train.map(lambda x, y: (x, tf.ensure_shape(tf.py_function(note, [y], y.dtype), []))), None)
 
     def batches(first_update):
-        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 3, "first_update": first_update}
+        settings = {"seed": 0, "slices": Plan(sizes.derive(8, 1, None), EXAMPLES, 9).slices(first_update)}
         return list(
             batching.effective_batches(OmegaConf.create({**node, **augment}), data, **settings).as_numpy_iterator()
         )
@@ -165,7 +165,7 @@ def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
     """Of 23 examples in batches of 8: the last one has 7, so that one of nine workers has two times none."""
 
     def batches_of(reader):
-        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 2, "first_update": 1}
+        settings = {"seed": 0, "slices": Plan(sizes.derive(8, 1, None), EXAMPLES, 6).slices(1)}
         settings["weigh"] = weigher(TrainingConfig(class_weight={3: 5.0}, loss=None), numbered())
         node_of = OmegaConf.create({**node, **augment})
         return batching.effective_batches(node_of, numbered(), **settings, reader=reader).as_numpy_iterator()
@@ -185,7 +185,7 @@ def test_workers_read_examples_of_unequal_length_whole(node):
         lambda: ((np.full(length, 7), number) for number, length in enumerate(lengths)),
         output_signature=(tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)),
     ).apply(tf.data.experimental.assert_cardinality(EXAMPLES))
-    settings = {"seed": 0, "effective_batch_size": 8, "epochs": 1}
+    settings = {"seed": 0, "slices": [Slice(8, 1)]}
     for pad in (None, {"multiple": 4, "value": 0}):
         made = OmegaConf.create({**node, "pad": pad})
         one, two = (
@@ -217,13 +217,13 @@ def test_the_order_does_not_depend_on_stages(node, augment):
     numbers, images = [number for epoch in whole for number in epoch], images.reshape(3 * EXAMPLES, -1)
     made = OmegaConf.create({**node, **augment})
     for done in (0, 3, 6):  # the begin, in a stage, where one begins
-        given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": plan.slices(done)}
+        given = {"seed": 0, "slices": plan.slices(done)}
         found = list(batching.effective_batches(made, numbered(), **given).as_numpy_iterator())
         x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
         assert [len(labels) for _, labels in found] == order[done:]
         assert y.tolist() == numbers[sum(order[:done]) :]
         assert (x.reshape(len(x), -1) == images[sum(order[:done]) :]).all()
-    shares = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": plan.slices(1)}
+    shares = {"seed": 0, "slices": plan.slices(1)}
     batches_of = lambda reader: batching.effective_batches(made, numbered(), **shares, reader=reader)  # noqa: E731
     assert_shares(list(batches_of(None)), by_readers(3, 1, batches_of), 1)
 
@@ -232,7 +232,7 @@ def test_examples_of_unequal_length_come_in_stages():
     lengths = [1 + number % 4 for number in range(EXAMPLES)]
     rows = tf.data.Dataset.from_tensor_slices((np.arange(EXAMPLES), np.arange(EXAMPLES)))
     texts = rows.map(lambda x, y: (tf.repeat(x, 1 + x % 4), y))
-    given = {"seed": 0, "effective_batch_size": 5, "epochs": 3, "slices": staged().slices(0)}
+    given = {"seed": 0, "slices": staged().slices(0)}
     for node in (IN_MEMORY, STREAMED):
         found = list(batching.effective_batches(OmegaConf.create(node), Data(texts, None), **given))
         assert [len(y) for _, y in found] == [5, 5, 3, 3, 3, 4, 8, 15, 15, 8]
@@ -262,7 +262,7 @@ def test_ragged_examples_stay_together():
         None,
     )
     for node in (IN_MEMORY, STREAMED):
-        settings = {"seed": 0, "effective_batch_size": 8, "epochs": 1}
+        settings = {"seed": 0, "slices": [Slice(8, 1)]}
         seen = []
         for batch, numbers in batching.effective_batches(OmegaConf.create(node), data, **settings):
             assert batch.to_list() == [[number] * lengths[number] for number in numbers.numpy()]
@@ -308,7 +308,7 @@ def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(digits, augm
     monkeypatch.setattr(batching, "SMALL", small)
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
     assert data.stored["train"].shuffled(tf.constant(0, tf.int64)).element_spec.dtype == tf.string  # as it is stored
-    settings = {"seed": 3, "effective_batch_size": 100, "epochs": 1}
+    settings = {"seed": 3, "slices": [Slice(100, 1)]}
     node = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200, **augment})
     batches = list(batching.effective_batches(node, data, **settings).as_numpy_iterator())
     examples = [(x.tobytes(), int(y)) for x, y in data.train.as_numpy_iterator()]
@@ -351,7 +351,7 @@ def counted(data):
 def test_each_worker_decodes_its_share_alone(digits, shuffle_files, augment):
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
     node = OmegaConf.create({"in_memory": False, "shuffle_files": shuffle_files, "shuffle_buffer": 200, **augment})
-    settings = {"seed": 3, "effective_batch_size": 100, "epochs": 1}
+    settings = {"seed": 3, "slices": [Slice(100, 1)]}
     whole = list(batching.effective_batches(node, data, **settings).as_numpy_iterator())
     STORED.clear()
 
@@ -378,7 +378,7 @@ def test_what_makes_an_example_may_have_an_if_of_a_tensor(digits):
         preprocess=brighter_from_5_on,
     )
     node = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200})
-    settings = {"seed": 3, "effective_batch_size": 500, "epochs": 1}
+    settings = {"seed": 3, "slices": [Slice(500, 1)]}
     for reader in (None, Reader(0, 1, 2)):
         splits = [
             batching.effective_batches(node, data, **settings, reader=reader),
@@ -417,7 +417,7 @@ def test_a_training_split_of_ones_own_is_not_read_as_it_was_stored(digits, monke
     monkeypatch.setattr(load, "digits", brighter)
     data = load.load(DIGITS)
     node = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 200})
-    batches = batching.effective_batches(node, data, seed=0, effective_batch_size=500, epochs=1)
+    batches = batching.effective_batches(node, data, [Slice(500, 1)], seed=0)
     assert min(x.min() for x, _ in batches.as_numpy_iterator()) == 1
     assert data.made_of("train") is None
     assert data.made_of("validation") is not None
@@ -493,4 +493,4 @@ def test_labels_that_may_be_one_hot_or_not_are_not_weighed():
 def test_weights_that_train_nothing_are_refused(weights):
     data = Data(tf.data.Dataset.from_tensor_slices((np.zeros(3), np.zeros(3), np.float32(weights))), None)
     with pytest.raises(ConfigError, match="dataset must give sample weights with a positive and finite sum"):
-        batching.effective_batches(OmegaConf.create(IN_MEMORY), data, seed=0, effective_batch_size=2, epochs=1)
+        batching.effective_batches(OmegaConf.create(IN_MEMORY), data, [Slice(2, 1)], seed=0)

@@ -14,6 +14,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from omegaconf import OmegaConf
 
+from pipeline.config.stages import Slice
 from pipeline.dataset import Data, batches, cache
 from pipeline.dataset import load as dataset
 
@@ -104,7 +105,7 @@ def load(folder) -> Data:
 def streamed(data: Data, size: int = 50, *, seed: int = 0, **node: object) -> list[list[int]]:
     """The numbers of each of two epochs, in their order."""
     made = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 100, **node})
-    settings = {"seed": seed, "effective_batch_size": size, "epochs": 2}
+    settings = {"seed": seed, "slices": [Slice(size, 2)]}
     numbers = [int(x) for batch in batches.effective_batches(made, data, **settings) for x in batch[0]]
     return [numbers[:1000], numbers[1000:]]
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from pipeline.accumulation import Update
 from pipeline.common.errors import ConfigError
+from pipeline.config.stages import Slice
 from pipeline.dataset import Data
 from pipeline.dataset import batches as batching
 
@@ -27,7 +28,7 @@ def texts(first: int = 1) -> Data:
 
 
 def batches(size: int, data: Data | None = None, **node: object) -> list:
-    settings = {"seed": 0, "effective_batch_size": size, "epochs": 1}
+    settings = {"seed": 0, "slices": [Slice(size, 1)]}
     return list(batching.effective_batches(OmegaConf.create({**PAD, **node}), data or texts(), **settings))
 
 

@@ -16,6 +16,7 @@ from pipeline.checkpoints import files, snapshot
 from pipeline.components import assembly
 from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve
+from pipeline.config.stages import Slice
 from pipeline.dataset import batches as batching
 from pipeline.dataset import load
 from tests.checkpoints.test_kills import left_in
@@ -97,7 +98,7 @@ def by_keras(sizes, rates):
     try:
         overrides = [*RUN, RAMP]
         parts = assembly.assemble(resolve(composed(overrides), overrides))
-        given = {"seed": 0, "effective_batch_size": 1437, "epochs": 3}
+        given = {"seed": 0, "slices": [Slice(1437, 3)]}
         node = OmegaConf.create({"in_memory": True})
         epochs = list(batching.effective_batches(node, load.load(parts.spec.dataset), **given).as_numpy_iterator())
         x, y = (np.concatenate(column) for column in zip(*epochs, strict=True))
