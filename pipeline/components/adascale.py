@@ -14,8 +14,6 @@ update: r does not depend on the gradient that it scales, and no update waits fo
 of an epoch counts for as many updates as the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +23,7 @@ from keras import ops
 
 from pipeline import accumulation
 from pipeline.common.errors import ConfigError
+from pipeline.components.scaling import DerivedSchedule
 from pipeline.config.plan import Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import EFFECTIVE, FACTOR, MICRO
@@ -51,7 +50,7 @@ def check(spec: RunSpec) -> None:
 
 
 @keras.saving.register_keras_serializable("pipeline")
-class Gain(keras.optimizers.schedules.LearningRateSchedule):
+class Gain(DerivedSchedule):
     """schedule(⌊τ⌋) · r, or · √r; `schedule` alone until it is attached to an optimizer, which keeps its state.
 
     Args:
@@ -76,7 +75,7 @@ class Gain(keras.optimizers.schedules.LearningRateSchedule):
         with tf.device(None):  # where the state is: on the host, the host would wait for a GPU
             if self.state is not None:
                 step = tf.cast(tf.floor(self.state.value[0]), tf.int64)
-            rate = ops.convert_to_tensor(self.schedule(step) if callable(self.schedule) else self.schedule)
+            rate = self.rate(step)
             return rate if self.state is None else rate * ops.cast(self.gain() ** self.power, rate.dtype)
 
     def gain(self) -> tf.Tensor:
@@ -100,14 +99,6 @@ class Gain(keras.optimizers.schedules.LearningRateSchedule):
         moved = [tf.where(finite, old + share * (tf.maximum(new, 0) - old), old) for old, new in pairs]
         self.state.assign(tf.stack([updates, count, *moved]))
         return results | {"gain": gain, "scale_invariant_updates": updates}
-
-    def get_config(self) -> dict[str, Any]:
-        schedule = keras.saving.serialize_keras_object(self.schedule)
-        return {"schedule": schedule, "effective": self.effective, "reference": self.reference}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Gain:
-        return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})
 
 
 def of(optimizer: Any) -> Any:

@@ -54,28 +54,22 @@ class Parts:
         several, over_batch = cut.factor * cut.replicas > 1, self.objective.training.over_batch
         kind = accumulation.Update if adascale.of(self.model.optimizer) is None else adascale.Update
         return kind(
-            self.model,
-            self.objective.training,
-            self.model.optimizer,
-            self.plan.micro_batch_size,
-            strategy=self.devices.strategy,
+            *(self.model, self.objective.training, self.model.optimizer, self.plan.micro_batch_size),
             noise_every=config.tracking.noise_every if several and not over_batch else 0,
             same_noise=self.spec.same_noise and "auto",  # `assemble` refuses
             hold_statistics=config.accumulation.moving_statistics.name == "effective",
-            jit_compile=config.hardware.xla,
-            reductions_ready=self.devices.reductions_ready,
+            **self._on_devices,
         )
 
     def evaluation(self) -> accumulation.Evaluation:
         """Return the evaluation of one batch."""
-        return accumulation.Evaluation(
-            self.model,
-            self.objective.evaluation,
-            self.plan.batching.micro_batch_size,
-            strategy=self.devices.strategy,
-            jit_compile=self.spec.config.hardware.xla,
-            reductions_ready=self.devices.reductions_ready,
-        )
+        of_batch = self.objective.evaluation, self.plan.batching.micro_batch_size
+        return accumulation.Evaluation(self.model, *of_batch, **self._on_devices)
+
+    @property
+    def _on_devices(self) -> dict[str, Any]:
+        used, xla = self.devices, self.spec.config.hardware.xla
+        return {"strategy": used.strategy, "reductions_ready": used.reductions_ready, "jit_compile": xla}
 
     def effective_batches(self, done: int = 0) -> tf.data.Dataset:
         """Return the effective batches after `done` updates, undivided also with several workers."""
@@ -91,32 +85,33 @@ class Parts:
     def _inputs(self, name: str, count: int) -> Any:
         return first_examples(self.data, name, count, self.spec.dataset.get("pad"))[0]
 
-    def evaluate(
-        self, name: str, tell: Callable[[str, int], None] = lambda *_: None, changed: Sequence[tf.Variable] = ()
-    ) -> Callable[..., dict[str, float]] | None:
-        """Return the evaluator of a split, see `pipeline.training.evaluator`; None without such a split."""
+    def evaluate(self, name: str, **fields: Any) -> Evaluator | None:
+        """Return the evaluator of a split, with these other `fields` of it; None without such a split."""
         if (batches := self.evaluation_batches(name, self.reader)) is None:
             return None
-        return Evaluator(self.evaluation(), batches, name, tell, changed, retry=self.devices.workers == 1)
+        return Evaluator(self.evaluation(), batches, name, retry=self.devices.workers == 1, **fields)
 
-    def batch_dependent_layers(self) -> list[str]:
-        """Return the names of the layers whose state depends on how an effective batch is cut."""
-        return accumulation.batch_dependent_layers(self.model, self.forward)
+    def tags(self) -> dict[str, str]:
+        """Return the tags of a run about the layers that depend on how an effective batch is cut, and its scaling."""
+        state, noise = accumulation.batch_dependent_layers(self.model, self.forward), self.forward.cut_dependent_noise
+        layers = {"model.batch_dependent_layers": state, "model.cut_dependent_noise": noise}
+        scaled = {"scaling": self.scaled} if self.scaled else {}
+        return {tag: ", ".join(names) or "none" for tag, names in layers.items()} | scaled
 
     def differences_from_large_batch(self) -> list[str]:
         """Return a line for each reason for which an update differs from that of the large batch, with its layers."""
         if self.spec.largest.factor * self.plan.batching.replicas == 1:
             return []
-        lines, asked = [], self.spec.config.accumulation
-        held = accumulation.normalising_layers(self.model)
-        if layers := [layer.name for layer in held if layer.trainable]:
-            when = "once an update" if asked.moving_statistics.name == "effective" else "with every micro-batch"
-            lines.append(f"normalised by each micro-batch, moving statistics {when}: {', '.join(layers)}")
-        if layers := accumulation.batch_dependent_layers(self.model, self.forward, held):
-            lines.append(f"state that moves with every micro-batch: {', '.join(layers)}")
-        if asked.same_noise == "auto" and (layers := self.forward.cut_dependent_noise):
-            lines.append(f"noise of each micro-batch, not of the effective batch: {', '.join(layers)}")
-        return lines
+        asked, held = self.spec.config.accumulation, accumulation.normalising_layers(self.model)
+        when = "once an update" if asked.moving_statistics.name == "effective" else "with every micro-batch"
+        moved = accumulation.batch_dependent_layers(self.model, self.forward, held)
+        noise = self.forward.cut_dependent_noise if asked.same_noise == "auto" else []
+        layers = {
+            f"normalised by each micro-batch, moving statistics {when}": [each.name for each in held if each.trainable],
+            "state that moves with every micro-batch": moved,
+            "noise of each micro-batch, not of the effective batch": noise,
+        }
+        return [f"{what}: {', '.join(names)}" for what, names in layers.items() if names]
 
     def assigned_by_forward(self) -> list[tf.Variable]:
         """Return every replica's copy of the variables that a forward pass in training assigns."""

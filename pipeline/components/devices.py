@@ -1,6 +1,7 @@
 """Device, replicas, precision and determinism: what must be set before TensorFlow builds anything."""
 
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -34,9 +35,7 @@ class Devices:
 
     def agree(self, holds: bool) -> bool:
         """Return whether `holds` is true on every worker; all workers have to call it."""
-        if self.workers == 1:
-            return holds
-        return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
+        return holds if self.workers == 1 else self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
         """Return whether a number of up to 24 bits is the same on every worker; all workers have to call it."""
@@ -45,10 +44,8 @@ class Devices:
 
     @cached_property
     def _sum(self) -> Callable[[int], int]:
-        strategy = self.strategy
-        total = tf.function(
-            lambda number: strategy.reduce("SUM", strategy.run(lambda: number), axis=None), autograph=False
-        )
+        run, reduce = self.strategy.run, self.strategy.reduce
+        total = tf.function(lambda number: reduce("SUM", run(lambda: number), axis=None), autograph=False)
         return lambda number: int(total(tf.constant(number, tf.int64)))
 
 
@@ -91,9 +88,7 @@ def setup(config: HardwareConfig, seed: int, workers: Cluster | None = None) -> 
     tf.config.experimental.enable_tensor_float_32_execution(config.tf32)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-    what = "CPU" if replicas == 1 else f"{replicas} logical CPU devices"
-    if used:
-        what = ", ".join(gpu_names())
+    what = ", ".join(gpu_names()) or ("CPU" if replicas == 1 else f"{replicas} logical CPU devices")
     products = " (products in TF32)" if precision == "float32" and nvidia.computes_in_tf32() else ""
     what = f"{what}{missing and f' ({missing})'}, {precision}{products}"
     strategy, places = _strategy(replicas, bool(used), workers), [gpus.index(gpu) for gpu in used]
@@ -128,13 +123,9 @@ def _gpus(gpus: list[Any], replicas: int, workers: Cluster | None) -> list[Any]:
 
 def _strategy(replicas: int, on_gpu: bool, workers: Cluster | None) -> tf.distribute.Strategy:
     if workers is not None:
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({"worker": list(workers.addresses)}),
-            task_type="worker",
-            task_id=workers.index,
-            rpc_layer="grpc",
-            num_accelerators={"GPU": replicas} if on_gpu else {},
-        )
+        servers = tf.train.ClusterSpec({"worker": list(workers.addresses)})
+        own = {"task_type": "worker", "task_id": workers.index, "num_accelerators": {"GPU": replicas} if on_gpu else {}}
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(servers, rpc_layer="grpc", **own)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
         # TensorFlow has replaced the handler of SIGTERM, for a notice of preemption that is not used here.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -161,15 +152,7 @@ def peak_memory(used: Devices) -> int:
         return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     if (peak := status_bytes("VmHWM")) is not None:  # ru_maxrss begins with that of the process that started this one
         return peak
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def restart_peak_memory(used: Devices) -> None:
-    """Leave out of `peak_memory` on a GPU what came before, such as the model's initialization."""
-    if used.on_gpu:
-        tf.config.experimental.reset_memory_stats("GPU:0")
 
 
 def status_bytes(name: str) -> int | None:

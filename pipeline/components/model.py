@@ -69,8 +69,7 @@ def cnn(
     """
     if len(input_shape) != 3:
         raise ValueError(f"input_shape must be (height, width, channels). Received: {tuple(input_shape)}")
-    sizes = {"filters": filters, "kernel_size": [kernel_size], "hidden": hidden, "classes": [classes]}
-    _check(**sizes, dropout=dropout, l2=l2)
+    _check(filters=filters, kernel_size=[kernel_size], hidden=hidden, classes=[classes], dropout=dropout, l2=l2)
     x = inputs = keras.Input(tuple(input_shape))
     for channels in filters:
         x = layers.Conv2D(channels, kernel_size, padding="same", activation="relu", kernel_regularizer=_l2(l2))(x)

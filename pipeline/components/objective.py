@@ -52,16 +52,12 @@ def build(training: DictConfig) -> Objective:
     losses |= {"added_losses": training.added_losses, "loss_over": training.loss_over}
     if training.loss is None and training.loss_over != "example":
         raise ConfigError("training.loss_over", "must be example where training.loss is null", training.loss_over)
-    goal, evaluated = (
-        accumulation.Objective(**(losses | {group: _metrics(training, group) for group in METRIC_GROUPS}))
-        for _ in range(2)
-    )
+    groups = [{group: _metrics(training, group) for group in METRIC_GROUPS} for _ in range(2)]
+    goal, evaluated = (accumulation.Objective(**(losses | metrics)) for metrics in groups)
     return Objective(goal, evaluated, {str(name): _callback(node, name) for name, node in training.callbacks.items()})
 
 
-def compile(
-    objective: Objective, model: keras.Model, optimizer: keras.optimizers.Optimizer, y: Any, outputs: Any
-) -> None:
+def compile(objective: Objective, model: keras.Model, optimizer: keras.Optimizer, y: Any, outputs: Any) -> None:
     """Compile the model as its callbacks look for it, and the saved model keeps it; try its callbacks."""
     goal, weights = objective.training, objective.training.loss_weights
     if isinstance(weights, dict):  # Keras wants one for each

@@ -84,7 +84,9 @@ def _sum_of_losses(objective: accumulation.Objective, data: Data, example: _Exam
     total = tf.zeros((), tf.float64)
     for term in found:
         key = f"training.loss.{term.name}" if len(outputs) > 1 and isinstance(loss, dict) else "training.loss"
-        if padded and _counts_padding(term):
+        several = tf.is_tensor(term.sample_weight) and term.sample_weight.shape.rank > 1
+        averages = term.loss.reduction in ("mean", "sum_over_batch_size")
+        if padded and several and averages and accumulation.mask_of(term.output) is None:
             rule = "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the model has no mask"
             rule += ": this one divides by the padding as well"
             raise ConfigError(f"{key}.reduction", rule, term.loss.reduction)
@@ -107,18 +109,11 @@ def _classes(loss: accumulation.Losses, output: Any, *others: Any) -> int | None
     return max(2, output.shape[-1]) if isinstance(loss, keras.losses.BinaryCrossentropy) else output.shape[-1]
 
 
-def _counts_padding(term: accumulation.Term) -> bool:
-    """Return whether the mean is over all elements, those of padding with weight 0 included."""
-    several = tf.is_tensor(term.sample_weight) and term.sample_weight.shape.rank > 1
-    averages = term.loss.reduction in ("mean", "sum_over_batch_size")
-    return several and averages and accumulation.mask_of(term.output) is None
-
-
 def _check_metrics(goal: accumulation.Objective, group: str, labels: dict[str, Any], example: _Example) -> None:
-    metrics: accumulation.Metrics = getattr(goal, group)
-    by_output = isinstance(metrics, Mapping)
-    given: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {"": metrics}
-    for output, metric in ((output, metric) for output, listed in given.items() for metric in listed):
+    given: Any = getattr(goal, group)
+    by_output = isinstance(given, Mapping)
+    by_name = given if by_output else {"": given}
+    for output, metric in ((output, metric) for output, listed in by_name.items() for metric in listed):
         single: dict[str, Any] = {group: {output: [metric]} if by_output else [metric]}
         alone = accumulation.Objective(goal.loss, **single)
         where = f"training.{group}.{output}.{metric.name}" if by_output else f"training.{group}.{metric.name}"

@@ -1,7 +1,5 @@
 """Config → Keras optimizer, its schedule counted in updates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +23,7 @@ _LEAST = {"warmup": 0, "warmup_steps": 0, "decay_steps": 1, "first_decay_steps":
 def build(spec: RunSpec, updates: int, plan: Plan | None = None) -> tuple[keras.optimizers.Optimizer, str]:
     """Return the optimizer of a run of so many `updates`, and a line that says what `scaling` changed, if anything.
 
-    The learning rate follows the stages of a `plan`.
-
-    Raises:
-        ConfigError: a target or an argument is wrong.
+    The learning rate follows the stages of a `plan`. A wrong target or argument is a `ConfigError`.
     """
     scale, batch = spec.config.scaling, spec.batching.effective_batch_size
     scaling.check(scale)
@@ -44,7 +39,7 @@ def build(spec: RunSpec, updates: int, plan: Plan | None = None) -> tuple[keras.
     factor = scaling.rate_factor(scale, batch)
     if scale.rule != Rule.none:
         warmup = _in_updates(scale.warmup, updates, "scaling.warmup", reference)
-        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        if not isinstance(warmup, int):
             rule = "must be a number of updates, or a share of the horizon such as 5%"
             raise ConfigError("scaling.warmup", rule, warmup)
         if factor != 1 or scale.rule in (Rule.linear, Rule.sqrt):  # else callbacks may still set the rate

@@ -1,9 +1,8 @@
 """How the learning rate and an optimizer's other arguments follow the effective batch."""
 
-from __future__ import annotations
-
+import inspect
 import math
-from typing import Any
+from typing import Any, Self
 
 import keras
 from keras import ops
@@ -48,16 +47,16 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
 def check(scaling: ScalingConfig) -> None:
     """Raise a ConfigError for a key that the rule needs, or does not read."""
     rule = scaling.rule.name
-    if (scaling.rule == Rule.surge) != (scaling.peak_batch_size is not None):
-        needed = "must be a number of examples for scaling.rule=surge" if rule == "surge" else "must be null"
-        why = needed if rule == "surge" else f"{needed} for scaling.rule={rule}: only surge reads it"
-        raise ConfigError("scaling.peak_batch_size", why, scaling.peak_batch_size)
+    if (rule == "surge") != (scaling.peak_batch_size is not None):
+        needed, why = ("a number of examples", "") if rule == "surge" else ("null", ": only surge reads it")
+        rule = f"must be {needed} for scaling.rule={rule}{why}"
+        raise ConfigError("scaling.peak_batch_size", rule, scaling.peak_batch_size)
     if scaling.rate is not None and scaling.rule not in (Rule.half_life, Rule.timescale):
         why = f"must be null for scaling.rule={rule}: only half_life and timescale leave the rate to choose"
         raise ConfigError("scaling.rate", why, scaling.rate)
 
 
-def rescale(optimizer: keras.optimizers.Optimizer, scaling: ScalingConfig, effective_batch_size: int) -> list[str]:
+def rescale(optimizer: Any, scaling: ScalingConfig, effective_batch_size: int) -> list[str]:
     """Set the arguments that the rule changes besides the rate; return what it changed, such as `rho 0.9 → 0.6`.
 
     For κ = effective batch / `reference_batch_size`:
@@ -71,9 +70,8 @@ def rescale(optimizer: keras.optimizers.Optimizer, scaling: ScalingConfig, effec
     A rule that is not for this optimizer, or not for so large a κ, is refused with a `ConfigError`.
     """
     name, rule, kappa = type(optimizer).__name__, scaling.rule, effective_batch_size / scaling.reference_batch_size
-    given: Any = optimizer
     root, new = math.sqrt(kappa), dict[str, float]()
-    decays = isinstance(given.weight_decay, int | float)
+    decays = isinstance(optimizer.weight_decay, int | float)
     if name not in _FOR.get(rule, (name,)):
         why = f"must fit the optimizer: {rule.name} is for {', '.join(_FOR[rule])}"
         of_sgd = "; for SGD it is linear" if rule == Rule.sde else ""
@@ -81,32 +79,47 @@ def rescale(optimizer: keras.optimizers.Optimizer, scaling: ScalingConfig, effec
     if rule == Rule.timescale:
         if not decays:
             raise ConfigError("optimizer.weight_decay", "must be a number for scaling.rule=timescale", None)
-        new["weight_decay"] = given.weight_decay * (root if scaling.rate == "sqrt" else kappa)
+        new["weight_decay"] = optimizer.weight_decay * (root if scaling.rate == "sqrt" else kappa)
     if rule == Rule.half_life:
-        new["beta_2"] = given.beta_2**kappa
+        new["beta_2"] = optimizer.beta_2**kappa
     if rule == Rule.sde:
-        if name == "RMSprop" and (given.momentum or given.centered):
+        if name == "RMSprop" and (optimizer.momentum or optimizer.centered):
             raise ConfigError("scaling.rule", "must not be sde for RMSprop with momentum or centered", rule.name)
         for beta in ("rho",) if name == "RMSprop" else ("beta_1", "beta_2"):
-            new[beta] = 1 - kappa * (1 - getattr(given, beta))
+            new[beta] = 1 - kappa * (1 - getattr(optimizer, beta))
             if new[beta] < 0:
                 why = f"must be at least {1 - 1 / kappa:g} for scaling.rule=sde at κ = {kappa:g}: κ(1 − β) ≤ 1"
-                raise ConfigError(f"optimizer.{beta}", why, getattr(given, beta))
-        new["epsilon"] = given.epsilon / (kappa if name == "RMSprop" else root)
+                raise ConfigError(f"optimizer.{beta}", why, getattr(optimizer, beta))
+        new["epsilon"] = optimizer.epsilon / (kappa if name == "RMSprop" else root)
         if decays:
-            new["weight_decay"] = given.weight_decay * root
-    if scaling.ema and rule != Rule.none and given.use_ema:
-        new["ema_momentum"] = given.ema_momentum**kappa
-    changed = [
-        f"{key} {getattr(given, key):g} → {value:g}" for key, value in new.items() if value != getattr(given, key)
-    ]
+            new["weight_decay"] = optimizer.weight_decay * root
+    if scaling.ema and rule != Rule.none and optimizer.use_ema:
+        new["ema_momentum"] = optimizer.ema_momentum**kappa
+    old = {key: getattr(optimizer, key) for key in new}
     for key, value in new.items():
-        setattr(given, key, value)
-    return changed
+        setattr(optimizer, key, value)
+    return [f"{key} {old[key]:g} → {value:g}" for key, value in new.items() if value != old[key]]
+
+
+class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that changes the rates of another one, `schedule`, which may be a number."""
+
+    schedule: Any
+
+    def rate(self, step: Any) -> Any:
+        return ops.convert_to_tensor(self.schedule(step) if callable(self.schedule) else self.schedule)
+
+    def get_config(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return {**given, "schedule": keras.saving.serialize_keras_object(self.schedule)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})
 
 
 @keras.saving.register_keras_serializable("pipeline")
-class Scaled(keras.optimizers.schedules.LearningRateSchedule):
+class Scaled(DerivedSchedule):
     """schedule(u) · (1 + (factor − 1) · min(1, (u + 1)/warmup)): Goyal et al. 2017, section 2.2, gradual warm-up.
 
     It starts at the rate of the reference batch and rises to the scaled one. A factor below 1 has nothing to rise to:
@@ -117,16 +130,8 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
         self.schedule, self.factor, self.warmup = schedule, factor, warmup
 
     def __call__(self, step: Any) -> Any:
-        rate = ops.convert_to_tensor(self.schedule(step) if callable(self.schedule) else self.schedule)
+        rate = self.rate(step)
         if not self.warmup or self.factor <= 1:
             return rate * self.factor
         share = ops.minimum(1.0, (ops.cast(step, rate.dtype) + 1) / self.warmup)
         return rate * (1 + (self.factor - 1) * ops.cast(share, rate.dtype))
-
-    def get_config(self) -> dict[str, Any]:
-        schedule = keras.saving.serialize_keras_object(self.schedule)
-        return {"schedule": schedule, "factor": self.factor, "warmup": self.warmup}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Scaled:
-        return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})

@@ -1,7 +1,5 @@
 """The learning rate of a run whose effective batch changes: its clock, its factor by stage, and `seesaw`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -93,7 +91,7 @@ def seesaw(schedule: Any, updates: int, size: int, most: int) -> list[Asked]:
 
 
 @keras.saving.register_keras_serializable("pipeline")
-class StageRates(keras.optimizers.schedules.LearningRateSchedule):
+class StageRates(scaling.DerivedSchedule):
     """schedule(clock) × the factor of the stage, which begins where its effective batch does.
 
     Each of `stages` is [updates before it, its effective batch size, epoch, examples of the epoch before it, updates in
@@ -113,16 +111,9 @@ class StageRates(keras.optimizers.schedules.LearningRateSchedule):
         if self.examples is not None:  # as `Plan.examples_seen`
             seen = (epoch + (done - after) // in_epoch) * self.examples + first + (done - after) % in_epoch * size
             clock = tf.cast(seen, tf.float64) / self.stages[0][1]
-        rate = keras.ops.convert_to_tensor(self.schedule(clock) if callable(self.schedule) else self.schedule)
+        rate = self.rate(clock)
         factor = tf.constant(self.factors, rate.dtype)[number]
         if self.peak is None:
             return rate * factor
         held = (clock >= self.peak[0]) & (size < self.stages[-1][1])
         return tf.where(held, tf.cast(self.peak[1], rate.dtype) / factor, rate * factor)
-
-    def get_config(self) -> dict[str, Any]:
-        return {**vars(self), "schedule": keras.saving.serialize_keras_object(self.schedule)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> StageRates:
-        return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})

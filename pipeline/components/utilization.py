@@ -11,12 +11,8 @@ from pipeline.dataset.batches import in_order
 from pipeline.dataset.source import fixed
 
 # Dense TFLOP/s of half precision summed in float32, of TF32, float32 and float64, on tensor cores where there are some;
-# by a part of the device's name, the first that fits. Compared with tables that others made from NVIDIA's data sheets,
-# whose sparse figures they halve: `_CUDA_FLOPS` of Lightning's fabric/utilities/throughput.py (H100, A100, A10, V100,
-# T4), github.com/winston-zhang-orz/gpu-specs (L40S, L4, TF32 of A100 and A10), glennklockwood.com/garden/processors
-# (TF32 of H100, H200 as H100) and hmc-tech.com/gpus (B200, whose TF32 is half of its bfloat16). From memory, and
-# compared with nothing: H100 NVL and H200 NVL, half precision and TF32 of GeForce.
-PEAKS: dict[str, tuple[float, float | None, float, float]] = {
+# by a part of the device's name, the first that fits; docs/logging.md says what they were compared with.
+PEAKS = {
     "B200": (2250, 1125, 75, 37),
     "H200 NVL|H100 NVL": (835, 417, 60, 60),
     "H100 PCIe": (756, 378, 51, 51),
@@ -27,22 +23,20 @@ PEAKS: dict[str, tuple[float, float | None, float, float]] = {
     "L4": (121, 60, 30.3, 0.47),
     "RTX 4090": (165.2, 82.6, 82.6, 1.29),
     "RTX 3090": (71, 35.6, 35.6, 0.56),
-    "V100-SXM2": (125, None, 15.7, 7.8),
-    "V100-PCIE": (112, None, 14, 7),
-    "T4": (65, None, 8.1, 0.25),
+    "V100-SXM2": (125, 0, 15.7, 7.8),
+    "V100-PCIE": (112, 0, 14, 7),
+    "T4": (65, 0, 8.1, 0.25),
 }
 
 
-def peak_flops(name: str, precision: str, tf32: bool = True) -> float | None:
-    """Return FLOP/s of a GPU at most, by TensorFlow's name of it and `hardware.precision`; None if it is not known."""
-    found = next((peaks for known, peaks in PEAKS.items() if re.search(rf"\b({known})\b(?!.*\bMIG\b)", name)), None)
-    if found is None:
-        return None
-    half, tensor, single, double = found
-    of_bfloat16 = None if tensor is None else half  # GPUs without TF32 have no bfloat16 either
-    of_float32 = tensor if tf32 and tensor is not None else single
-    known = {"mixed_float16": half, "mixed_bfloat16": of_bfloat16, "float32": of_float32, "float64": double}[precision]
-    return None if known is None else known * 1e12
+def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
+    """Return FLOP/s of a GPU at most, by TensorFlow's name of it and `hardware.precision`; 0 if it is not known."""
+    found = (peaks for known, peaks in PEAKS.items() if re.search(rf"\b({known})\b(?!.*\bMIG\b)", name))
+    half, tensor, single, double = next(found, (0.0,) * 4)
+    of_bfloat16 = half if tensor else 0  # GPUs without TF32 have no bfloat16 either
+    of_float32 = tensor if tf32 and tensor else single
+    peaks = {"mixed_float16": half, "mixed_bfloat16": of_bfloat16, "float32": of_float32, "float64": double}
+    return 1e12 * peaks[precision]
 
 
 def share_of_peak(parts: Parts, names: list[str]) -> float:
@@ -52,15 +46,14 @@ def share_of_peak(parts: Parts, names: list[str]) -> float:
     """
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
     peaks = [peak_flops(name, parts.spec.config.hardware.precision.name, tf32) for name in names]
-    known = [peak for peak in peaks if peak is not None]
-    if not known or len(known) < len(peaks):
+    if not peaks or 0 in peaks:
         return 0.0
     data, why = parts.data.train, "examples of unequal length"
     if fixed([leaf for leaf in tf.nest.flatten(data.element_spec) if not isinstance(leaf, tf.NoneTensorSpec)]):
         batch = next(iter(in_order(data, 2, parts.spec.dataset.get("pad"))))
         flops, unknown = training_flops(parts.model, parts.objective.training, batch)
         if not unknown:
-            return flops / (sum(known) * parts.devices.workers)
+            return flops / (sum(peaks) * parts.devices.workers)
         why = ", ".join(unknown)
     say(f"perf/model_flops_utilization is left out, as the FLOPs are not known of {why}")
     return 0.0

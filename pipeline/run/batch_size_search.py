@@ -15,8 +15,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +39,12 @@ _ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}  # of the cache
 TAG = "micro_batch_size.found"
 PLACING = ("parallel_jobs", "gpus_per_job", "jobs_per_gpu")  # keys of `hardware` that change no try
 
-Trial = Callable[[int, bool], dict[str, Any]]  # of a micro-batch size, and whether its updates are timed
 
-
-@dataclass(frozen=True)
-class Found:
-    """A micro-batch size that was found."""
-
-    spec: RunSpec  # of the run, with that size
-    how: str  # in words, for a tag
-    tries: Sequence[Sequence[Any]]  # a row of `COLUMNS` for each trial
-
-
-def search(spec: RunSpec) -> Found:
+def search(spec: RunSpec) -> tuple[RunSpec, dict[str, Any]]:
     """Search for the micro-batch size of a run, or recall it; of processes that search for the same, one does.
 
-    Where the effective batch changes, it is searched for the largest one.
+    Where the effective batch changes, it is searched for the largest one. Return the spec with the size, and how it was
+    found: `how` in words, and `tries` with a row of `COLUMNS` for each trial.
     """
     run, spec = spec, spec.at_largest()
     memory = spec.config.hardware.memory
@@ -69,24 +58,20 @@ def search(spec: RunSpec) -> Found:
             say(f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})")
         else:
             disk_cache.remember(file, entry := _found(spec, budget))
-    return Found(run.with_micro_batch(entry["micro_batch_size"]), entry["how"], entry["tries"])
+    return run.with_micro_batch(entry["micro_batch_size"]), entry
 
 
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Let no two processes search for the same at once, if a lock file can be written."""
+def _locked(file: Path) -> AbstractContextManager[Any]:
+    """Return a lock that was taken, so that no two processes search for the same at once, if one can be written."""
     lock = FileLock(f"{file}.lock")
     with suppress(OSError, NotImplementedError):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=SILENCE)
+            return lock.acquire(timeout=SILENCE)
         except Timeout:
             say(f"{MICRO}: another process looks for the same: waiting for it")
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+            return lock.acquire()
+    return nullcontext()
 
 
 def _found(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +188,8 @@ def _own_code(targets: Sequence[str]) -> str:
 
 
 @contextmanager
-def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
+def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Callable[[int, bool], dict[str, Any]]]:
+    """Yield what tries a micro-batch size; the second argument is whether its updates are timed."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
         imports.started("pipeline.run.batch_size_trial", stdout=subprocess.PIPE, stderr=said) as process,

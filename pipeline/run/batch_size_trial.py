@@ -27,10 +27,8 @@ with imports.without_chatter():
     import tensorflow as tf
 
     from pipeline.accumulation import layers_of
-    from pipeline.components import assembly, devices
+    from pipeline.components import assembly, devices, fitting  # noqa: F401  what a run has loaded
     from pipeline.dataset import longest_batch
-    from pipeline.tracking import tracker  # noqa: F401
-    from pipeline.training import loop, recorder  # noqa: F401  what a run has loaded
     from pipeline.training.evaluator import Evaluator
 
 POLL = 0.01  # seconds between two measurements of the memory of a trial

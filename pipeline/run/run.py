@@ -29,7 +29,6 @@ from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.distributed.chief import Chief
 from pipeline.run import batch_size_search
-from pipeline.run.batch_size_search import Found
 from pipeline.tracking.foreign_store import OwnStore, store_argument, sync_command
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.sync_run import sync_run
@@ -77,15 +76,15 @@ def run(
                     return before.run_id, _finished(before, workers)
                 undo.callback(before.past.close)
                 spec, check_dataset = before.spec, before.check_dataset
-            start = _start(spec, run_dir, before)
+            began_with = None if before is None else before.past.start["tags"].get(fork.UPDATE)
+            start = (before and before.checkpoint) or fork.of(spec, run_dir, began_with)
             asked, found = spec.config.tracking, None
             when = asked.when_unreachable.name
             journal = Journal(asked.uri, asked.experiment, patience=asked.patience, when_unreachable=when)
             undo.callback(journal.abandon)  # it opens while TensorFlow is imported
             if spec.searches:
                 journal.ready()  # before: the search takes minutes, which a store that refuses the run would waste
-                found = batch_size_search.search(spec)
-                spec = found.spec
+                spec, found = batch_size_search.search(spec)
             parts = _gather(spec, run_dir, start, check_dataset, workers)
             update = parts.update()
             for began in (before, start):
@@ -96,8 +95,7 @@ def run(
             undo.pop_all()
             tracker = Tracker(journal, run_dir, parts.plan, parts.files)
             loss = _train(parts, update, tracker, _Beginning(tags, before, start, found), interruption, workers)
-    uri = spec.config.tracking.uri
-    say(f"open it with: {shlex.join(['pipeline', 'ui', *store_argument(uri)])}")
+    say(f"open it with: {shlex.join(['pipeline', 'ui', *store_argument(asked.uri)])}")
     return tracker.run_id, loss
 
 
@@ -123,13 +121,6 @@ def _finished(before: Continuation, workers: Chief) -> float:
     return loss
 
 
-def _start(spec: RunSpec, run_dir: Path, before: Continuation | None) -> Checkpoint | Fork | None:
-    """Return the checkpoint that the training starts from; None if it starts from the first update."""
-    if before is None:
-        return fork.of(spec, run_dir)
-    return before.checkpoint or fork.of(spec, run_dir, before.past.start["tags"].get(fork.UPDATE))
-
-
 def _gather(
     spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None, check_dataset: CheckDataset | None, workers: Chief
 ) -> Parts:
@@ -149,7 +140,7 @@ class _Beginning:
     tags: Mapping[str, str]  # in addition to the run's own
     before: Continuation | None  # the run that is resumed; None for a new one
     start: Checkpoint | Fork | None  # the checkpoint that the training starts from
-    found: Found | None  # the micro-batch size that was searched for
+    found: dict[str, Any] | None  # how a micro-batch size was found that was searched for
 
     def link(self, tracker: Tracker) -> None:
         """Name the run in the one whose checkpoint it starts from."""
@@ -162,22 +153,16 @@ class _Beginning:
         record = (0 if self.start is None else self.start.update), spec
         data = parts.data, parts.recorded_data
         if self.before is None:
-            dependent = {
-                "model.batch_dependent_layers": ", ".join(parts.batch_dependent_layers()) or "none",
-                "model.cut_dependent_noise": ", ".join(parts.forward.cut_dependent_noise) or "none",
-            }
-            if parts.scaled:
-                dependent["scaling"] = parts.scaled
-            forked = self.start.tags if isinstance(self.start, Fork) else {}
-            tracker.start(*record, *data, parts.model, {**dependent, **forked, **self.tags}, parts.devices.gpus)
-            lines = [*([parts.scaled] if parts.scaled else []), *parts.notes, *parts.differences_from_large_batch()]
+            tags = parts.tags() | (self.start.tags if isinstance(self.start, Fork) else {}) | dict(self.tags)
+            tracker.start(*record, *data, parts.model, tags, parts.devices.gpus)
+            lines = [*filter(None, [parts.scaled]), *parts.notes, *parts.differences_from_large_batch()]
         else:
             tracker.resume(self.before.past, *record, *data)
             lines = self.before.said(callbacks)
         say(f"{parts.devices.description}; {parts.plan}", *lines)
         if self.found is not None:
-            tracker.table(batch_size_search.TABLE, batch_size_search.COLUMNS, self.found.tries)
-            tracker.journal.write({"tags": {batch_size_search.TAG: self.found.how}})
+            tracker.table(batch_size_search.TABLE, batch_size_search.COLUMNS, self.found["tries"])
+            tracker.journal.write({"tags": {batch_size_search.TAG: self.found["how"]}})
         if isinstance(self.start, Fork):
             say(*self.start.said(callbacks))
         self.link(tracker)
@@ -203,7 +188,7 @@ def _train(
         if parts.spec.config.tracking.log_model:
             warming.start()
         with workers.as_worker_error(), interruption.between_updates():
-            loss = fitting.fit(parts, update, recorder, checkpoints, beginning.start, tracker, interruption.asked)
+            loss = fitting.fit(parts, update, recorder, checkpoints, beginning.start, interruption.asked)
         recorder.progress.close()
         tracker.check_files()
         beginning.link(tracker)  # again: two runs that begin at one moment may have overwritten each other's link

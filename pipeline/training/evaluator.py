@@ -1,9 +1,11 @@
 """The loss and the metrics over a split: when they are computed, how, with which weights, and which were the best."""
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -28,10 +30,8 @@ class Best:
 
     def take(self, update: int, results: Mapping[str, float]) -> bool:
         """Return whether the evaluation after `update` updates is the best so far; if so, keep it as that."""
-        value = results[self.metric]
-        if math.isnan(value):
-            return False
-        if self.value is not None and not (value < self.value if self.mode == "min" else value > self.value):
+        value, better = results[self.metric], operator.lt if self.mode == "min" else operator.gt
+        if math.isnan(value) or not (self.value is None or better(value, self.value)):
             return False
         self.value, self.update = value, update
         return True
@@ -40,12 +40,8 @@ class Best:
         """Return what is logged of it: the metric and the update; empty if there was none."""
         return {} if self.value is None else {f"best/val/{self.metric}": self.value, "best/update": self.update}
 
-    def get_state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON."""
-        return dict(vars(self))
-
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `get_state` returned, unless that is of another metric or mode."""
+        """Continue from another one, given as a dict, unless that is of another metric or mode."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode):
             self.value, self.update = state["value"], state["update"]
 
@@ -78,9 +74,6 @@ class Evaluator:
     changed: Sequence[tf.Variable] = ()  # those that a forward pass may change, put back before a second try
     retry: bool = True  # in smaller micro-batches; one of several workers cannot, as the others go on
 
-    def __post_init__(self) -> None:
-        self._trace()
-
     def __call__(self, check: Check = lambda: None) -> dict[str, float]:
         """Return the loss and the metrics; raise a ResourceExhaustedError if a batch cannot be read into memory."""
         before = [tf.identity(variable) for variable in self.changed]
@@ -88,10 +81,9 @@ class Evaluator:
             assign_all(self.changed, before)
         return results
 
-    def _trace(self) -> None:
-        """Make the function that evaluates a batch; once it is traced, it keeps the size of its micro-batches."""
-        spec = [self.batches.element_spec]
-        self._evaluate_batch = tf.function(lambda batch: self.evaluation(batch), spec, autograph=False)
+    @cached_property  # once it is traced, it keeps the size of its micro-batches
+    def _evaluate_batch(self) -> Callable[[Any], Any]:
+        return tf.function(lambda batch: self.evaluation(batch), [self.batches.element_spec], autograph=False)
 
     def _evaluate(self, check: Check) -> dict[str, float] | None:
         """Return the results; None if a batch did not fit into memory, after which micro-batches are halved."""
@@ -107,7 +99,7 @@ class Evaluator:
                 if not self.retry:
                     raise
                 self.on_halved(self.name, halve(self.evaluation, f"the {self.name} split", error))
-                self._trace()
+                del self._evaluate_batch
                 return None
             sums = found if sums is None else tf.nest.map_structure(tf.add, sums, found)
             del batch  # before the next one is read

@@ -1,11 +1,9 @@
 """The training loop: update, record, evaluate, checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,14 +11,12 @@ import tensorflow as tf
 from pipeline.accumulation import Update, shapes_compiled
 from pipeline.checkpoints import snapshot
 from pipeline.checkpoints.files import Checkpoint, Checkpoints
+from pipeline.checkpoints.fork import Fork
 from pipeline.common.errors import say
 from pipeline.training.evaluator import Evaluations, averaged_weights
 from pipeline.training.oom_retry import OomRetry
 from pipeline.training.profiler import Profiler
 from pipeline.training.recorder import TOKENS, Recorder
-
-if TYPE_CHECKING:
-    from pipeline.checkpoints.fork import Fork
 
 WORKER_LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError)
 
@@ -29,51 +25,34 @@ class Interrupted(BaseException):
     """The run was asked to end: `Trainer.fit` writes a checkpoint, then raises the reason, which this holds."""
 
 
+@dataclass(eq=False)
 class Trainer:
-    """Trains to the end of the recorder's plan, or until a callback sets `model.stop_training`.
+    """Trains to the end of the recorder's plan, or until a callback sets `model.stop_training`."""
 
-    Args:
-        update: applies one effective batch. Its model is compiled if a callback wants that.
-        batches: effective batches, one per update, from that of the first update here on.
-        recorder: takes the results of every update. Its plan says how many there are, and where epochs end.
-        evaluations: of the validation and the test split.
-        callbacks: by name; one update is one batch to them.
-        checkpoints: writes those that are due, each after the rows of all updates before it.
-        oom_retry: runs an update that does not fit into memory again. Without it, such an update ends the run.
-        stop: called after each update and each batch of an evaluation. If it returns an exception, that is raised once
-            the rows so far are logged and a checkpoint is written.
-        tokens: counts those of an effective batch, where examples are sequences.
-        profiler: traces some of the updates.
-        agree: returns, once each of several workers has called it, whether its argument is true for all of them.
-    """
+    update: Update  # applies one effective batch; its model is compiled if a callback wants that
+    batches: tf.data.Dataset  # effective batches, one per update, from that of the first update here on
+    recorder: Recorder  # takes the results of every update; its plan says how many there are, and where epochs end
+    _: KW_ONLY
+    evaluations: Evaluations = field(default_factory=Evaluations)  # of the validation and the test split
+    callbacks: Mapping[str, keras.callbacks.Callback] = field(default_factory=dict)  # one update is one batch to them
+    checkpoints: Checkpoints | None = None  # writes those that are due, each after the rows of all updates before it
+    oom_retry: OomRetry | None = None  # runs an update that does not fit into memory again; else that ends the run
+    # Called after each update and each batch of an evaluation. If it returns an exception, that is raised once the rows
+    # so far are logged and a checkpoint is written.
+    stop: Callable[[], BaseException | None] = lambda: None
+    profiler: Profiler = field(default_factory=Profiler)  # traces some of the updates
+    agree: Callable[[bool], bool] = bool  # returns, once each worker has called it, whether all gave it true
+    done: int = field(default=0, init=False)  # completed updates
+    pending: bool = field(default=False, init=False)  # the evaluation and the callbacks after the last update come yet
+    validation: dict[str, float] = field(default_factory=dict, init=False)  # after the last update; empty without one
+    stopped_by: str | None = field(default=None, init=False)  # the callback that has set `model.stop_training`
 
-    def __init__(
-        self,
-        update: Update,
-        batches: tf.data.Dataset,
-        recorder: Recorder,
-        *,
-        evaluations: Evaluations | None = None,
-        callbacks: Mapping[str, keras.callbacks.Callback] = MappingProxyType({}),
-        checkpoints: Checkpoints | None = None,
-        oom_retry: OomRetry | None = None,
-        stop: Callable[[], BaseException | None] = lambda: None,
-        tokens: Callable[[Any], tf.Tensor] | None = None,
-        profiler: Profiler | None = None,
-        agree: Callable[[bool], bool] = bool,
-    ):
-        self.update, self.model, self.batches, self.recorder = update, update.model, batches, recorder
-        self.evaluations, self.callbacks, self.checkpoints = evaluations or Evaluations(), callbacks, checkpoints
-        self._oom_retry, self._stop, self._agree = oom_retry, stop, agree
-        self._tokens, self._profiler = tokens, profiler or Profiler()
-        self.done = 0  # completed updates
-        self.pending = False  # whether the evaluation and the callbacks after the last update are still to come
-        self.validation = dict[str, float]()  # of the evaluation after the last update; empty if there was none
-        self.stopped_by: str | None = None  # the name of the callback that has set `model.stop_training`
-        watched = [each for name, callback in callbacks.items() for each in (callback, _Watch(self, name))]
-        plan = {"epochs": recorder.plan.epochs, "steps": recorder.plan.updates_per_epoch}
-        self._hooks = keras.callbacks.CallbackList(watched, model=self.model, verbose=0, **plan)
-        self._has_batch_hooks = any(map(_has_batch_hooks, callbacks.values()))
+    def __post_init__(self) -> None:
+        self.model, plan = self.update.model, self.recorder.plan
+        watched = [each for name, own in self.callbacks.items() for each in (own, _Watch(self, name))]
+        length = {"epochs": plan.epochs, "steps": plan.updates_per_epoch}
+        self._hooks = keras.callbacks.CallbackList(watched, model=self.model, verbose=0, **length)
+        self._has_batch_hooks = any(map(_has_batch_hooks, self.callbacks.values()))
         self._next_update = tf.function(self._next_step, autograph=False)
 
     def fit(self, start: Checkpoint | Fork | None = None) -> float:
@@ -85,13 +64,13 @@ class Trainer:
         """
         self.model.stop_training = False
         self._hooks.on_train_begin()
-        with self._profiler, self._checkpoint_on_interruption():
+        with self.profiler, self._checkpoint_on_interruption():
             iterator = iter(self.batches)
             if start is not None:
                 self.restore(start, iterator)
             while self.pending or not self.ended:
                 if not self.pending:
-                    with self._profiler.update(self.done + 1, self.recorder):
+                    with self.profiler.update(self.done + 1, self.recorder):
                         self.record(self.update_once(iterator))
                     self.raise_if_stopped()
                 self.evaluate()
@@ -99,7 +78,7 @@ class Trainer:
             del iterator  # with the batches that it has read ahead
             self.finish()
             self.test()
-        self._agree(True)  # no worker leaves while another one is at work
+        self.agree(True)  # no worker leaves while another one is at work
         return self.validation["loss"] if self.validation else self.recorder.last["loss"]
 
     @property
@@ -131,13 +110,13 @@ class Trainer:
             self._hooks.on_epoch_begin(epoch)
         if self._has_batch_hooks:
             self._hooks.on_train_batch_begin(index)
-        if self._oom_retry is None:
+        if self.oom_retry is None:
             return self._next_update(iterator)
         try:
-            return self._oom_retry.run(self._next_update, iterator)
+            return self.oom_retry.run(self._next_update, iterator)
         except tf.errors.ResourceExhaustedError as error:
             self.recorder.fetch()
-            results = self._oom_retry.retry_halved(error, self.done + 1, self._step)
+            results = self.oom_retry.retry_halved(error, self.done + 1, self._step)
         self.recorder.cut(self.recorder.plan.halved(self.done, self.update.micro_batch_size))
         self._next_update = tf.function(self._next_step, autograph=False)
         return results
@@ -153,7 +132,7 @@ class Trainer:
 
     def raise_if_stopped(self) -> None:
         """Raise `Interrupted` if the run was asked to end."""
-        if (reason := self._stop()) is not None:
+        if (reason := self.stop()) is not None:
             raise Interrupted(reason)
 
     def evaluate(self) -> None:
@@ -172,7 +151,7 @@ class Trainer:
                 results = self.validate(pending=False)  # a callback has just stopped the run
         finally:  # the row is logged also if a callback raises
             if results:
-                self.recorder.validated(self.done, results)
+                self.recorder.evaluated("val", self.done, results)
         self.validation, self.pending = results, False
 
     def validate(self, *, pending: bool = True) -> dict[str, float]:
@@ -187,7 +166,7 @@ class Trainer:
             results = evaluate(self.raise_if_stopped if pending else lambda: None)
             self._hooks.on_test_end(results)
         if best is not None and best.take(self.done, results) and self.checkpoints is not None:
-            self._save(self.checkpoints, pending, results, best=True)
+            self._save(pending, results, best=True)
         return results
 
     def checkpoint(self, *, last: bool = False) -> None:
@@ -195,7 +174,7 @@ class Trainer:
         if self.checkpoints is None or not self.checkpoints.due(self.done, last=last or self.pending):
             return
         (self.recorder.finish if last else self.recorder.fetch)()
-        self._save(self.checkpoints, self.pending, self.validation)  # copied now, and written by a thread
+        self._save(self.pending, self.validation)  # copied now, and written by a thread
         self.recorder.restart_clock()
 
     def finish(self) -> None:
@@ -213,15 +192,16 @@ class Trainer:
         weights = nullcontext() if kept is None else snapshot.lent(snapshot.read(kept.folder, kept.meta), self.update)
         with weights, averaged_weights(self.update.optimizer, self.model):
             results = self.evaluations.test(self.raise_if_stopped)
-        self.recorder.tested(self.done if kept is None else kept.update, results)
+        self.recorder.evaluated("test", self.done if kept is None else kept.update, results)
 
     def _next_step(self, iterator: Any) -> tf.Tensor:
-        if self._oom_retry is None:
+        if self.oom_retry is None:
             return self._step(next(iterator))
-        return self._oom_retry.hold_batch(iterator, self._step)
+        return self.oom_retry.hold_batch(iterator, self._step)
 
     def _step(self, batch: Any) -> tf.Tensor:
-        results = self.update(batch) | ({} if self._tokens is None else {TOKENS: self._tokens(batch)})
+        count = self.recorder.tokens
+        results = self.update(batch) | ({} if count is None else {TOKENS: count(batch)})
         self.recorder.names = tuple(results)
         compiled = shapes_compiled(batch) if self.update.compiled else 0
         return tf.stack([tf.cast(value, tf.float64) for value in (*results.values(), compiled)])
@@ -239,27 +219,26 @@ class Trainer:
             raise interrupted.args[0] from None
         except WORKER_LOST:
             with suppress(Exception):  # the device may be lost, too
-                if self.pending or (self._oom_retry is not None and self._oom_retry.rollback()):
+                if self.pending or (self.oom_retry is not None and self.oom_retry.rollback()):
                     self.checkpoint(last=True)
             raise
 
-    def _save(
-        self, checkpoints: Checkpoints, pending: bool, validation: Mapping[str, float], *, best: bool = False
-    ) -> None:
-        so_far = None if self.evaluations.best is None else self.evaluations.best.get_state()
+    def _save(self, pending: bool, validation: Mapping[str, float], *, best: bool = False) -> None:
+        assert self.checkpoints is not None
+        so_far = None if self.evaluations.best is None else asdict(self.evaluations.best)
         loop = {"open": pending, "validation": validation, "stopped_by": self.stopped_by, "best": so_far}
         loop["batch"] = self.recorder.plan.digest(self.done)
         of_run = self.update, self.recorder, self.callbacks, loop
-        checkpoints.save(self.done, lambda: snapshot.capture(*of_run), best=best)
+        self.checkpoints.save(self.done, lambda: snapshot.capture(*of_run), best=best)
 
     def _best_checkpoint(self) -> Checkpoint | None:
         best, checkpoints = self.evaluations.best, self.checkpoints
         if best is None or best.value is None or checkpoints is None:
             return None
         checkpoints.wait()
-        self._agree(True)  # one of several workers writes it, and each reads it
+        self.agree(True)  # one of several workers writes it, and each reads it
         found = checkpoints.best(best.update)
-        if self._agree(found is not None):
+        if self.agree(found is not None):
             return found
         if found is not None:
             say(f"not every worker can read {found.folder}: the test split is evaluated with the last weights")

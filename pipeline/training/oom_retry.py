@@ -20,7 +20,10 @@ class OomRetry:
 
     def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any, retry: bool = True):
         self._update, self._spec, self._changed, self._retry = update, spec, changed, retry
-        self._copies = [_copy(variable) for variable in changed]
+        self._copies: list[tf.Variable] = []
+        for variable in changed:
+            with tf.device(variable.device):
+                self._copies.append(tf.Variable(variable, trainable=False, shape=variable.shape))
         # A function of its own, and only run if there is something to copy: a control edge from the copies to the
         # reading of the batch would make the host wait for a GPU at every update.
         self._copy_changed = tf.function(lambda: assign_all(self._copies, changed), autograph=False)
@@ -64,7 +67,11 @@ class OomRetry:
         if not self._retry:
             line = f"update {number} does not fit into memory, and one of several workers cannot try it in smaller"
             raise OutOfMemoryError(f"{line} pieces: {cause(error)}") from error
-        batch = self._held_batch(error)
+        of_run, *parts = self._held.dequeue() if int(self._held.size()) else [0]
+        if int(of_run) != self._runs:
+            raise error
+        self._held.enqueue(self._nothing)
+        batch = tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True)
         while True:
             halve(self._update, f"update {number}", error)
             assign_all(self._changed, self._copies)
@@ -84,16 +91,6 @@ class OomRetry:
             return False
         assign_all(self._changed, self._copies)
         return True
-
-    def _held_batch(self, error: tf.errors.ResourceExhaustedError) -> Any:
-        """Return the batch of the run that failed with `error`; raise `error` if it failed to read one."""
-        if int(self._held.size()) == 0:
-            raise error
-        number, *parts = self._held.dequeue()
-        if int(number) != self._runs:
-            raise error
-        self._held.enqueue(self._nothing)
-        return tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True)
 
     def _may_be_applied(self) -> bool:
         return int(self._update.applying) != self._before + self._done
@@ -118,8 +115,3 @@ def assign_all(variables: Iterable[tf.Variable], values: Iterable[Any]) -> None:
     """Assign to each variable its value."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-
-
-def _copy(variable: tf.Variable) -> tf.Variable:
-    with tf.device(variable.device):
-        return tf.Variable(variable, trainable=False, shape=variable.shape)

@@ -1,23 +1,19 @@
 """Traces some updates of a run, as `hardware.profile` asks."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from pipeline.training.recorder import Recorder
+from pipeline.training.recorder import Recorder
 
 
 @dataclass
-class Profiler:
+class Profiler(AbstractContextManager["Profiler"]):
     """Traces `updates` updates from number `start` on, those of them that this process runs; leaving it ends the trace.
 
     In `folder` they are `profile_<first update>.xplane.pb` for TensorBoard and `profile_<…>.trace.json.gz` for
@@ -44,9 +40,6 @@ class Profiler:
             recorder.restart_clock()
         with tf.profiler.experimental.Trace("update", step_num=number, _r=1) if traced else nullcontext():
             yield
-
-    def __enter__(self) -> Profiler:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._first:

@@ -25,7 +25,7 @@ class Progress:
         self._of = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
-        self._begun = self._shown = self._validated = time.monotonic()
+        self._begun = self._shown = self._evaluated = time.monotonic()
 
     def show(self, update: int, row: Mapping[str, float], examples_per_second: float | None) -> None:
         """Show the row of `update`, the latest one that was fetched."""
@@ -51,23 +51,17 @@ class Progress:
         values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
         say(f"update {update}{self._of}  {values}{remaining}")
 
-    def tested(self, update: int, results: Mapping[str, float]) -> None:
-        """Show the results of the test split."""
+    def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
+        """Show the results over a split: `test`, which is the last, or `val`, above the bar or every few seconds."""
         if self._silent:
             return
-        self.close()
-        say(f"update {update}{self._of}  {_named('test', results)}")
-
-    def validated(self, update: int, results: Mapping[str, float]) -> None:
-        """Show the results of an evaluation."""
-        if self._silent:
-            return
-        values = _named("val", results)
-        if self._bar is not None:
+        values = "  ".join(f"{split}/{name} {value:.4f}" for name, value in results.items())
+        if self._bar is not None and split == "val":
             with suppress(OSError):
                 self._bar.write(f"update {update}  {values}", file=sys.stderr)
-        elif update == self.updates or time.monotonic() - self._validated >= SECONDS:
-            self._validated = time.monotonic()
+        elif split == "test" or update == self.updates or time.monotonic() - self._evaluated >= SECONDS:
+            self.close()
+            self._evaluated = time.monotonic()
             say(f"update {update}{self._of}  {values}")
 
     def close(self) -> None:
@@ -75,7 +69,3 @@ class Progress:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.close()
-
-
-def _named(split: str, results: Mapping[str, float]) -> str:
-    return "  ".join(f"{split}/{name} {value:.4f}" for name, value in results.items())

@@ -1,22 +1,18 @@
 """Results of updates on their way to the tracker: kept on the device, fetched in groups, logged as rows."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from pipeline.accumulation import NoiseScale
 from pipeline.config.plan import Plan
+from pipeline.tracking.tracker import Tracker
 from pipeline.training.evaluator import Best
 from pipeline.training.progress import Progress
-
-if TYPE_CHECKING:
-    from pipeline.tracking.tracker import Tracker
 
 FETCH_SECONDS = 1.0  # for which results stay on the device, at most
 FETCH_UPDATES = 200  # whose results stay there, at most
@@ -37,8 +33,8 @@ class Recorder:
     peak_memory: Callable[[], int]  # in bytes, so far
     progress: Progress
     skips: bool = False  # the optimizer skips an update whose gradient is not finite, as a `LossScaleOptimizer` does
-    raises: bool = True  # if a loss is not finite; a worker other than the chief leaves that to it
     share_of_peak: float = 0.0  # of the devices' FLOP/s, that one example a second takes; 0 if unknown
+    tokens: Callable[[Any], tf.Tensor] | None = None  # counts those of an effective batch, where examples are sequences
     names: tuple[str, ...] = ()  # of an update's results, in their order
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
     compile_seconds: float = 0.0  # of all updates that were traced or compiled
@@ -68,7 +64,7 @@ class Recorder:
             return
         pending = list(self._pending)
         fetched = tf.stack([results for _, _, results, *_ in pending]).numpy().tolist()
-        performance = self._performance(pending, [values.pop() for values in fetched], fetched)
+        performance = self._performance(pending, fetched)
         for (update, at, *_), values in zip(pending, fetched, strict=True):
             del self._pending[0]  # one at a time: what an interrupt leaves here is fetched at the end of the run
             self.last = dict(zip(self.names, values, strict=True))
@@ -97,23 +93,17 @@ class Recorder:
         self.fetch()
         self._log_last()
 
-    def validated(self, update: int, results: Mapping[str, float]) -> None:
-        """Log the results of an evaluation, and exclude its time from the update times."""
+    def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
+        """Log the results over `val` or `test`, after `update` updates, and exclude the time from the update times."""
         if self.tracker is not None:
-            self.tracker.validation(update, results)
-        self.progress.validated(update, results)
+            (self.tracker.test if split == "test" else self.tracker.validation)(update, results)
+        self.progress.evaluated(split, update, results)
         self.restart_clock()
 
     def trained(self, updates: int, stopped_by: str | None, best: Best | None) -> None:
         """Log that the training has ended or was interrupted, as `Tracker.trained` takes it."""
         if self.tracker is not None:
             self.tracker.trained(updates, stopped_by, best)
-
-    def tested(self, update: int, results: Mapping[str, float]) -> None:
-        """Log the results of the test split, with the weights after `update` updates."""
-        if self.tracker is not None:
-            self.tracker.test(update, results)
-        self.progress.tested(update, results)
 
     def cut(self, plan: Plan) -> None:
         """Continue with a plan of other micro-batches; call it with nothing left to fetch."""
@@ -144,16 +134,15 @@ class Recorder:
         self._unlogged = tuple(state["unlogged"])
         self._epoch_sums, self._epoch_examples = dict(state["epoch_sums"]), state["epoch_examples"]
 
-    def _performance(
-        self, pending: Sequence[Any], shapes: Sequence[float], results: Sequence[Sequence[float]]
-    ) -> dict[str, float]:
+    def _performance(self, pending: Sequence[Any], results: Sequence[list[float]]) -> dict[str, float]:
+        """Return the performance in these updates; take what `shapes_compiled` returned from their `results`."""
         computed, compiling, called = list[int](), 0.0, self._since
-        for place, ((_, _, _, traces, at), shape) in enumerate(zip(pending, shapes, strict=True)):
-            if (traces, shape) in self._compiled:
+        for place, ((_, _, _, traces, at), values) in enumerate(zip(pending, results, strict=True)):
+            if (kind := (traces, values.pop())) in self._compiled:
                 computed.append(place)
             else:
                 compiling += at - called
-            self._compiled.add((traces, shape))
+            self._compiled.add(kind)
             called = at
         now = time.perf_counter()
         seconds, self._since = now - self._since - compiling, now
@@ -179,7 +168,7 @@ class Recorder:
             self._skipped += skipped
             results["skipped_updates"] = self._skipped
             wrong = [] if skipped else wrong
-        return wrong if self.raises else []
+        return [] if self.tracker is None else wrong  # a worker leaves that to the chief
 
     def _log_last(self) -> None:
         row, self._unlogged = self._unlogged, ()

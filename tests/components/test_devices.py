@@ -117,7 +117,7 @@ def test_the_peak_begins_with_the_first_update(asked, monkeypatch):
         parts = SimpleNamespace(
             spec=SimpleNamespace(config=SimpleNamespace(training=training)),
             **{"data": SimpleNamespace(splits={}), "files": None, "best": None, "batches": None, "devices": used},
-            **{"objective": SimpleNamespace(callbacks={}), "evaluate": lambda *_: None, "tokens": lambda: None},
+            **{"objective": SimpleNamespace(callbacks={}), "evaluate": lambda *_: None},
             assigned_by_forward=list,
         )
-        assert fitting.fit(parts, None, None, None, None) == reset
+        assert fitting.fit(parts, None, SimpleNamespace(tracker=None), None, None) == reset

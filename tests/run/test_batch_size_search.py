@@ -476,4 +476,4 @@ def test_a_bad_entry_of_the_cache_counts_as_none(tmp_path, monkeypatch, entry):
     )
     spec.at_largest = lambda: spec
     disk_cache.remember(disk_cache.place("micro_batch_size", "{}"), entry)
-    assert batch_size_search.search(spec).spec == 8
+    assert batch_size_search.search(spec)[0] == 8

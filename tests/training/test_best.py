@@ -1,6 +1,7 @@
 """`training.keep_best`: which evaluation is the best one."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -19,6 +20,6 @@ def test_the_first_of_the_best_evaluations_is_kept(mode, best, update):
 def test_a_resumed_run_compares_with_the_best_before():
     before, after = Best("loss", "min"), Best("loss", "min")
     before.take(5, {"loss": 1.0})
-    after.set_state(before.get_state())
+    after.set_state(asdict(before))
     assert not after.take(6, {"loss": 1.5})
     assert after.row() == before.row()

@@ -85,7 +85,7 @@ class Run:
         self.model.compile(optimizer, loss)
         plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, epochs * PER_EPOCH)
         self.rows = rows or Rows()
-        recorder = Recorder(self.rows, plan, log_every, lambda: 0, Progress(plan.updates))
+        recorder = Recorder(self.rows, plan, log_every, lambda: 0, Progress(plan.updates), tokens=tokens)
         self.evaluate = Evaluator(Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE)))
         self.trainer = Trainer(
             Update(self.model, loss, optimizer, micro_batch_size),
@@ -94,7 +94,6 @@ class Run:
             evaluations=Evaluations(self.evaluate if validate else None, every=evaluate_every),
             callbacks={str(number): callback for number, callback in enumerate(callbacks)},
             stop=stop,
-            tokens=tokens,
         )
         self.loss = self.trainer.fit() if fit else None
 

@@ -41,7 +41,7 @@ CLOSED = """
 from pipeline.training.progress import Progress
 progress = Progress(1)
 progress.show(1, {"loss": 2.5, "learning_rate": 0.1}, 10.0)
-progress.tested(1, {"loss": 2.0})
+progress.evaluated("test", 1, {"loss": 2.0})
 progress.close()
 """
 
