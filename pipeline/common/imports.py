@@ -64,10 +64,7 @@ class _Later(Loader):
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Suppress only the notices that TensorFlow's libraries print when they are loaded, before they read any level.
-
-    The modules of `ON_USE` are executed later.
-    """
+    """Suppress the notices that TensorFlow's libraries print before they read any level; execute `ON_USE` later."""
     finder = _OnUse()
     sys.meta_path.insert(0, finder)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
