@@ -23,6 +23,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.sweep import mlflow_view
+from pipeline.sweep.parent_run import ParentRun
 from tests.browser import browser, picture, server
 
 HERE = Path(__file__).resolve().parent
@@ -82,8 +83,8 @@ def photograph_sweep(chrome: webdriver.Chrome, address: str, client: MlflowClien
     """Save the page that the link of the only sweep opens."""
     (parent,) = client.search_runs([experiment_id], "tags.`sweep.name` != ''")
     name, varied = parent.data.tags["sweep.name"], json.loads(parent.data.tags["sweep.varied"])
-    fragment = mlflow_view.saved_view(client, experiment_id, parent.info.run_id, varied, ["accuracy"], name)
-    chrome.get(f"{address}/{fragment}")
+    sweep = ParentRun(address, parent.info.run_id, experiment_id, name, varied=varied, metrics=["accuracy"])
+    chrome.get(f"{address}/{mlflow_view.saved_view(sweep)}")
     photograph_charts(chrome, range(5, 20), HERE / "sweep.png")
 
 

@@ -42,8 +42,9 @@ class Made:
         self.experiment_id = self.store.experiment("made")
         run = self.client.create_run(self.experiment_id, tags={"sweep.name": self.name}, run_name=f"sweep {self.name}")
         self.run_id = run.info.run_id
-        planned = ParentRun(self.store.uri, self.run_id, self.experiment_id)
-        planned.plan(self.names, self.varied)
+        sweep = self.store.uri, self.run_id, self.experiment_id, self.name
+        self.planned = ParentRun(*sweep, varied=list(self.varied), metrics=["accuracy"])
+        self.planned.plan(self.names, self.varied)
 
     def job(
         self,

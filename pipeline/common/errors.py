@@ -15,8 +15,10 @@ from typing import Any, NoReturn, TextIO
 from pipeline.common.secrets import mask
 
 QUIET = "PIPELINE_QUIET"  # environment variable: set by `--quiet`, also for jobs and workers
+NOT_SHIPPED = 4  # exit status
+PREAMBLE = "Graph execution error:", "Detected at node", "<stack traces"  # lines of TensorFlow's that name no cause
 _NOT_GIVEN: Any = object()
-_Some = Iterable[object]
+_Some = Iterable[object] | None
 _LONGEST = 300  # characters of a value
 _MOST = 40  # choices that are listed
 
@@ -24,24 +26,18 @@ _MOST = 40  # choices that are listed
 class ConfigError(Exception):
     """The config or the arguments are wrong, and nothing was created. Exit status 2.
 
-    Args:
-        key: dotted name of the config key, or the command-line argument.
-        rule: what the value must be, as the end of a sentence that starts with the key.
-        received: the value that broke the rule, if there is one.
-        choices: the accepted values, if they can be listed.
-        similar: accepted values, if there are too many to list; a close one is suggested.
+    The message begins with the `key`, of the config or an argument, and the `rule` that the value `received` broke. Of
+    the accepted values, the `choices`, or those `similar` where they are too many to list, a close one is suggested.
     """
 
-    def __init__(
-        self, key: str, rule: str, received: object = _NOT_GIVEN, choices: _Some | None = None, similar: _Some = ()
-    ):
+    def __init__(self, key: str, rule: str, received: object = _NOT_GIVEN, choices: _Some = None, similar: _Some = ()):
         # Kept as text, so that the error can be pickled and sent to another process.
         self.key, self.rule = key, rule
         self.received = None if received is _NOT_GIVEN else _shown(received)
         self.choices = None if choices is None else [str(choice) for choice in choices]
         self.close = ""
         if isinstance(received, str):
-            accepted = [*(self.choices or ()), *map(str, similar)]
+            accepted = [*(self.choices or ()), *map(str, similar or ())]
             self.close = next(iter(difflib.get_close_matches(received, accepted, n=1, cutoff=0.7)), "")
         super().__init__(key, rule)
 
@@ -70,9 +66,6 @@ class RunError(Exception):
     """A run failed. The message is one line and names the file with the traceback. Exit status 1."""
 
 
-NOT_SHIPPED = 4  # exit status
-
-
 class NotShippedError(Exception):
     """A run trained to its last `loss`, but a part is not in the store: see `pipeline sync`. Exit status 4."""
 
@@ -88,13 +81,9 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError("arguments", f"must be as {self.prog} --help says ({message})")
 
 
-def is_quiet() -> bool:
-    return QUIET in os.environ
-
-
 def say_id(run_id: str) -> None:
     """Print a run's ID alone to standard output, with `--quiet`."""
-    if is_quiet() and run_id:
+    if QUIET in os.environ and run_id:
         say(run_id, to=sys.stdout, always=True)
 
 
@@ -105,7 +94,7 @@ def printable(text: str) -> str:
 
 def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
     """Print lines to standard error, or `to`, without secrets and control characters; if quiet, only if `always`."""
-    if is_quiet() and not always:
+    if QUIET in os.environ and not always:
         return
     stream = to or sys.stderr
     try:
@@ -122,9 +111,6 @@ def first_line(error: BaseException) -> str:
     text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # TensorFlow's position in its graph
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
-
-
-PREAMBLE = "Graph execution error:", "Detected at node", "<stack traces"  # lines of TensorFlow's that name no cause
 
 
 def cause(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """This machine's NVIDIA GPUs: as its driver lists them, as this process may use them, and as TensorFlow sees them."""
 
 import contextlib
+import fcntl
 import functools
 import glob
 import importlib.util
@@ -67,8 +68,6 @@ def why_no_gpu(required: bool) -> str:
 
 def lock(gpus: Sequence[str], *, shared: bool = False, wait: bool = True) -> None:
     """Lock `gpus` until this process ends, `shared` with others that share them; `wait` for another run, or say so."""
-    import fcntl
-
     ours = os.environ.get(LOCKED, "").split(",")
     for gpu in sorted(set(gpus) - set(ours)):  # sorted, so that no two processes deadlock
         path = Path(tempfile.gettempdir()) / f"pipeline-{os.getuid()}-gpu-{quote(gpu, safe='')}.lock"

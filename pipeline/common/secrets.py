@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "***"
@@ -13,10 +12,7 @@ _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s:@]*:\S*|[^/\s\"']+)@")
 # In a text that is a URI, or an override with one, up to the last @ of the line: a blank belongs to the password.
 _WHOLE = re.compile(r"\A([+~]*(?:[\w.\-]+=)?[\"']?[\w+\-]+://)[^/:@\n]*:.*@")
 # `viewStateShareKey` of MLflow's pages names a saved view.
-_NAME = (
-    r"((?:[?&;]|%3B)(?!viewStateShareKey=)"
-    r"[\w\-]*(?:token|secret|passw|pwd|key|signature|sig|odbc_connect)[\w\-]*(?:=|%3D))"
-)
+_NAME = r"((?:[?&;]|%3B)(?!viewStateShareKey=)[\w\-]*(?:token|secret|passw|pwd|key|sig|odbc_connect)[\w\-]*(?:=|%3D))"
 # A quote or full stop after the value belongs to the sentence around it.
 _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNORECASE)
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
@@ -51,15 +47,6 @@ def mask(text: str) -> str:
     for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, HIDDEN)
     return text
-
-
-def masked(node: Any) -> Any:
-    """Mask every string of a plain config, before YAML can fold a long secret over two lines."""
-    if isinstance(node, dict):
-        return {key: masked(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [masked(value) for value in node]
-    return mask(node) if isinstance(node, str) else node
 
 
 def _forms(value: str) -> set[str]:

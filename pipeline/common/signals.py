@@ -1,7 +1,5 @@
 """Signals that end a run: the first one lets the current update finish, the second one ends the run at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -37,7 +35,7 @@ class Interruption:
             self._patient = False
 
     @contextmanager
-    def listening(self) -> Iterator[Interruption]:
+    def listening(self) -> Iterator["Interruption"]:
         """Handle Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR2, which Slurm sends before a time limit."""
         numbers = []
         if threading.current_thread() is threading.main_thread():  # which alone may handle signals

@@ -20,7 +20,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.common.errors import ConfigError
-from pipeline.common.secrets import HIDDEN, masked
+from pipeline.common.secrets import HIDDEN, mask
 from pipeline.config import cluster, plain, sizes, stages, validate
 from pipeline.config.cluster import Cluster
 from pipeline.config.hydra_errors import as_config_error
@@ -59,7 +59,7 @@ class RunSpec:
     def recorded(self) -> dict[str, Any]:
         """Return the resolved config without its secrets, and without the place of one."""
         hardware = {**self.resolved["hardware"], "secret_file": None}
-        return dict(masked({**self.resolved, "hardware": hardware}))
+        return dict(plain.mapped({**self.resolved, "hardware": hardware}, mask))
 
     @property
     def links(self) -> dict[str, str]:
@@ -182,7 +182,7 @@ def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
 
 def comparable(spec: RunSpec) -> dict[str, Any]:
     """Return the values that all workers must have in common, by their dotted keys: as asked, without their `OWN`."""
-    return {key: value for key, value in plain.leaves(masked(dict(spec.asked))).items() if not _is_own(key)}
+    return {key: value for key, value in plain.leaves(plain.mapped(spec.asked, mask)).items() if not _is_own(key)}
 
 
 def _spec(composed: Any, workers: Cluster | None, given: Sequence[str] = (), named: Container[str] = ()) -> RunSpec:

@@ -35,9 +35,18 @@ class Door:
     """Listens at `address`, a `host:port`, for workers below index `count`; a `ConfigError` says that it is taken."""
 
     def __init__(self, address: str, count: int, secret: bytes):
-        self._count, self._secret, self._server = count, secret, _listening(address)
+        self._count, self._secret = count, secret
         self._strangers: dict[socket.socket, Visitor] = {}
-        self.address = f"{address.rpartition(':')[0]}:{self._server.getsockname()[1]}"
+        host, _, port = address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with refused("worker 0", FREE, address):
+            try:
+                self._server = socket.create_server((host.strip("[]"), int(port)), family=family)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                self._server = socket.create_server(("", int(port)), family=family)  # a name from outside a container
+        self.address = f"{host}:{self._server.getsockname()[1]}"
 
     def arrivals(self, seconds: float) -> Iterator[Visitor]:
         """Yield the workers that answer within `seconds`; strangers are read at once: none is waited for."""
@@ -67,13 +76,11 @@ class Door:
 
 
 def hold(key: str, address: str) -> socket.socket:
-    """Return a socket that keeps the port of `address` for TensorFlow, any free one for port 0, until it is closed.
-
-    It does not listen, so that TensorFlow, whose server takes a number and no socket, can; nobody else gets the port.
-    """
+    """Return a socket that keeps the port of `address` for TensorFlow, any free one for port 0, until it is closed."""
     with refused(key, FREE, address), ExitStack() as held:
         kept = held.enter_context(socket.socket())
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Without listening, which TensorFlow does there: its server takes a number and no socket.
         kept.bind(("", int(address.rpartition(":")[2])))
         held.pop_all()
     return kept
@@ -86,15 +93,3 @@ def _is_greeting(said: dict[str, Any], count: int) -> bool:
         case {"index": int(index), "challenge": str(), "port": int(port), "versions": dict(), "config": dict()}:
             return type(index) is type(port) is int and 0 < index < count and 0 < port < 2**16
     return False
-
-
-def _listening(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with refused("worker 0", FREE, address):
-        try:
-            return socket.create_server((host.strip("[]"), int(port)), family=family)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            return socket.create_server(("", int(port)), family=family)  # a name from outside, as of a container

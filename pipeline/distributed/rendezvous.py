@@ -58,9 +58,9 @@ class Server:
         self._lost: dict[int, dict[str, Any]] = {}  # what each said last
 
     def gather(self, own: Mapping[str, Any], answer: Mapping[str, Any], check: Callable[[], None]) -> Cluster:
-        """Wait for all workers, compare their statements with the chief's `own`, and send each the `answer`.
+        """Wait for all workers, while `check` may raise; send them the `answer`, if all state what the chief states.
 
-        `check`, called meanwhile, may raise; if a worker is refused, all are told. Return the cluster with its ports.
+        Return the cluster with its ports.
         """
         try:
             self._wait(time.monotonic() + PATIENCE, check, lambda worker: _compare(worker.greeting, own))
@@ -221,17 +221,14 @@ def _exchange_heartbeats(
         ready = readable([each.socket for each in others.values()], max(0.0, next_beat - time.monotonic()))
         for index in [index for index, each in others.items() if each.socket in ready]:
             messages = others[index].received()
-            last: dict[str, Any] | None = {} if messages is None else None
-            for said in messages or ():
+            for said in [{}] if messages is None else messages:
                 match said:
                     case {"reductions": int(count)}:
                         counts.note(index, count)
-                    case _:
-                        last = {key: str(said[key])[:LONGEST] for key in ("refused", "failed") if key in said}
+                    case _:  # it says why it ends, or is gone
+                        del others[index]
+                        lost(index, {key: str(said[key])[:LONGEST] for key in ("refused", "failed") if key in said})
                         break
-            if last is not None:
-                del others[index]
-                lost(index, last)
         if time.monotonic() >= next_beat:
             counts.note(own, count := reductions())
             for each in others.values():

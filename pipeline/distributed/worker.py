@@ -3,8 +3,6 @@
 The chief starts `python -m pipeline.distributed.worker`, which reads a line of JSON with the cluster and the spec.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,16 +10,14 @@ import sys
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints import files, fork
-from pipeline.checkpoints.files import Checkpoint
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, described, say
 from pipeline.config import cluster, compose, resolve
-from pipeline.config.resolve import RunSpec
 from pipeline.distributed import rendezvous
 from pipeline.trust import gate
 
@@ -31,7 +27,7 @@ if TYPE_CHECKING:  # importing it takes seconds
 TRAIN = "pipeline.distributed.worker.train"
 
 
-def run(spec: RunSpec, task: str = TRAIN) -> None:
+def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
     """Work for the chief to the end of the run, given this worker's own `spec`.
 
     `task` names a function of the parts of the run, its directory, and the checkpoint that it starts from. A worker
@@ -55,8 +51,7 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
         start = _from_json(answer["start"])
         parts = assembly.assemble(spec, None, 0 if start is None else start.update)
         counted.append(parts.devices.reductions_ready)
-        module, _, name = task.rpartition(".")
-        getattr(import_module(module), name)(parts, Path(answer["run_dir"]), start)
+        resolve_name(task)(parts, Path(answer["run_dir"]), start)
     except BaseException as error:
         refuses = isinstance(error, ConfigError)
         if workers.started or not refuses:
@@ -71,7 +66,7 @@ def run(spec: RunSpec, task: str = TRAIN) -> None:
     client.wait()
 
 
-def train(parts: Parts, run_dir: Path, start: Checkpoint | fork.Fork | None) -> None:
+def train(parts: "Parts", run_dir: Path, start: files.Checkpoint | fork.Fork | None) -> None:
     """Train as the chief does, without writing anything."""
     from pipeline.components import fitting
 
@@ -81,7 +76,7 @@ def train(parts: Parts, run_dir: Path, start: Checkpoint | fork.Fork | None) -> 
     fitting.fit(parts, update, fitting.recorder(parts), fitting.checkpoints(parts, run_dir, writes=False), start)
 
 
-def _from_json(said: dict[str, Any] | None) -> Checkpoint | fork.Fork | None:
+def _from_json(said: dict[str, Any] | None) -> files.Checkpoint | fork.Fork | None:
     if said is None:
         return None
     there = files.at(Path(said["folder"]), said["update"])

@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask
-from pipeline.config import allow_list, former_names
-from pipeline.config.plain import leaves
+from pipeline.config import allow_list, former_names, plain
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
@@ -27,19 +26,14 @@ _LOCATIONS = (
     *("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir", "hydra.mode", "hydra.searchpath"),
     *("hardware.open_ports", "hardware.secret_file"),
 )
-_CHOICES = {
-    "hydra/launcher": ("local", "submitit_local", "submitit_slurm", "basic"),
-    "hydra/sweeper": ("basic", "search"),
-}
+_LOCAL = ("local", "submitit_local")
+_CHOICES = {"hydra/launcher": (*_LOCAL, "submitit_slurm", "basic"), "hydra/sweeper": ("basic", "search")}
 _HYDRA_KEYS = re.compile(
     r"hydra\.(sweeper\.(trials|at_once|seed)|launcher\.(account|array_parallelism|constraint|cpus_per_gpu|cpus_per_task"
     r"|exclude|gpus_per_node|gpus_per_task|gres|mem_gb|mem_per_cpu|mem_per_gpu|nodes|partition|qos|timeout_min))"
 )
 # Parameters of other launchers: the sweep may have run on another one before.
-_FOREIGN_PARAMETERS = {
-    **dict.fromkeys(("local", "submitit_local"), re.compile(r"hydra\.launcher\.(?!timeout_min=)")),
-    "basic": re.compile(r"hydra\.launcher\."),
-}
+_FOREIGN_PARAMETERS = {**dict.fromkeys(_LOCAL, r"hydra\.launcher\.(?!timeout_min=)"), "basic": r"hydra\.launcher\."}
 _PLAIN = re.compile(r"[\w.,:\-]+", re.ASCII)  # safe in a line of a batch script
 _SWEPT = "hydra.sweeper.params."
 _NEVER = ("hydra", "trust", "defaults")
@@ -53,10 +47,7 @@ def recordable(overrides: Iterable[str]) -> list[str]:
 
 
 def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictConfig) -> list[str]:
-    """Return the recorded overrides of a sweep that are not among `given`, once all of them have passed the gate.
-
-    The `tags` are those of the parent run. The user's `own` config and command line are trusted, and are not checked.
-    """
+    """Return the overrides in the parent's `tags` that are not `given`, once all passed the gate; `own` is trusted."""
     ours = {mask(text) for text in given}
     # Older records hold `tracking=server`; this call says where the store is.
     recorded = [text for text in listed(tags, "sweep.overrides") if mask(text) not in ours and _key(text) != "tracking"]
@@ -72,7 +63,7 @@ def trusted_overrides(tags: Mapping[str, str], given: Sequence[str], own: DictCo
         raise ConfigError("the sweep's overrides", f"{rule} ({str(error).rstrip('.')})") from error
     launchers = [text.partition("=")[2] for text in (*recorded, *given) if _key(text) == "hydra/launcher"]
     unknown = _FOREIGN_PARAMETERS.get(launchers[-1]) if launchers else None
-    return [text for text in recorded if unknown is None or not unknown.match(text.lstrip("+"))]
+    return [text for text in recorded if unknown is None or not re.match(unknown, text.lstrip("+"))]
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
@@ -99,7 +90,7 @@ def _values(text: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(key, "must be of your own config, not of one from a tracking store", text)
     else:
         for alternative in alternatives:
-            _check_leaves(leaves(alternative, key.replace("/", ".")), text)
+            _check_leaves(plain.leaves(alternative, key.replace("/", ".")), text)
         if not override.is_delete():
             yield key.replace("/", "."), alternatives if override.is_sweep_override() else alternatives[0]
 

@@ -60,8 +60,5 @@ def killed(how: str, printed: str) -> Ending:
 
 
 def importing_only_this_package(**more: str) -> contextlib.AbstractContextManager[None]:
-    """Environment, with `more` variables, in which new Python processes import nothing from the working directory.
-
-    Before such a process becomes a job, it must not import a `pipeline.py` or `random.py` of the user's.
-    """
+    """Set `more` variables, and that a new Python process imports no `random.py` of the user's before it is a job."""
     return imports.variables_set(PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **more)

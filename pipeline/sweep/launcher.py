@@ -3,10 +3,9 @@
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -26,6 +25,7 @@ from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import mlflow_view, parent_run
 from pipeline.sweep.job_call import FAILED, FINISHED, WORST, Ending, JobCall
 
+Jobs = dict[str, Sequence[str]]  # their overrides by name
 GRACE = 60.0  # seconds that an interrupted job has to close its run, beside its patience with the store
 
 
@@ -46,11 +46,11 @@ class SweepLauncher(Launcher):
     hydra_context: HydraContext
     task_function: TaskFunction
     sweep: parent_run.ParentRun  # from the first batch on
-    _begun: Mapping[str, Path] = MappingProxyType({})  # run directories of interrupted jobs, by name
     interval = 0.1  # seconds between two polls of the jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
+        self._begun: dict[str, Path] = {}  # run directories of interrupted jobs, by name
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt, as for Ctrl-C
@@ -61,8 +61,7 @@ class SweepLauncher(Launcher):
         if hasattr(self, "sweep"):
             self.sweep.plan(jobs, varied)
         else:
-            with open_dict(self.config):
-                self.sweep = parent_run.begin(self.config, jobs, varied)
+            self.sweep = parent_run.begin(self.config, jobs, varied)
             mlflow_view.announce(self.sweep)
         losses = self.sweep.finished()
         if self.config.tracking.sweep is not None:  # --again
@@ -74,9 +73,7 @@ class SweepLauncher(Launcher):
         losses |= self._run(calls, slots)
         return [completed_with(losses.get(name, WORST)) for name in jobs]
 
-    def plan(
-        self, job_overrides: Sequence[Sequence[str]], first: int
-    ) -> tuple[dict[str, Sequence[str]], list[str], list[HardwareConfig]]:
+    def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> tuple[Jobs, list[str], list[HardwareConfig]]:
         """Compose and check all jobs before any starts; return their overrides by name, what varies, and `hardware`."""
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
@@ -117,9 +114,8 @@ class SweepLauncher(Launcher):
     def _call(self, name: str, given: Sequence[str], number: int) -> JobCall:
         own = quoted(name)
         overrides = [*given, f"tracking.sweep={self.sweep.run_id}", f"tracking.job={own}", f"tracking.run_name={own}"]
-        if (folder := self._begun.get(name)) is not None:  # resume from its checkpoint
-            place = [f"hydra.sweep.dir={quoted(folder.absolute())}", "hydra.sweep.subdir=."]
-            overrides += ["training.resume=auto", *place]
+        if (place := self._begun.get(name)) is not None:  # resume from its checkpoint
+            overrides += ["training.resume=auto", f"hydra.sweep.dir={quoted(place.absolute())}", "hydra.sweep.subdir=."]
         return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
 
     def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
@@ -174,7 +170,7 @@ class SweepLauncher(Launcher):
                 until = 0.0  # a second Ctrl-C kills at once
 
     def _job(self, call: JobCall, gpus: list[str]) -> Any:
-        raise NotImplementedError
+        return _InProcessJob(call)
 
     def _wait(self) -> None:
         time.sleep(self.interval)
@@ -204,9 +200,6 @@ class BasicLauncher(SweepLauncher):
         if any(each.workers != 1 for each in hardware):  # TensorFlow joins a cluster once in a process
             raise ConfigError("hydra/launcher", "must not be basic with several workers", "basic")
         return super()._slots(hardware)
-
-    def _job(self, call: JobCall, gpus: list[str]) -> _InProcessJob:
-        return _InProcessJob(call)
 
 
 def completed_with(loss: float) -> JobReturn:

@@ -5,8 +5,6 @@
 Importing TensorFlow takes most of the time of a small job. Without a forkserver, a job is a new process.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing
@@ -69,7 +67,7 @@ class LocalLauncher(SweepLauncher):
                 forkserver.ensure_running()  # imports TensorFlow while this process imports MLflow
         return slots
 
-    def _job(self, call: JobCall, gpus: list[str]) -> LocalJob:
+    def _job(self, call: JobCall, gpus: list[str]) -> "LocalJob":
         # TensorFlow reads some variables at import, so a job that sets variables is not forked.
         sets = any(override.lstrip("+").startswith("hydra.job.env_set") for override in call.overrides)
         methods = ["spawn"] if sets or call.config.hydra.job.env_set else self._methods
@@ -78,7 +76,7 @@ class LocalLauncher(SweepLauncher):
         job.shared = self.config.hardware.jobs_per_gpu > 1
         return job
 
-    def _ask_to_end(self, running: Sequence[LocalJob], late: bool) -> None:
+    def _ask_to_end(self, running: Sequence["LocalJob"], late: bool) -> None:
         for job in running:
             job.end(late)
 

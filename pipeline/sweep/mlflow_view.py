@@ -52,12 +52,12 @@ def complete(sweep: ParentRun) -> dict[str, Any]:
     return children
 
 
-def description(name: str, question: str, varied: Sequence[str], anchor: str, results: Sequence[Sequence] = ()) -> str:
+def description(sweep: ParentRun, anchor: str, results: Sequence[Sequence[object]]) -> str:
     """Return the parent's description in Markdown; rows of `results` that do not fit its tag are counted instead."""
-    differ = ", ".join(f"`{key}`" for key in varied) or "nothing"
+    differ = ", ".join(f"`{key}`" for key in sweep.varied) or "nothing"
     # The link comes first, since the UI folds all but three lines.
     lines = [f"[Compare the runs of this sweep]({anchor}). They differ in {differ}.", ""]
-    lines += [f"**{name}**" + (f": {question}" if question else ""), ""]
+    lines += [f"**{sweep.name}**" + (f": {asked}" if (asked := question(sweep.name)) else ""), ""]
     if not results:
         return "\n".join([*lines, "The results come here when the sweep has ended."])
     header, *rows = (_row(cells) for cells in results)
@@ -71,10 +71,8 @@ def description(name: str, question: str, varied: Sequence[str], anchor: str, re
 
 
 def _describe(sweep: ParentRun, results: Sequence[Sequence[object]]) -> str:
-    client = sweep.client()
-    fragment = saved_view(client, sweep.experiment_id, sweep.run_id, sweep.varied, sweep.metrics, sweep.name)
-    text = description(sweep.name, question(sweep.name), sweep.varied, fragment, results)
-    client.set_tag(sweep.run_id, "mlflow.note.content", text)
+    fragment = saved_view(sweep)
+    sweep.client().set_tag(sweep.run_id, "mlflow.note.content", description(sweep, fragment, results))
     return fragment
 
 
@@ -82,23 +80,21 @@ def _row(cells: Iterable[object]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def saved_view(
-    client: Any, experiment_id: str, sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str], name: str
-) -> str:
-    """Save the view of a sweep that measures `metrics`; return its URL fragment from `#/` on, or the plain page's."""
+def saved_view(sweep: ParentRun) -> str:
+    """Save the view of a sweep; return its URL fragment from `#/` on, or the plain page's."""
     import mlflow
 
     # Without a workflow type, a new browser opens every experiment as one for GenAI.
-    page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    page = f"#/experiments/{sweep.experiment_id}/runs?workflowType=machine_learning"
     if not mlflow.__version__.startswith(TRIED):
         return page
-    state = json.dumps(view_state(sweep_run_id, varied, metrics), separators=(",", ":")).encode()
-    packed = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
-    view = json.dumps({"name": f"{name} {sweep_run_id[:6]}", "createdAt": int(time.time() * 1000), "state": packed})
+    state = json.dumps(view_state(sweep), separators=(",", ":")).encode()
+    text = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
+    view = json.dumps({"name": f"{sweep.name} {sweep.run_id[:6]}", "createdAt": int(time.time() * 1000), "state": text})
     if len(view) > LONGEST_TAG:
         return page
-    client.set_experiment_tag(experiment_id, TAG + sweep_run_id, view)
-    return f"{page}&compareRunsMode=CHART&viewStateShareKey={sweep_run_id}"
+    sweep.client().set_experiment_tag(sweep.experiment_id, TAG + sweep.run_id, view)
+    return f"{page}&compareRunsMode=CHART&viewStateShareKey={sweep.run_id}"
 
 
 def link(uri: str, fragment: str) -> str:
@@ -118,10 +114,10 @@ def color(client: Any, runs: Mapping[str, str]) -> None:
         client.set_tag(run_id, "mlflow.runColor", COLORS[order.index(settings[name]) % len(COLORS)])
 
 
-def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str]) -> dict[str, Any]:
+def view_state(sweep: ParentRun) -> dict[str, Any]:
     """Return the UI's state that differs from its default."""
-    params = [_param(key) for key in varied if key != "seed"]
-    ends = ["val/loss", *(f"val/{metric}" for metric in metrics)]
+    params = [_param(key) for key in sweep.varied if key != "seed"]
+    ends = ["val/loss", *(f"val/{metric}" for metric in sweep.metrics)]
     losses = ["train/loss", *ends]
     charts = [
         *(_line("curves", key) for key in [*losses, "train/learning_rate", "train/gradient_noise_scale"]),
@@ -136,11 +132,11 @@ def view_state(sweep_run_id: str, varied: Sequence[str], metrics: Iterable[str])
     # Sections that the UI makes itself for the many other metrics: folded.
     folded = {name: name for name in ("perf", "train", "val", "Model metrics", "System metrics")}
     return {
-        "searchFilter": f"tags.sweep = '{sweep_run_id}'",
+        "searchFilter": f"tags.sweep = '{sweep.run_id}'",
         # By its other name, `attributes.start_time`, the UI nests the jobs in the parent, out of its charts.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
-        "groupBy": _grouping(varied),
+        "groupBy": _grouping(sweep.varied),
         "runsHiddenMode": "SHOW_ALL",
         "selectedColumns": [*(f"params.`{param}`" for param in params), *(f"metrics.`{loss}`" for loss in losses)],
         "compareRunCharts": charts,

@@ -8,7 +8,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,12 +63,20 @@ class ParentRun(SweepRecord):
         for part, first in enumerate(range(0, len(text), LONGEST_TAG)):
             self.client().set_tag(self.run_id, f"{key}.{part}" if part else key, text[first : first + LONGEST_TAG])
 
+    def beat(self) -> None:
+        """Write heartbeats to the store until the sweep is closed."""
+        client = self.client()
+        while not self.closed.is_set():
+            with suppress(Exception):  # the store may be away for a while
+                client.set_tag(self.run_id, ALIVE, str(int(time.time() * 1000)))
+            self.closed.wait(HEARTBEAT)
+
     def close(self, status: str | None = None) -> int:
         """End the parent run, as `KILLED` or `FAILED` if the sweep was; return 0 if all jobs finished, else 1."""
         client = self.client()
         self.closed.set()
         try:
-            rows = self._rows(self._closed_children(), interrupted=status == "KILLED")
+            rows = list(self._rows(self._closed_children(), interrupted=status == "KILLED"))
             self.tag("sweep.lost", json.dumps(self.lost))
         except BaseException:
             with suppress(Exception):  # the store may be away
@@ -81,17 +89,15 @@ class ParentRun(SweepRecord):
         client.set_terminated(self.run_id, status or ("FINISHED" if done == len(rows) else "FAILED"))
         return int(done < len(rows))
 
-    def _rows(self, children: Mapping[str, Any], interrupted: bool) -> list[tuple[str, str, str]]:
-        rows = []
+    def _rows(self, children: Mapping[str, Any], interrupted: bool) -> Iterator[tuple[str, str, str]]:
         for name in self.names:
-            lost = self.lost.get(name, "")
-            if (run := children.get(name)) is None:
-                rows.append((name, "NOT RUN" if interrupted else "NO RUN", lost))
-                continue
-            failure = run.data.tags.get("failure", "").split("\n")[0]
-            known = run.info.status == "FINISHED" or lost in failure or interrupted
-            rows.append((name, run.info.status, failure if known else f"{failure} {lost}".strip()))
-        return rows
+            lost, run = self.lost.get(name, ""), children.get(name)
+            if run is None:
+                yield name, "NOT RUN" if interrupted else "NO RUN", lost
+            else:
+                failure = run.data.tags.get("failure", "").split("\n")[0]
+                known = run.info.status == "FINISHED" or lost in failure or interrupted
+                yield name, run.info.status, failure if known else f"{failure} {lost}".strip()
 
     def _closed_children(self) -> dict[str, Any]:
         """Return the children once the shippers of all ended jobs have closed their runs, or were killed with them."""
@@ -115,15 +121,14 @@ def begin(config: DictConfig, names: Collection[str], varied: Sequence[str]) -> 
     compose.session().sweep = sweep
     sweep.varied, sweep.metrics = list(varied), [str(metric) for metric in config.training.metrics]
     sweep.plan(names, varied)
-    beat(sweep.client(), sweep.run_id, sweep.closed)
+    threading.Thread(target=sweep.beat, daemon=True).start()
     # For `left_open`; the lock is held until this process ends.
     note = {"store": mask(absolute(sweep.uri)), "run_id": sweep.run_id, "experiment_id": sweep.experiment_id}
     sweep.folder, sweep.patience = str(config.hydra.sweep.dir), config.tracking.patience
     Path(sweep.folder).mkdir(parents=True, exist_ok=True)
     sweep.note = (Path(sweep.folder) / NOTE).open("w", encoding="utf-8")
     lock(sweep.note.fileno(), WRITER)
-    sweep.note.write(json.dumps(note) + "\n")
-    sweep.note.flush()
+    print(json.dumps(note), file=sweep.note, flush=True)
     return sweep
 
 
@@ -170,13 +175,8 @@ def _create(config: DictConfig, name: str, jobs: int, varied: Sequence[str]) -> 
     tags |= {"sweep.question": asked} if (asked := files.question(name)) else {}
     client = store.client()
     run = client.create_run(experiment_id, tags=tags, run_name=f"sweep {name}")
-    params = {
-        "sweep": name,
-        "jobs": config.hydra.sweeper.get("trials") or jobs,
-        "varied": " ".join(varied),
-        "overrides": " ".join(overrides)[:6000],
-        "dataset._target_": config.dataset.get("_target_"),
-    }
+    params = {"sweep": name, "jobs": config.hydra.sweeper.get("trials") or jobs, "varied": " ".join(varied)}
+    params |= {"overrides": " ".join(overrides)[:6000], "dataset._target_": config.dataset.get("_target_")}
     client.log_batch(run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()])
     say(f"sweep {run.info.run_id} ({name}): {params['jobs']} jobs")
     places = tuple(allow_list.allowed_places([run.info.artifact_uri]))  # the user's own store chose it
@@ -194,18 +194,6 @@ def _reopen(config: DictConfig, name: str) -> ParentRun:
     close_abandoned(sweep.client(), parent, sweep.children().values())
     sweep.client().update_run(parent.info.run_id, "RUNNING")
     return sweep
-
-
-def beat(client: Any, run_id: str, closed: threading.Event) -> None:
-    """Start a thread that writes heartbeats to the store until `closed` is set."""
-
-    def tell() -> None:
-        while not closed.is_set():
-            with suppress(Exception):  # the store may be away for a while
-                client.set_tag(run_id, ALIVE, str(int(time.time() * 1000)))
-            closed.wait(HEARTBEAT)
-
-    threading.Thread(target=tell, daemon=True).start()
 
 
 def close_abandoned(client: Any, parent: Any, children: Iterable[Any]) -> None:

@@ -25,11 +25,9 @@ DIGITS = 4  # of a sampled number: enough for a learning rate, and short enough 
 
 
 class SearchSweeper(Sweeper):
-    """Runs `trials` jobs in batches; Optuna chooses each batch from the losses of those before it.
+    """Runs `trials` jobs in batches of `at_once`; Optuna chooses each batch from the losses of those before it.
 
-    Args:
-        at_once: jobs in a batch; set `hardware.parallel_jobs` to the same number.
-        seed: of the sampler. With the same seed `--again` chooses the same jobs, and runs the missing ones.
+    Set `hardware.parallel_jobs` to `at_once`, too. With the same `seed`, `--again` chooses the same jobs.
     """
 
     def __init__(self, trials: int, at_once: int, seed: int, params: Mapping[str, Any] | None):

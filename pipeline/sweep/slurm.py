@@ -1,7 +1,5 @@
 """Runs each job of a sweep as a Slurm job, through submitit."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -16,17 +14,15 @@ from typing import Any
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from omegaconf import OmegaConf
 
+from pipeline.common import imports, signals
 from pipeline.common.errors import ConfigError
-from pipeline.common.signals import Terminated
 from pipeline.config import cluster, schema
 from pipeline.sweep import gpus as gpus_of_machine
 from pipeline.sweep.job_call import FAILED, Ending, JobCall, importing_only_this_package, killed
 from pipeline.sweep.launcher import SweepLauncher
 
-ENDED = (
-    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
-    "gone",  # Slurm forgets a job some minutes after its end
-)
+# The last is for a job that Slurm has forgotten, some minutes after its end.
+ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "gone")
 LATE = 3  # polls after Slurm ended a job until its result must be visible on a network file system
 
 
@@ -50,23 +46,22 @@ class SlurmLauncher(SweepLauncher):
         wanted = -(-gpus_of_machine.per_job(hardware) // (self.params.get("nodes") or 1))
         if wanted and all(self.params.get(key) is None for key in ("gpus_per_node", "gpus_per_task", "gres")):
             partition = [f"--partition={self.params['partition']}"] if self.params.get("partition") else []
-            nodes = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True)
-            if "gpu" in nodes.stdout or any(h.device.name == "gpu" for h in hardware):
+            nodes = imports.said("sinfo", "--noheader", "--format=%G", *partition) or ""
+            if "gpu" in nodes or any(h.device.name == "gpu" for h in hardware):
                 self.params["gpus_per_node"] = wanted
         return [[] for _ in range(self.params.get("array_parallelism") or 256)]
 
-    def _job(self, call: JobCall, gpus: list[str]) -> SlurmJob:
+    def _job(self, call: JobCall, gpus: list[str]) -> "SlurmJob":
         return SlurmJob(call, self)
 
     def _wait(self) -> None:
         super()._wait()
         # Works on every cluster; submitit calls `sacct`, and without its database waits forever for a job that died.
-        command = ["squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T"]
-        answer = subprocess.run(command, capture_output=True, text=True)
-        lines = [line.split() for line in answer.stdout.splitlines() if line.strip()]
-        self.states = {job_id: state for job_id, state, *_ in lines} if answer.returncode == 0 else None
+        lines = imports.said("squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T")
+        states = (line.split() for line in (lines or "").splitlines() if line.strip())
+        self.states = None if lines is None else {job_id: state for job_id, state, *_ in states}
 
-    def _ask_to_end(self, running: Sequence[SlurmJob], late: bool) -> None:
+    def _ask_to_end(self, running: Sequence["SlurmJob"], late: bool) -> None:
         # Removes pending jobs; running ones get SIGTERM, and SIGKILL after Slurm's KillWait.
         if late or not self._asked:
             self._asked = True
@@ -128,7 +123,7 @@ class _RemoteCall:
         requeue: Any = signal.getsignal(signal.SIGUSR2)
         try:
             return self.call()
-        except Terminated as error:  # the run has written its checkpoint and is closed
+        except signals.Terminated as error:  # the run has written its checkpoint and is closed
             if str(error) == "SIGUSR2" and callable(requeue):
                 requeue(signal.SIGUSR2, None)
             raise

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import say
-from pipeline.common.secrets import mask, masked
+from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 from pipeline.config import plain
 from pipeline.config.plan import ENDLESS, Plan
@@ -88,7 +88,7 @@ class Tracker:
             "segment": provenance.segment(after, spec),
         }
         # The dataset's name and tags may hold a secret as well as the config.
-        self._begin(self.journal.start(self.run_dir / NAME, masked(run)))
+        self._begin(self.journal.start(self.run_dir / NAME, plain.mapped(run, mask)))
         self._describe(spec, data, dataset)
 
     def resume(self, past: Past, after: int, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
@@ -182,12 +182,12 @@ class Tracker:
         for name, split in data.splits.items():
             context = {"train": "training"}.get(name, name)
             line = {"dataset": _dataset(data, context, split, data.count(name)), "context": context}
-            self.journal.write(masked(line))
+            self.journal.write(plain.mapped(line, mask))
         surroundings = provenance.environment(self.run_dir)
         texts = {
             "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
             "links.json": _text(spec.links),
-            "overrides.yaml": OmegaConf.to_yaml(masked(list(spec.overrides))),
+            "overrides.yaml": OmegaConf.to_yaml(plain.mapped(spec.overrides, mask)),  # before YAML folds a long one
             "environment.json": _text(surroundings),
         }
         if surroundings["git"].get("clean") is False:

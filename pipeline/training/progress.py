@@ -1,5 +1,6 @@
 """Progress of a run on standard error: a bar on a terminal, a line every few seconds elsewhere."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pipeline.common.errors import is_quiet, say
+from pipeline.common.errors import QUIET, say
 
 SECONDS = 5.0  # between two plain lines
 
@@ -21,7 +22,7 @@ class Progress:
 
     def __init__(self, updates: int, shown: bool = True, work: Callable[[int], float] = float):
         self._work = work
-        self.updates, self.done, self._silent = updates, 0, not shown or is_quiet()
+        self.updates, self.done, self._silent = updates, 0, not shown or QUIET in os.environ
         self._of = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable

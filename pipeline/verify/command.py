@@ -11,12 +11,10 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.common import imports, nvidia
+from pipeline.common import imports, nvidia, secrets
 from pipeline.common.errors import ConfigError, Parser, described, exits_as_failures, refused, say
-from pipeline.common.secrets import mask
-from pipeline.config import compose, sizes
+from pipeline.config import compose, plain, sizes
 from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
-from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.distributed import chief, worker
 from pipeline.run.run import resolve_for_all
@@ -93,12 +91,13 @@ def compare(parts: Parts, *_: Any) -> None:
 
 def _shown(parts: Parts) -> tuple[list[Any], list[Any]]:
     """Return the largest effective batch, the first, and a tail; and a batch of the validation split, if any."""
+    from pipeline import accumulation
     from pipeline.verify import engine
 
     plan, found = parts.plan, list(parts.effective_batches().take(2))
-    if engine.examples(tail := found[-1]) == engine.examples(found[0]):  # else it is one
-        size = plan.batching.effective_batch_size
-        tail = engine.shortened(tail, plan.examples % size or size)
+    if engine.examples(tail := found[-1]) == (count := engine.examples(found[0])):  # else it is one
+        size = plan.examples % plan.batching.effective_batch_size or count
+        tail = accumulation.slice_of(tail, 0, min(size, max(count - 1, 1)))
     largest = max((stage for stage in plan.all_stages if stage.after < plan.updates), key=lambda stage: stage.size)
     show = [*(parts.effective_batches(largest.after).take(1) if largest.after else ()), found[0], tail]
     batches = parts.evaluation_batches()
@@ -168,8 +167,7 @@ def _without_metric(spec: RunSpec, key: str) -> RunSpec | None:
 def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
     """Print the verdict and what is furthest apart of each kind, or with `every` all findings."""
     cut = parts.spec.largest
-    by = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
-    verdict = f"an update by {by} and one of the whole batch are {verdict}"
+    pieces = f"{cut.factor} micro-batches of {cut.micro_batch_size}"
     rows: dict[tuple[str, str], Finding] = {}
     for title, findings in found.items():
         for each in sorted(findings, key=lambda finding: finding.bound == math.inf):  # which proves nothing
@@ -187,6 +185,7 @@ def _print(parts: Parts, found: Found, verdict: str, every: bool) -> None:
         lines.append(f"rounding alone may be {coarsest:.0e} here, as where a loss or a layer is in half precision")
     if any(title.startswith("float32") for title in found) and nvidia.computes_in_tf32():
         lines.append("products of float32 are in TF32 here, which sets the rounding; hardware.tf32=false leaves it out")
+    verdict = f"an update by {pieces} and one of the whole batch are {verdict}"
     say(f"{parts.devices.description}; {cut}", verdict, *lines, to=sys.stdout)
 
 
@@ -199,11 +198,11 @@ def _log(spec: RunSpec, certificate: list[Any], apart: float, holds: bool, verdi
     run = client.create_run(store.experiment(tracking.experiment), run_name="verify", tags={"verify": verdict})
     run_id, status = run.info.run_id, "FAILED"
     try:
-        for key, value in leaves(spec.resolved).items():
-            client.log_param(run_id, key, mask(str(value))[:6000])  # MLflow takes no more
+        for key, value in plain.leaves(spec.resolved).items():
+            client.log_param(run_id, key, secrets.mask(str(value))[:6000])  # MLflow takes no more
         client.log_metric(run_id, "verify/apart", min(apart, 1e300))
         client.log_text(run_id, json.dumps(certificate, indent=1), "certificate.json")
         status = "FINISHED" if holds else "FAILED"
     finally:
         client.set_terminated(run_id, status)
-    say(f"MLflow run {run_id} in {mask(tracking.uri)}", to=sys.stdout)
+    say(f"MLflow run {run_id} in {secrets.mask(tracking.uri)}", to=sys.stdout)

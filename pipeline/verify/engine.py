@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import keras
@@ -13,6 +13,8 @@ import tensorflow as tf
 from pipeline import accumulation
 from pipeline.accumulation import Evaluation, Update
 from pipeline.common import nvidia
+
+_array = keras.ops.convert_to_numpy
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     wholes = [run(_whole, batch) for batch in batches]  # all of them first, since metrics accumulate over updates
     cuts = [run(_cut, batch) for batch in batches]
     limits = [(run(_largest_term, batch), _gamma(update, batch)) for batch in batches]
-    return [_findings(update, old, *each) for each in zip(wholes, cuts, limits, strict=True)]
+    return [list(_findings(update, old, *each)) for each in zip(wholes, cuts, limits, strict=True)]
 
 
 @contextmanager
@@ -100,14 +102,13 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     whole = tf.function(lambda: _by_keras(evaluation, *parts, training=False), autograph=False)()
     _reset_metrics(evaluation)
     reached = tf.function(evaluation, autograph=False)(batch).results(evaluation.measured)
-    return _of_results(whole, reached, 1, _gamma(evaluation, batch), "val/")
+    return [replace(each, what=f"val/{each.what}") for each in _compared(whole, reached, 1, _gamma(evaluation, batch))]
 
 
 def unit(update: Update | Evaluation) -> float:
     """Return the unit roundoff of the lowest precision of any layer or loss."""
-    losses = [loss for loss in tf.nest.flatten(update.objective.loss) if loss is not None]
-    computing = {layer.compute_dtype for layer in accumulation.layers_of(update.model)}
-    names = {"float64", *computing, *(loss.dtype for loss in losses)}
+    names = {"float64", *(layer.compute_dtype for layer in accumulation.layers_of(update.model))}
+    names |= {loss.dtype for loss in tf.nest.flatten(update.objective.loss) if loss is not None}
     dtypes = [dtype for dtype in map(tf.as_dtype, names) if dtype.is_floating]
     bits = {"float64": 53, "float32": 11 if nvidia.computes_in_tf32() else 24, "float16": 11}
     return max(2.0 ** -bits.get(dtype.name, 8) for dtype in dtypes)
@@ -116,11 +117,6 @@ def unit(update: Update | Evaluation) -> float:
 def examples(batch: Any) -> int:
     """Return the number of examples in a batch."""
     return int(accumulation.examples_in(batch))
-
-
-def shortened(batch: Any, size: int) -> Any:
-    """Return `size` examples of a batch, or all but one if there are no more, to test a short last micro-batch."""
-    return accumulation.slice_of(batch, 0, size if size < examples(batch) else max(size - 1, 1))
 
 
 def _whole(update: Update, batch: Any) -> _Outcome:
@@ -219,36 +215,32 @@ def _gamma(update: Update | Evaluation, batch: Any) -> float:
     return gamma / (1 - gamma)
 
 
-def _of_results(
-    expected: Mapping[str, Any], reached: Mapping[str, Any], scale: float, gamma: float, prefix: str = ""
-) -> list[Finding]:
+def _compared(expected: Mapping[str, Any], reached: Mapping[str, Any], scale: float, gamma: float) -> Iterator[Finding]:
     """Compare the loss, relative to `scale` where it is smaller, and the metrics."""
-    found = []
     for name, value in ((name, float(value)) for name, value in expected.items()):
         kind, least = ("loss", scale) if name == "loss" else ("metric", 1)
         apart = abs(float(reached.get(name, math.inf)) - value) / max(abs(value), least)
-        found.append(Finding(f"{prefix}{name}", kind, apart, gamma))
-    return found
+        yield Finding(name, kind, apart, gamma)
 
 
 def _findings(
     update: Update, old: Sequence[Any], whole: _Outcome, cut: _Outcome, limits: tuple[float, float]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     (largest, gamma), rounding = limits, unit(update)
     scale = max([1e-300, largest, *(_most(gradient) for gradient in whole.gradients if gradient is not None)])
-    found = _of_results(whole.results, cut.results, scale, gamma)
-    found.append(Finding("updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0))
+    yield from _compared(whole.results, cut.results, scale, gamma)
+    yield Finding("updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0)
     for variable, expected, reached in zip(_untrained(update.model), whole.state, cut.state, strict=True):
         apart = _most(reached.astype("float64") - expected) / max(_most(expected), 1)
-        found.append(Finding(getattr(variable, "path", variable.name), "state", apart, gamma))
+        yield Finding(getattr(variable, "path", variable.name), "state", apart, gamma)
     variables = update.model.trainable_variables
     sides = zip(variables, old, whole.gradients, cut.gradients, whole.weights, cut.weights, strict=True)
     for variable, start, expected, gradient, aimed, reached in sides:
         if expected is None or gradient is None:
             apart = 0.0 if expected is None and gradient is None else math.inf
-            found.append(Finding(variable.path, "gradient", apart, gamma))
+            yield Finding(variable.path, "gradient", apart, gamma)
             continue
-        found.append(Finding(variable.path, "gradient", _most(gradient - expected) / scale, gamma))
+        yield Finding(variable.path, "gradient", _most(gradient - expected) / scale, gamma)
         start, aimed, reached = (np.asarray(each, "float64") for each in (start, aimed, reached))
         step = max(_most(aimed - start), 1e-300)
         # An optimizer that divides by the gradient's magnitude turns its relative error into one of the step, which is
@@ -258,12 +250,7 @@ def _findings(
         apart_by = np.abs(reached - aimed) / step
         if apart_by.size:
             worst = np.unravel_index(np.argmax(np.where(bounds < np.inf, apart_by / bounds, -1)), apart_by.shape)
-            found.append(Finding(variable.path, "weights", float(apart_by[worst]), float(bounds[worst])))
-    return found
-
-
-def _array(value: Any) -> Any:
-    return np.asarray(keras.ops.convert_to_numpy(value))
+            yield Finding(variable.path, "weights", float(apart_by[worst]), float(bounds[worst]))
 
 
 def _arrays(values: Iterable[Any]) -> list[Any]:

@@ -1,8 +1,9 @@
 """Finds the layer whose output, or whose gradient, for an example depends on the other examples of its batch."""
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,25 +15,23 @@ from pipeline.accumulation import Objective, by_name, calling, examples_in, laye
 from pipeline.components import added_losses
 from pipeline.verify.engine import perturbed, restored
 
+_ON = "on the other examples of the micro-batch"
 _AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # arguments of Keras' layers with an amount of noise
 
 
 @contextmanager
 def without_noise(model: keras.Model, but: Collection[keras.Layer] = ()) -> Iterator[list[str]]:
     """Disable the noise of all Keras layers except for `but`; yield the names of the affected layers."""
-    found = [
-        (layer, name, 0)
-        for layer in layers_of(model)
-        if layer not in but
-        for name in _AMOUNTS
-        if isinstance(amount := getattr(layer, name, None), int | float) and amount and _is_noise(layer, name)
-    ]
+    places = ((layer, name) for layer in layers_of(model) if layer not in but for name in _AMOUNTS)
+    found = [(layer, name, 0) for layer, name in places if _is_noise(layer, name)]
     with accumulation.replaced(found):
         yield sorted({layer.name for layer, _, _ in found})
 
 
 def _is_noise(layer: keras.Layer, name: str) -> bool:
-    """Return whether the layer draws, and takes `name` as Keras defines it: of one's own it may be anything."""
+    """Return whether the layer draws noise of an amount `name`, as Keras defines it: a user's own may be anything."""
+    if not isinstance(amount := getattr(layer, name, None), int | float) or amount == 0:
+        return False
     of_keras = next(kind for kind in type(layer).__mro__ if kind.__module__.startswith("keras."))
     return _draws(layer) and name in inspect.signature(of_keras).parameters
 
@@ -42,10 +41,7 @@ def _draws(layer: keras.Layer) -> bool:
 
 
 def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int, rounding: float = 2.0**-53) -> str:
-    """Return the first layer or loss whose value for an example differs between micro-batch and batch, and why.
-
-    `loss` is as an `Update` takes it. Empty if there is none, with other weights neither.
-    """
+    """Return the first layer or loss whose value for an example depends on the cut, and why; empty if there is none."""
     count, apart = int(examples_in(batch)), 1e7 * rounding  # of the lowest precision: 1e-9 in float64
     cuts = [(start, min(start + micro_batch_size, count)) for start in range(0, count, micro_batch_size)]
     for weights in (nullcontext(), perturbed(model)):
@@ -69,19 +65,14 @@ def _observed(
     """
     made: list[tuple[keras.Layer, list[Any], Any]] = []  # layer, inputs and outputs, in order of completion
 
-    def recording(layer: keras.Layer) -> Any:
-        call = layer.call
-
-        def recorded(*arguments: Any, **options: Any) -> Any:
-            output = call(*arguments, **options)
-            made.append((layer, tf.nest.flatten((arguments, options)), output))
-            return output
-
-        return recorded
+    def recorded(layer: keras.Layer, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        output = call(*arguments, **options)
+        made.append((layer, tf.nest.flatten((arguments, options)), output))
+        return output
 
     x, y, sample_weight = slice_of(batch, start, stop)
     with tf.GradientTape() as tape:
-        with calling((layer, recording(layer)) for layer in layers_of(model)):
+        with calling((layer, partial(recorded, layer, layer.call)) for layer in layers_of(model)):
             outputs = model(x, training=True)
         terms = objective.of_micro_batch().terms(y, by_name(model, outputs), sample_weight)
         sums = [weighted_sum(term.loss, term.y, term.output, term.sample_weight) for term in terms]
@@ -106,9 +97,6 @@ def _observed(
         passed += [(f"{_named(layer)}: {why}", False, variable.value) for variable in layer.trainable_variables]
     gradients = tape.gradient(target, [each for *_, each in passed], unconnected_gradients="zero")
     return [*found, *((*fault, tf.convert_to_tensor(g)) for (*fault, _), g in zip(passed, gradients, strict=True))]
-
-
-_ON = "on the other examples of the micro-batch"
 
 
 def _named(thing: Any) -> str:

@@ -195,10 +195,10 @@ def test_what_a_dead_sweep_left_running_is_closed(left):
 
 
 def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
-    made, closed = Made(synthetic.store(tmp_path), ["seed=0"]), threading.Event()
-    parent_run.beat(made.client, made.run_id, closed)
+    made = Made(synthetic.store(tmp_path), ["seed=0"])
+    threading.Thread(target=made.planned.beat, daemon=True).start()
     wait(lambda: ALIVE in made.client.get_run(made.run_id).data.tags, 30)
-    closed.set()
+    made.planned.closed.set()
     assert int(made.client.get_run(made.run_id).data.tags[ALIVE]) == pytest.approx(1000 * time.time(), abs=30_000)
 
 

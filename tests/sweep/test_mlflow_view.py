@@ -17,13 +17,13 @@ from typing import Any
 import mlflow
 import numpy as np
 import pytest
-from mlflow.tracking import MlflowClient
 from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.sweep import mlflow_view
+from pipeline.sweep.parent_run import ParentRun
 from pipeline.tracking.store import Store
 from tests import synthetic
 from tests.browser import PREFERENCES, picture, server, window
@@ -73,8 +73,7 @@ class Shown:
     chrome: WebDriver | None = None
 
     def fragment(self, sweep: synthetic.Made) -> str:
-        client = self.store.client()
-        return mlflow_view.saved_view(client, sweep.experiment_id, sweep.run_id, sweep.varied, ["accuracy"], sweep.name)
+        return mlflow_view.saved_view(sweep.planned)
 
     def open(self, fragment: str) -> None:
         self.chrome.get("about:blank")  # else a new fragment is no new page
@@ -261,7 +260,7 @@ def test_where_the_view_is_not_understood_the_plain_page_opens(shown: Shown, sta
 def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     sweep = shown.factors
     results = [["job", "val/loss"], *([name, "0.5"] for name in sweep.names)]
-    text = mlflow_view.description(sweep.name, "How far does it pay?", sweep.varied, shown.fragment(sweep), results)
+    text = mlflow_view.description(sweep.planned, shown.fragment(sweep), results)
     shown.store.client().set_tag(sweep.run_id, "mlflow.note.content", text)
     shown.open(f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}?workflowType=machine_learning")
     find = shown.chrome.find_elements
@@ -294,8 +293,8 @@ def test_the_view_of_a_sweep_is_saved_once(stored: Shown) -> None:
 
 def test_an_mlflow_that_was_not_tried_gets_the_plain_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow, "__version__", "3.170.0")
-    nowhere = MlflowClient("http://127.0.0.1:9")
-    fragment = mlflow_view.saved_view(nowhere, "1", "2" * 32, ["seed"], [], "untried")
+    nowhere = ParentRun("http://127.0.0.1:9", "2" * 32, "1", "untried", varied=["seed"])
+    fragment = mlflow_view.saved_view(nowhere)
     assert fragment == "#/experiments/1/runs?workflowType=machine_learning"
 
 
@@ -314,7 +313,8 @@ def test_the_link_names_the_server_and_no_password(uri: str, start: str) -> None
 def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
     rows = [["job", "val/loss"], *([f"factor={number} | x", str(number)] for number in range(1000))]
 
-    text = mlflow_view.description("many", "", ["accumulation.factor"], "#/e", rows)
+    sweep = ParentRun("sqlite:///none.db", "2" * 32, "1", "many", varied=["accumulation.factor"])
+    text = mlflow_view.description(sweep, "#/e", rows)
 
     kept = text.count("factor=") - text.count("`accumulation.factor=`")
     assert len(text) <= mlflow_view.LONGEST_TAG

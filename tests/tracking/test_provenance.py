@@ -25,10 +25,10 @@ from omegaconf import OmegaConf
 
 from pipeline.common import secrets
 from pipeline.common.errors import ConfigError
-from pipeline.common.secrets import mask, masked, remember
+from pipeline.common.secrets import mask, remember
 from pipeline.config import compose, hydra_errors
 from pipeline.config.plain import links as links_of
-from pipeline.config.plain import plain
+from pipeline.config.plain import mapped, plain
 from pipeline.config.schema import register
 from pipeline.rerun.recorded_run import relinked
 from pipeline.tracking import provenance
@@ -215,7 +215,7 @@ def test_mask(monkeypatch):
     page = "http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&viewStateShareKey=abc123"
     for text in (page, "sqlite:////tmp/a@b/mlflow.db", "https://host/a/b@main", f"cwd {os.environ.get('PWD', '/')}"):
         assert mask(text) == text
-    assert masked({"a": ["abcdef", 1, None], "b": {"c": "u://x:y@h"}}) == {
+    assert mapped({"a": ["abcdef", 1, None], "b": {"c": "u://x:y@h"}}, mask) == {
         "a": ["***", 1, None],
         "b": {"c": "u://***@h"},
     }
