@@ -67,8 +67,8 @@ class _Later(Loader):
 def without_chatter() -> Iterator[None]:
     """Suppress only the notices that TensorFlow's libraries print when they are loaded, before they read any level.
 
-    The modules of `ON_USE` are executed later. Meanwhile no garbage is looked for, nor ever among what was imported: each
-    search for it takes 0.2 s, all of them a quarter of the import.
+    The modules of `ON_USE` are executed later. Meanwhile no garbage is looked for, nor ever among what was imported:
+    each search takes 0.2 s, all of them a quarter of the import.
     """
     finder, first, collects = _OnUse(), "tensorflow" not in sys.modules, gc.isenabled()
     gc.disable()
