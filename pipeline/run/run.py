@@ -184,7 +184,7 @@ def _train(
             # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
             recorder.cut(parts.plan.after(cuts, max([before.update, *before.past.updates])))
         recorder.restart_clock()
-        warming = threading.Thread(target=_warm_up, args=(parts.spec.config.tracking.uri, tracker), daemon=True)
+        warming = threading.Thread(target=_warm_up, args=(tracker,), daemon=True)
         if parts.spec.config.tracking.log_model:
             warming.start()
         with workers.as_worker_error(), interruption.between_updates():
@@ -230,30 +230,26 @@ def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
     return f"not all of the run is in the store{why}: {sync_command(str(run_dir), uri)}"
 
 
-def _warm_up(uri: str, tracker: Tracker) -> None:
+def _warm_up(tracker: Tracker) -> None:
     """Prepare MLflow for `_log_model` while the device trains, after the first update, which is traced here."""
     tracker.trains.wait()
     with suppress(Exception):  # which is seen again when the model is logged
         from pipeline.tracking import logged_model
 
-        logged_model.warm_up(uri, tracker.run_id)
+        logged_model.warm_up()
 
 
 def _log_model(parts: Parts, tracker: Tracker) -> None:
     """Log the trained model; one that cannot be logged does not undo the run."""
     from pipeline.tracking import logged_model  # imports TensorFlow
 
-    spec, tracking = parts.spec, parts.spec.config.tracking
-    if not tracker.reaches_store():
-        tracker.journal.write({"tags": {"model.not_logged": "the store was away"}})
-        say("the model was not logged, as the store is away: its weights are in the last checkpoint")
-        return
     try:
-        code = tracking.code
+        code = parts.spec.config.tracking.code
         if code is None:
-            targets = [str(value) for key, value in leaves(spec.resolved).items() if key.endswith("_target_")]
+            resolved = leaves(parts.spec.resolved).items()
+            targets = [str(value) for key, value in resolved if key.endswith("_target_")]
             code = logged_model.own_code(parts.model, targets)
-        logged_model.log(tracking.uri, tracker.experiment_id, tracker.run_id, parts.model, parts.example(), code)
+        tracker.log_model(parts.model, parts.example(), code)
     except Exception as error:  # the run is trained and recorded all the same
         tracker.journal.write({"tags": {"model.not_logged": mask(first_line(error))}})
         say(f"the model was not logged: {first_line(error)}")

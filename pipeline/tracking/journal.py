@@ -13,6 +13,7 @@ One line is one JSON object, with its time in milliseconds and its checksum (`pi
     {"dataset": {…}, "context": "training"}           one of its inputs
     {"step": updates, "metrics": {…}}
     {"tags": {…}}    {"artifact": name in the run directory}
+    {"model": true}                                   the trained model is in the run directory
     {"fork_of": run_id}                               the run whose checkpoint it begins with, which gets a tag
     {"end": "FINISHED" | "FAILED" | "KILLED"}
     {"resume": {…}}                                   the run is resumed: what its next segment begins with
@@ -171,26 +172,6 @@ class Journal:
                 where = "which are lost" if why else "which the store alone has"
                 say(f"the disk has no room for the last lines of {self._path}, {where}")
         return why
-
-    def reaches_store(self, run_id: str) -> bool:
-        """Return whether the store answers within the patience; if it does not, `close` waits for that much less."""
-        from mlflow.tracking import MlflowClient
-
-        reached = threading.Event()
-
-        def ask() -> None:
-            with contextlib.suppress(Exception):
-                MlflowClient(self.uri).get_run(run_id)
-                reached.set()
-
-        began, asking = time.monotonic(), threading.Thread(target=ask, daemon=True)
-        asking.start()
-        try:
-            asking.join(self.patience)
-        finally:
-            if not reached.is_set():
-                self.patience = max(min(self.patience, 1.0), self.patience - (time.monotonic() - began))
-        return reached.is_set()
 
     def abandon(self) -> None:
         """End the shipper. If no run was started, nothing is left in the store."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,9 +16,7 @@ import keras
 import mlflow
 import numpy as np
 import tensorflow as tf
-from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput
-from mlflow.models import Model, ModelSignature, infer_signature
+from mlflow.models import ModelSignature, infer_signature
 from mlflow.types import TensorSpec
 
 from pipeline.accumulation import by_name, layers_of, slice_specs
@@ -34,15 +33,15 @@ np.savez("predicted.npz", *logged_model.predicted(model, example))
 TOLERANCE = 1e-3  # relative to the largest output; half precision varies with the order of computation
 
 
-def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any, code: Sequence[str]) -> None:
-    """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same; else it is a ValueError.
+def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) -> None:
+    """Save the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same; else it is a ValueError.
 
     Args:
         model: trained; not compiled any more afterwards.
         example: a few inputs, as NumPy arrays with the examples on axis 0.
         code: files and folders that are stored with the model and imported when it is loaded.
 
-    A model without a config, as a subclass without `get_config`, is logged as a SavedModel, which only predicts.
+    A model without a config, as a subclass without `get_config`, is saved as a SavedModel, which only predicts.
     """
     logging.getLogger("mlflow.models.model").setLevel(logging.ERROR)  # it warns about what is checked below
     keras.config.disable_interactive_logging()  # MLflow calls the model, which would draw progress bars
@@ -62,26 +61,17 @@ def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: 
             raise ValueError(" ".join(str(error).split())) from error
         own, served = set(), _saved_model(model, example)
     # Not by `Model.log`, which loads and asks the model as well, and reads the whole run.
-    client = MlflowClient(uri)
-    entry = client.create_logged_model(experiment_id, "model", run_id, params=client.get_run(run_id).data.params)
-    known = Model(entry.artifact_location, run_id, model_uuid=entry.model_id, model_id=entry.model_id)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder, "model"))
-            shown: dict[str, Any] = {"signature": _signature(model, example, outputs), "input_example": example}
-            brought = {"code_paths": list(code) or None, "custom_objects": {cls.__name__: cls for cls in own} or None}
-            named = {"path": path, "mlflow_model": known, "pip_requirements": requirements}
-            mlflow.tensorflow.save_model(served, **named, **shown, **brought)
-            reloaded = _predicted_elsewhere(path, example) if own else predicted(path, example)
-            for loaded, trained in zip(reloaded, predictions, strict=True):
-                if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
-                    raise ValueError("it predicts something else once it is loaded")
-            client.log_model_artifacts(entry.model_id, path)
-        client.finalize_logged_model(entry.model_id, "READY")
-        client.log_outputs(run_id, [LoggedModelOutput(entry.model_id, step=0)])
-    except Exception:
-        client.delete_logged_model(entry.model_id)
-        raise
+    with tempfile.TemporaryDirectory() as temporary:  # a run that is confined loads models from there alone
+        path = str(Path(temporary, "model"))
+        shown: dict[str, Any] = {"signature": _signature(model, example, outputs), "input_example": example}
+        brought = {"code_paths": list(code) or None, "custom_objects": {cls.__name__: cls for cls in own} or None}
+        mlflow.tensorflow.save_model(served, path, pip_requirements=requirements, **shown, **brought)
+        reloaded = _predicted_elsewhere(path, example) if own else predicted(path, example)
+        for loaded, trained in zip(reloaded, predictions, strict=True):
+            if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
+                raise ValueError("it predicts something else once it is loaded")
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier try of this run
+        shutil.move(path, folder)
 
 
 def _saved_model(model: keras.Model, example: Any) -> tf.Module:
@@ -105,9 +95,8 @@ def _signature(model: keras.Model, example: Any, outputs: Any) -> ModelSignature
     return found
 
 
-def warm_up(uri: str, run_id: str) -> None:
-    """Do what MLflow does once in a process, in seconds: import itself, open the store, list all installed packages."""
-    MlflowClient(uri).get_run(run_id)
+def warm_up() -> None:
+    """Do what MLflow does once in a process: import itself, and list all installed packages."""
     with tempfile.TemporaryDirectory() as folder:
         path, requirements = Path(folder, "empty"), [f"mlflow=={metadata.version('mlflow')}"]
         mlflow.pyfunc.save_model(path, loader_module="mlflow.tensorflow", pip_requirements=requirements)

@@ -22,7 +22,7 @@ from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import Files
 from pipeline.tracking import provenance
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import DESCRIBED, NAME, Past
+from pipeline.tracking.journal_file import DESCRIBED, MODEL, NAME, Past
 
 if TYPE_CHECKING:
     import keras
@@ -45,7 +45,7 @@ class Tracker:
 
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None):
         self.journal, self.run_dir, self.plan, self._files = journal, run_dir, plan, files or Files()
-        self.run_id = self.experiment_id = ""  # empty while the run is kept offline
+        self.run_id = ""  # empty while the run is kept offline
         self.begun, self.trains = False, threading.Event()  # set once there is a run, and a row of it
         self._written: Mapping[str, Container[int]] = {}  # steps of rows from before the run was resumed, by kind
         self._late_checksums = False
@@ -106,7 +106,7 @@ class Tracker:
 
     def _begin(self, ids: dict[str, str]) -> None:
         self.begun = True
-        self.run_id, self.experiment_id = ids.get("run_id", ""), ids.get("experiment_id", "")
+        self.run_id = ids.get("run_id", "")
 
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
@@ -165,9 +165,12 @@ class Tracker:
             say("the checksums of the data are left out")
         self._files.check()
 
-    def reaches_store(self) -> bool:
-        """Return whether the store answers; the wait is deducted from that at the end of the run."""
-        return bool(self.run_id) and self.journal.reaches_store(self.run_id)
+    def log_model(self, model: keras.Model, example: Any, code: Sequence[str]) -> None:
+        """Log the trained model, as `logged_model.save` writes it."""
+        from pipeline.tracking import logged_model
+
+        logged_model.save(self.run_dir / MODEL, model, example, code)
+        self.journal.write({"model": True})
 
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, or None."""

@@ -18,7 +18,8 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.tracking.journal_file import SHIPPER, DamagedError, Reader, lock
+from pipeline.tracking import model_upload
+from pipeline.tracking.journal_file import MODEL, SHIPPER, DamagedError, Reader, lock
 from pipeline.tracking.store import Store
 from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
@@ -29,7 +30,7 @@ PARAMS_AT_ONCE = 100  # params per request, at most; MLflow's limit
 PARAM_LENGTH = 6000  # characters of a param's value
 TRIES = 5  # of a request that the store refuses because of its content
 RETRY = 1.0  # seconds between two tries
-REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE")
+REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "ENDPOINT_NOT_FOUND")
 UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store, but perhaps never the full disk
 FORKS = "forks"  # tag: the runs that began with a checkpoint of this one
 MOST_FORKS = 140  # that are named: MLflow takes 5000 characters
@@ -254,6 +255,16 @@ class Uploader:
                 # TensorBoard finds a profile in such a folder alone.
                 place = f"plugins/profile/{name.partition('.')[0]}" if name.endswith(".xplane.pb") else None
                 self.client.log_artifact(self.run_id, str(file), place)
+        if "model" in line:
+            folder = self._folder / MODEL
+            try:
+                model_upload.check(folder)
+            except FileNotFoundError:  # shipped before: a line may be sent twice
+                pass
+            except OSError as error:
+                self._note(f"model: {error}")
+            else:
+                model_upload.ship(self.client, self.experiment_id, self.run_id, folder)
         if "resume" in line:
             with contextlib.suppress(MlflowException):  # it may have none
                 self.client.delete_tag(self.run_id, "failure")

@@ -106,12 +106,23 @@ def trained(folder, at, most, *more, status=0, **variables):
     return store.histories(run, "train/", "val/", "perf/micro_batch_size"), run, said.stderr
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, replicas):
-    more = (f"hardware.replicas={replicas}",)
+RAMP = (
+    "accumulation.schedule=[{start:{updates:0},effective_batch_size:64},{start:{updates:9},effective_batch_size:128}]",
+    "accumulation.scale_rate=false",
+)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "more"),
+    [(1, ()), pytest.param(2, (), marks=pytest.mark.slow), pytest.param(1, RAMP, marks=pytest.mark.slow)],
+    ids=["one device", "two replicas", "a ramp"],
+)
+def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, replicas, more):
+    more = (f"hardware.replicas={replicas}", *more)
     whole, _, _ = trained(tmp_path / "whole", 10**9, 1, *more)
     # In the middle of an update: after 5 micro-steps of the eleventh.
-    halved, run, said = trained(tmp_path / "halved", 10 * 8 + 16 + 6, 4, *more)
+    before = sum(whole["train/accumulation_factor"][step] for step in range(1, 11)) if len(more) > 1 else 10 * 8
+    halved, run, said = trained(tmp_path / "halved", int(before) + 16 + 6, 4, *more)
     for key in ("train/loss", "val/loss", "train/gradient_norm"):
         assert halved[key].keys() == whole[key].keys()
         for step, value in whole[key].items():
