@@ -21,14 +21,14 @@ def ship(client: MlflowClient, experiment_id: str, run_id: str, folder: Path) ->
     run, described = client.get_run(run_id), folder / "MLmodel"
     # An earlier shipper may have died in the middle.
     known = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'")
-    named = {"name": "model", "source_run_id": run_id, "params": run.data.params}
-    entry = next(iter(known), None) or client.create_logged_model(experiment_id, **named)
+    params = run.data.params
+    entry = next(iter(known), None) or client.create_logged_model(experiment_id, "model", run_id, params=params)
     ids = {"run_id": run_id, "model_id": entry.model_id, "model_uuid": entry.model_id}
     content = yaml.safe_load(described.read_text(encoding="utf-8"))
     content |= {"artifact_path": entry.artifact_location, **ids}
     described.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     client.log_model_artifacts(entry.model_id, str(folder))
     client.finalize_logged_model(entry.model_id, "READY")
-    if entry.model_id not in [output.model_id for output in run.outputs.model_outputs]:
+    if not run.outputs or entry.model_id not in [output.model_id for output in run.outputs.model_outputs]:
         client.log_outputs(run_id, [LoggedModelOutput(entry.model_id, step=0)])
     shutil.rmtree(folder)
