@@ -27,6 +27,7 @@ class Progress:
         self._on_terminal = sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
         self._begun = self._shown = self._evaluated = time.monotonic()
+        self._held: dict[str, str] = {}  # the latest lines that were not due
 
     def show(self, update: int, row: Mapping[str, float], examples_per_second: float | None) -> None:
         """Show the row of `update`, the latest one that was fetched."""
@@ -43,30 +44,43 @@ class Progress:
                 self._bar.update(update - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._shown < SECONDS and (update < self.updates or not self.updates):
-            return
-        self._shown = now
         done, here, all_of_it = map(self._work, (self.done, update, self.updates))
         left = (now - self._begun) / (here - done) * (all_of_it - here)
         remaining = f"  {left:.0f} s left" if self.updates else ""
-        values = f"loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}"
-        say(f"update {update}{self._of}  {values}{remaining}")
+        line = f"update {update}{self._of}  loss {row['loss']:.4g}  lr {row['learning_rate']:.3g}  {rate}{remaining}"
+        if now - self._shown >= SECONDS or update == self.updates:
+            self._shown = now
+            self._say("train", line)
+        else:
+            self._held["train"] = line
 
     def evaluated(self, split: str, update: int, results: Mapping[str, float]) -> None:
         """Show the results over a split: `test`, which is the last, or `val`, above the bar or every few seconds."""
         if self._silent:
             return
         values = "  ".join(f"{split}/{name} {value:.4f}" for name, value in results.items())
+        line = f"update {update}{self._of}  {values}"
         if self._bar is not None and split == "val":
             with suppress(OSError):
-                self._bar.write(f"update {update}  {values}", file=sys.stderr)
+                self._bar.write(line, file=sys.stderr)
         elif split == "test" or update == self.updates or time.monotonic() - self._evaluated >= SECONDS:
-            self.close()
+            self._end_bar()
             self._evaluated = time.monotonic()
-            say(f"update {update}{self._of}  {values}")
+            self._say(split, line)
+        else:
+            self._held[split] = line
 
     def close(self) -> None:
-        """End the bar's line."""
+        """End the bar's line; show what was held back of a run that did not know its last update."""
+        self._end_bar()
+        say(*([] if self.updates else self._held.values()))
+        self._held.clear()
+
+    def _say(self, kind: str, line: str) -> None:
+        self._held.pop(kind, None)
+        say(line)
+
+    def _end_bar(self) -> None:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.close()

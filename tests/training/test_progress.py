@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from contextlib import suppress
 
 import pytest
 
+from pipeline.training import progress
+from pipeline.training.progress import Progress
 from tests.running import environment
 
 PROGRAM = """
@@ -63,3 +66,18 @@ def test_a_crash_is_seen_while_notices_of_libraries_are_held_back():
     )
     done = subprocess.run([sys.executable, "-c", crash], capture_output=True, text=True, env=environment())
     assert done.stderr.startswith("Fatal Python error: Segmentation fault")
+
+
+@pytest.mark.parametrize(("known", "said"), [(0, ["update 2  loss 0.5", "update 2  val/loss 0.2500"]), (9, [])])
+def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(capsys, monkeypatch, known, said):
+    monkeypatch.setattr(progress, "SECONDS", math.inf)
+    shown = Progress(known)
+    for update in (1, 2):
+        shown.show(update, {"loss": 1 / update, "learning_rate": 0.1}, 100.0)
+        shown.evaluated("val", update, {"loss": 0.5 / update})
+    assert capsys.readouterr().err == ""  # neither line is due
+    shown.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("  lr ")[0] for line in lines] == said
+    shown.close()
+    assert capsys.readouterr().err == ""
