@@ -259,7 +259,7 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
     from pipeline.tracking import logged_model  # imports TensorFlow
 
     spec, tracking = parts.spec, parts.spec.config.tracking
-    if not tracker.reaches_store():
+    if not (tracker.run_id and tracker.journal.reaches_store(tracker.run_id)):
         tracker.journal.write({"tags": {"model.not_logged": "the store was away"}})
         say("the model was not logged, as the store is away: its weights are in the last checkpoint")
         return

@@ -37,12 +37,9 @@ TOLERANCE = 1e-3  # relative to the largest output; half precision varies with t
 def log(uri: str, experiment_id: str, run_id: str, model: keras.Model, example: Any, code: Sequence[str]) -> None:
     """Log the model with its signature, so that `mlflow.pyfunc.load_model` predicts the same; else it is a ValueError.
 
-    Args:
-        model: trained; not compiled any more afterwards.
-        example: a few inputs, as NumPy arrays with the examples on axis 0.
-        code: files and folders that are stored with the model and imported when it is loaded.
-
-    A model without a config, as a subclass without `get_config`, is logged as a SavedModel, which only predicts.
+    The `model` is trained, and not compiled any more afterwards; one without a config, as a subclass without
+    `get_config`, is logged as a SavedModel, which only predicts. The `example` has a few inputs, as NumPy arrays with
+    the examples on axis 0. Files and folders in `code` are stored with the model and imported when it is loaded.
     """
     logging.getLogger("mlflow.models.model").setLevel(logging.ERROR)  # it warns about what is checked below
     keras.config.disable_interactive_logging()  # MLflow calls the model, which would draw progress bars
@@ -117,12 +114,9 @@ def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the files and packages in the working directory that define the `targets` or the model's layers."""
     modules = {cls.__module__ for cls in _own_classes(model)}
     modules |= {name for target in targets for name in sys.modules if target.startswith(f"{name}.")}
-    found = set()
-    for name in modules:
-        file = Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or "/")
-        if file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts:
-            found.add(file.parent if file.name == "__init__.py" else file)
-    return sorted(map(str, found))
+    files = {Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or "/") for name in modules}
+    own = [file for file in files if file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts]
+    return sorted({str(file.parent if file.name == "__init__.py" else file) for file in own})
 
 
 def _own_classes(model: keras.Model) -> set[type]:

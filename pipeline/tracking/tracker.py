@@ -26,18 +26,9 @@ from pipeline.tracking.journal_file import DESCRIBED, NAME, Past
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
     from pipeline.dataset.splits import Data
     from pipeline.training.evaluator import Best
-
-NAME_LENGTH = 200  # characters of a run's name; MLflow takes 250
-# Overrides that say where and how a run is made, and not which.
-_PLACE = (
-    *("tracking", "trust", "hydra", "hardware.parallel_jobs", "training.resume", "training.checkpoint_every"),
-    *("dataset.data_dir", "dataset.download", "dataset.checksum", "hardware.secret_file", "hardware.open_ports"),
-    *("hardware.gpu", "hardware.jobs_per_gpu"),
-)
 
 
 class Tracker:
@@ -51,14 +42,7 @@ class Tracker:
         self._late_checksums = False
 
     def start(
-        self,
-        after: int,
-        spec: RunSpec,
-        data: Data,
-        dataset: dict[str, Any],
-        model: keras.Model,
-        tags: dict[str, str],
-        gpus: Sequence[int] = (),
+        self, after: int, spec: RunSpec, data: Data, dataset: dict, model: keras.Model, tags: dict, gpus: Sequence[int]
     ) -> None:
         """Create the run with its params, tags, inputs and the artifacts that exist before it trains.
 
@@ -68,25 +52,19 @@ class Tracker:
         values = plain.leaves(resolved).items()
         params = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
         sizes = ("effective_batch_size", "factor", "micro_batch_size", "replicas")
-        derived = {
-            **{f"derived.{name}": getattr(self.plan.batching, name) for name in sizes},
-            **({} if self.plan.updates == stream_plan.ENDLESS else {"derived.updates": self.plan.updates}),
-            "derived.parameters": sum(math.prod(variable.shape) for variable in model.trainable_variables),
-        }
+        derived = {f"derived.{name}": getattr(self.plan.batching, name) for name in sizes}
+        if self.plan.updates != stream_plan.ENDLESS:
+            derived["derived.updates"] = self.plan.updates
+        derived["derived.parameters"] = sum(math.prod(variable.shape) for variable in model.trainable_variables)
         sweep = tracking.sweep
         place = {"mlflow.parentRunId": sweep, "sweep": sweep, "sweep.job": tracking.job or ""} if sweep else {}
         own = tracking.tags | ({} if tracking.description is None else {"mlflow.note.content": tracking.description})
         config_hash = provenance.config_hash(resolved, str(self.run_dir.absolute()))
         staged = {STAGES: json.dumps(self.plan.changes)} if self.plan.stages else {}
-        run = {
-            "experiment": resolved["tracking"]["experiment"],
-            "name": tracking.run_name or _name(spec.overrides, data.name) or f"{data.name} {model.name}",
-            "params": params | derived,
-            "tags": {**own, **provenance.origin(), "config.hash": config_hash, **place, **staged, **tags},
-            "system_metrics": tracking.system_metrics,
-            "gpus": list(gpus),
-            "segment": provenance.segment(after, spec),
-        }
+        run = {"experiment": resolved["tracking"]["experiment"], "params": params | derived, "gpus": list(gpus)}
+        run["name"] = tracking.run_name or _name(spec.overrides, data.name) or f"{data.name} {model.name}"
+        run["tags"] = {**own, **provenance.origin(), "config.hash": config_hash, **place, **staged, **tags}
+        run |= {"system_metrics": tracking.system_metrics, "segment": provenance.segment(after, spec)}
         # The dataset's name and tags may hold a secret as well as the config.
         self._begin(self.journal.start(self.run_dir / NAME, masked(run)))
         self._describe(spec, data, dataset)
@@ -165,10 +143,6 @@ class Tracker:
             say("the checksums of the data are left out")
         self._files.check()
 
-    def reaches_store(self) -> bool:
-        """Return whether the store answers; the wait is deducted from that at the end of the run."""
-        return bool(self.run_id) and self.journal.reaches_store(self.run_id)
-
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, or None."""
         if self._late_checksums and self._files.checksums:
@@ -180,16 +154,17 @@ class Tracker:
     def _describe(self, spec: RunSpec, data: Data, dataset: dict[str, Any]) -> None:
         """Log the inputs and the artifacts that exist before a run trains; `DESCRIBED` is the last one."""
         for name, split in data.splits.items():
-            context = {"train": "training"}.get(name, name)
-            line = {"dataset": _dataset(data, context, split, data.count(name)), "context": context}
-            self.journal.write(masked(line))
+            context, examples, schema = {"train": "training"}.get(name, name), data.count(name), str(split.element_spec)
+            of_split = f"{data.name} {data.version} {context} {examples} {schema}"
+            known = {"name": data.name[:500], "source_type": "code"}  # MLflow takes no longer name
+            known["digest"] = hashlib.sha256(of_split.encode()).hexdigest()[:8]
+            known["source"] = json.dumps({"tags": {"version": data.version}})
+            known |= {"schema": json.dumps({"elements": schema}), "profile": json.dumps({"num_examples": examples})}
+            self.journal.write(masked({"dataset": known, "context": context}))
         surroundings = provenance.environment(self.run_dir)
-        texts = {
-            "config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)),
-            "links.json": _text(spec.links),
-            "overrides.yaml": OmegaConf.to_yaml(masked(list(spec.overrides))),
-            "environment.json": _text(surroundings),
-        }
+        texts = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(spec.recorded)), "links.json": _text(spec.links)}
+        texts["overrides.yaml"] = OmegaConf.to_yaml(masked(list(spec.overrides)))
+        texts["environment.json"] = _text(surroundings)
         if surroundings["git"].get("clean") is False:
             texts["git.diff"] = provenance.diff()
         texts[DESCRIBED] = _text(dataset)
@@ -213,23 +188,11 @@ class Tracker:
 def _name(overrides: Sequence[str], dataset: str) -> str:
     """Return the experiment, or dataset, and what was overridden, as `text rate=0.1 seed=2`; empty if nothing was."""
     given = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
-    of_run = [(key, value) for key, value in given if not key.startswith(_PLACE)]
+    of_run = [(key, value) for key, value in given if not f"{key}.".startswith(("hydra", *provenance.PLACE))]
     experiment = dict(of_run).get("experiment", dataset)
     changed = [plain.short(key, value[:40]) for key, value in of_run if key != "experiment"]
-    return " ".join([experiment, *changed])[:NAME_LENGTH] if of_run else ""
+    return " ".join([experiment, *changed])[:200] if of_run else ""  # MLflow takes 250 characters
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
-
-
-def _dataset(data: Data, context: str, split: tf.data.Dataset, examples: int | None) -> dict[str, str]:
-    schema = str(split.element_spec)
-    return {
-        "name": data.name[:500],  # MLflow takes no more
-        "digest": hashlib.sha256(f"{data.name} {data.version} {context} {examples} {schema}".encode()).hexdigest()[:8],
-        "source_type": "code",
-        "source": json.dumps({"tags": {"version": data.version}}),
-        "schema": json.dumps({"elements": schema}),
-        "profile": json.dumps({"num_examples": examples}),
-    }
