@@ -4,9 +4,8 @@
     arrays.*        the arrays, as `tf.train.Checkpoint` writes them
     manifest.json   the SHA-256 of each of these files
 
-A thread writes them to a folder whose name starts with a dot, syncs and verifies it, and renames it. So a folder under
-its final name is complete, whenever the process is killed; damage by the disk shows in the manifest. `snapshot` defines
-the content. Imports no TensorFlow.
+A thread writes them to a folder whose name starts with a dot, syncs, verifies and renames it: under its final name a
+folder is complete, whenever the process is killed. Damage by the disk shows in the manifest. Imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -52,12 +51,9 @@ class Checkpoint:
 class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run. Leaving the `with` block waits for the last one.
 
-    Args:
-        folder: of all checkpoints of the run; made with the first one. Incomplete checkpoints in it are removed.
-        every: None, a number of updates, `epoch`, or `auto`: five minutes, more if that stalls training by over 1%.
-        plan: where epochs end.
-        keep: how many of the latest checkpoints are kept. Of the best ones, those that the kept ones refer to are.
-        writes: whether this process writes, or only reads what the chief writes.
+    The `folder` is made with the first one; incomplete ones in it are removed. `every` is None, a number of updates,
+    `epoch`, or `auto`: five minutes, more if that stalls training by over 1%. The latest `keep` are kept, and the best
+    ones that these refer to. A process that never `writes` reads what the chief writes.
     """
 
     def __init__(self, folder: Path, every: int | str | None, plan: Plan, keep: int = 2, writes: bool = True):
@@ -100,7 +96,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def best(self, update: int) -> Checkpoint | None:
         """Return the checkpoint of the best evaluation, at `update`; None, after a message, if it is damaged."""
-        self.wait()
         try:
             return at(self.folder / BEST, update)
         except ConfigError as error:

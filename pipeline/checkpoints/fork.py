@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ class Fork:
     checkpoint: Checkpoint
     weights_only: bool  # restore the model's weights alone
     own_rate: bool  # the learning rate of this config differs from that of the other run
-    _state: State | None = None
+    states: list[State] = field(default_factory=list)  # that `check` read; the training removes it, as it is large
 
     @property
     def update(self) -> int:  # from which this run counts on
@@ -64,16 +64,10 @@ class Fork:
             raise ConfigError("training", rule, plan.updates)
         snapshot.check(self.checkpoint.meta, update, self._takes)
         try:
-            self._state = snapshot.read(self.checkpoint.folder, self.checkpoint.meta)
+            self.states = [snapshot.read(self.checkpoint.folder, self.checkpoint.meta)]
         except Exception as error:
             rule = "must be there until it is read: the run that it is of has gone on"
             raise ConfigError(f"the checkpoint {self.checkpoint.folder}", rule) from error
-
-    def take(self) -> State:
-        """Return the state that `check` read, and keep no reference to it: it takes as much memory as the model."""
-        assert self._state is not None
-        taken, self._state = self._state, None
-        return taken
 
     def restore(self, taken: State, update: Update, recorder: Recorder, callbacks: Callbacks) -> dict[str, Any]:
         """Restore the state into the run; return the state of its loop."""
@@ -116,20 +110,16 @@ def named(text: str, key: str, but: Path | None = None, update: str | None = Non
     if not (name and last.isascii() and last.isdecimal()):
         name, last = text, ""
     source = find(name, key, but)
-    return source, _checkpoint(source / "checkpoints", text, update or last, key)
-
-
-def _checkpoint(folder: Path, text: str, update: str, key: str) -> Checkpoint:
+    folder, last = source / "checkpoints", update or last
     there = {number: place for place in (folder / BEST, folder) for number in files.updates(place)}
     if not there:
         raise ConfigError(key, "must be a run with a checkpoint: see training.checkpoint_every", text)
-    if not update:
-        if (found := files.newest(folder, max(there))) is None:
-            raise ConfigError(key, "must have a whole checkpoint", text)
-        return found
-    if int(update) not in there:
+    if last and int(last) not in there:
         raise ConfigError(key, "must name an update whose checkpoint is there", text, sorted(there))
-    return files.at(there[int(update)], int(update))
+    found = files.at(there[int(last)], int(last)) if last else files.newest(folder, max(there))
+    if found is None:
+        raise ConfigError(key, "must have a whole checkpoint", text)
+    return source, found
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:

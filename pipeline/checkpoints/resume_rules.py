@@ -36,12 +36,7 @@ _SAME = (
     *("training.weighted_metrics.", "training.added_losses.", "training.loss_over."),
     *("accumulation.schedule.", "accumulation.scale_rate.", "accumulation.seesaw_max."),
 )
-_FREE = (
-    *("dataset.data_dir.", "dataset.download.", "dataset.checksum.", "tracking.", "trust.", "training.resume."),
-    *("training.checkpoint_every.", "hardware.parallel_jobs.", "hardware.gpus_per_job.", "hardware.memory."),
-    *("hardware.jobs_per_gpu.", "hardware.gpu.", "hardware.gpu_memory."),
-    *("hardware.open_ports.", "hardware.secret_file."),
-)
+_FREE = (*provenance.PLACE, "hardware.memory.")
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,7 @@ class Continuation:
         if self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED"):
             raise ConfigError("training", f"must have a horizon beyond the {self.update} updates done", plan.updates)
         snapshot.check(self.checkpoint.meta, update)
-        then = self.checkpoint.meta["values"]["loop"].get("batch")
-        if then != plan.digest(self.update):
+        if self.checkpoint.meta["values"]["loop"].get("batch") != plan.digest(self.update):
             rule = f"must give the batches of the run again: that of update {self.update} is another one"
             if plan.stages:
                 raise ConfigError(SCHEDULE, f"{rule}; a longer horizon moves the stages of seesaw", plan.changes)
@@ -146,8 +140,7 @@ def _of(run_dir: Path, spec: RunSpec, past: Past, required: bool) -> Continuatio
             raise ConfigError("RUN", "must have a checkpoint: see training.checkpoint_every", str(run_dir))
         rule = f"must have an intact checkpoint after at most {most} updates, of which {NAME} has the rows"
         wrong = f" ({past.damage})" if past.damage else ""
-        rule = f"{rule}{wrong}: training.resume=auto trains it from the start"
-        raise ConfigError("RUN", rule, str(run_dir), there)
+        raise ConfigError("RUN", f"{rule}{wrong}: training.resume=auto trains it from the start", str(run_dir), there)
     return Continuation(run_dir, spec, past, latest, found)
 
 

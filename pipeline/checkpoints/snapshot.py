@@ -82,16 +82,11 @@ def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapp
     """
     arrays = _copied(_variables(update))
     states = {name: state for name, callback in callbacks.items() if (state := _state_of(callback)) is not None}
-    values = {
-        "loop": dict(loop),
-        "stop_training": bool(update.model.stop_training),
-        "recorder": recorder.get_state(),
-        "random": _without_arrays(random.getstate(), "Python's random state", {}),
-        "numpy": _without_arrays(np.random.get_state(), "NumPy's random state", arrays),
-        "callbacks": {name: _without_arrays(state, f"callback/{name}", arrays) for name, state in states.items()},
-        "kinds": {name: _kind(callback) for name, callback in callbacks.items()},
-    }
-    return State(arrays, values)
+    values = {"loop": dict(loop), "stop_training": bool(update.model.stop_training), "recorder": recorder.get_state()}
+    values["random"] = _without_arrays(random.getstate(), "Python's random state", {})
+    values["numpy"] = _without_arrays(np.random.get_state(), "NumPy's random state", arrays)
+    values["callbacks"] = {name: _without_arrays(each, f"callback/{name}", arrays) for name, each in states.items()}
+    return State(arrays, {**values, "kinds": {name: _kind(callback) for name, callback in callbacks.items()}})
 
 
 def restore_variables(state: State, update: Update, takes: Takes = lambda _: True) -> None:
@@ -175,8 +170,7 @@ def _variables(update: Update) -> dict[str, Sequence[Any]]:
     """Return all variables by unique name, each as a list of its copies on the replicas, or of one if all are equal."""
     model, local = update.model, update.strategy.experimental_local_results
     trainable = {id(variable) for variable in model.trainable_variables}
-    named = list[tuple[str, Sequence[Any]]]()
-    named += [(f"model/{each.path}", [each.value]) for each in model.trainable_variables]
+    named: list[tuple[str, Any]] = [(f"model/{each.path}", [each.value]) for each in model.trainable_variables]
     # The others include the seeds.
     named += [(f"model/{each.path}", local(each.value)) for each in model.variables if id(each) not in trainable]
     named += [(f"model/{name}", local(own)) for name, own in unknown_to_keras(model)]

@@ -68,7 +68,7 @@ class Chief(AbstractContextManager["Chief"]):
         self._made_logs = not self._logs.exists()
         self._logs.mkdir(exist_ok=True)
         secret = {cluster.SECRET: self._secret.decode()}
-        found = None if (strict := gate.in_force()) is None else asdict(strict)
+        found = None if gate.in_force is None else asdict(gate.in_force)
         given = {"addresses": addresses, "rendezvous": self._server.address, "spec": spec.to_text(), "gate": found}
         for index in range(1, len(addresses)):
             with (self._logs / f"{index}.log").open("ab") as log:

@@ -26,6 +26,7 @@ from pipeline.report.html_page import finite, render
 from pipeline.report.job_results import NO_RUN, JobResult, Measure, comparable_jobs, grouped, pooled
 from pipeline.report.statistics import PLAIN, SECONDS, SIZE, Scale, Spread, count, number
 from pipeline.tracking.foreign_store import ForeignStore, again_command
+from pipeline.trust import artifact_locations
 
 _TOPICS = {
     "jobs": "Jobs",
@@ -74,7 +75,7 @@ def report(arguments: Sequence[str]) -> int:
 def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
     """Write the report of a sweep, log it to the parent run, and print its findings; for arguments see `write`."""
     store = ForeignStore.open(uri, allow)
-    with store.confined(), tempfile.TemporaryDirectory() as folder:
+    with artifact_locations.confined(uri, store.places), tempfile.TemporaryDirectory() as folder:
         written = write(uri, sweep, Path(folder), allow)
         store.client().log_artifacts(written.run_id, folder, "report")
         place = store.client().get_run(written.run_id).info.artifact_uri

@@ -22,7 +22,7 @@ from pipeline.rerun import agreement, recorded_run
 from pipeline.rerun.request import Request, parsed
 from pipeline.tracking import provenance
 from pipeline.tracking.foreign_store import ForeignStore, SweepRecord
-from pipeline.trust.artifact_locations import is_inside
+from pipeline.trust.artifact_locations import confined, is_inside
 from pipeline.trust.gate import Gate, check_config, drop_writers, strict, texts
 
 DIFFERENT = 3  # exit status
@@ -41,7 +41,7 @@ def rerun(arguments: Sequence[str]) -> int:
     store = ForeignStore.open(own.tracking.uri, own.trust.allow)
     if request.sweep:
         return _rerun_sweep(store, request)
-    with store.confined():
+    with confined(store.uri, store.places):
         return Rerun(request, own, store, recorded_run.fetch(store, request.run_id), _gate(request, own)).run()
 
 

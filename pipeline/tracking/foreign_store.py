@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,7 +23,6 @@ LONGEST_TAG = 5000  # characters that every MLflow store accepts
 CRITICAL = "critical"  # the name of a sweep of `pipeline critical`
 _MOST = 50_000  # runs that one search returns, at most
 RUN_ID = re.compile("[0-9a-f]{32}")
-_START = re.compile("[0-9a-f]{4,32}")
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,9 @@ class ForeignStore:
         return cls(uri, tuple(allowed_places(allow)))
 
     def client(self) -> Any:
-        """Return MLflow's client of the store."""
         from mlflow.tracking import MlflowClient
 
         return MlflowClient(self.uri)
-
-    def confined(self) -> AbstractContextManager[None]:
-        """Let this process read and write artifacts of this store only where the user allows it."""
-        return artifact_locations.confined(self.uri, self.places)
 
     def run(self, start: str) -> Any:
         """Return the only run whose ID begins with `start`."""
@@ -63,7 +56,7 @@ class ForeignStore:
                 found = [self.client().get_run(start)]
             except MlflowException as error:
                 raise ConfigError("RUN_ID", "must be a run of the store", start) from error
-        elif _START.fullmatch(start):
+        elif re.fullmatch("[0-9a-f]{4,32}", start):
             found = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
             raise ConfigError("RUN_ID", "must be the ID of a run, or at least 4 digits of its start", start)
@@ -122,7 +115,6 @@ class SweepRecord:
     experiment_id: str
 
     def client(self) -> Any:
-        """Return MLflow's client of the store."""
         return ForeignStore(self.uri).client()
 
     def children(self) -> dict[str, Any]:

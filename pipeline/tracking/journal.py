@@ -2,10 +2,9 @@
 
     training thread ─► journal.jsonl ─► `python -m pipeline.tracking.shipper` ─► MLflow
 
-The trainer never waits for the tracker, shares no interpreter lock with it, and imports nothing of MLflow before the
-run has ended. Every line keeps its time stamp, so shipping a line twice changes nothing. If the trainer dies without a
-word, the shipper ships what was written and closes the run; if the shipper dies, it is replaced; if both die,
-`pipeline sync` ships the rest.
+The trainer never waits for the tracker, and imports nothing of MLflow before the run has ended. Every line keeps its
+time stamp: shipping it twice changes nothing. If the trainer dies without a word, the shipper ships what was written
+and closes the run; a shipper that dies is replaced; if both die, `pipeline sync` ships the rest.
 
 One line is one JSON object, with its time in milliseconds and its checksum (`pipeline.tracking.journal_file`):
     {"start": {…}}                                    the run: format, store, params, tags; the first line
@@ -32,14 +31,13 @@ from typing import Any
 from pipeline.common import imports, secrets
 from pipeline.common.errors import ConfigError, say
 from pipeline.tracking import foreign_store, journal_file
-from pipeline.tracking.journal_file import FORMAT, Past, Writer
+from pipeline.tracking.journal_file import FORMAT, Past
 from pipeline.trust import artifact_locations
 
 REVIVE = 5.0  # seconds between two checks that the shipper is alive
 SILENCE = 10.0  # seconds without an answer after which the user is told that the run waits for the store
 RETRY = 5.0  # seconds between two attempts to reach a store that is waited for
 AWAY = "must be a store that answers ({})"
-NO_ANSWER = "no answer within {:.0f} s"
 LIVES = 3  # failures that are survived before the run exists: shippers that die, stores that go away
 LAG = 20_000  # points that wait to be shipped before the user is told: some seconds of work for a store
 
@@ -92,21 +90,14 @@ class ShipperProcess:
 class Journal:
     """The trainer's end. Opens the store in the background at once, while TensorFlow is still being imported.
 
-    Args:
-        uri: an MLflow tracking URI.
-        experiment: of the run; created with the run if it does not exist.
-        patience: seconds to wait for an answer of the store, at the start and at the end of the run.
-        when_unreachable: at the start: `refuse` the run, `wait`, or train `offline`.
+    The experiment is created with the run if it does not exist. The `patience` is how many seconds an answer of the
+    store is waited for, at the start and at the end. `when_unreachable`: `refuse` the run, `wait`, or train `offline`.
     """
-
-    _writer: Writer
 
     def __init__(self, uri: str, experiment: str, *, patience: float = 60.0, when_unreachable: str = "refuse"):
         self.uri, self.experiment, self.patience = uri, experiment, patience
-        self._when_unreachable = when_unreachable
-        self._offline, self._lives, self._lag = False, LIVES, LAG
-        self._path = Path()
-        self._checked = time.monotonic()
+        self._when_unreachable, self._offline, self._path = when_unreachable, False, Path()
+        self._lives, self._lag, self._checked = LIVES, LAG, time.monotonic()
         self.shipper = self._open()
 
     def ready(self) -> None:
@@ -138,8 +129,7 @@ class Journal:
 
     def go_on(self, past: Past, segment: dict[str, Any]) -> dict[str, str]:
         """Resume the run of `past`; return its IDs, as `start` does."""
-        ids = self._attach(past.path, may_exist=True)
-        self._writer = past.writer()
+        ids, self._writer = self._attach(past.path, may_exist=True), past.writer()
         if ids and ids != past.run:
             self.write({"run": ids})
         self.write({"resume": segment})
@@ -179,7 +169,7 @@ class Journal:
 
     def _open(self) -> ShipperProcess:
         known = {"open": self.uri, "experiment": self.experiment, "patience": self.patience}
-        return ShipperProcess({**known, "places": artifact_locations.allowed_places()})
+        return ShipperProcess({**known, "places": artifact_locations.confined_to})
 
     def _attach(self, path: Path, *, may_exist: bool) -> dict[str, str]:
         """Let the shipper create or find the run; return its IDs, empty if it is kept offline."""
@@ -225,7 +215,7 @@ class Journal:
 
         The patience begins `anew`, or goes on. The user is told of progress, and of a store that is silent for long.
         """
-        why, told, silent = "", time.monotonic(), NO_ANSWER.format(self.patience)
+        why, told, silent = "", time.monotonic(), f"no answer within {self.patience:.0f} s"
         self._deadline = told + self.patience if anew else self._deadline
         while (seconds := self._deadline - time.monotonic()) > 0:
             answer = self.shipper.answer(min(seconds, SILENCE))

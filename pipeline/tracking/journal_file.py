@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from pipeline.common import recorded
 from pipeline.common.errors import ConfigError, refused, say
+from pipeline.common.recorded import FormError, check
 
 NAME = "journal.jsonl"  # in the run directory
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
@@ -32,10 +32,6 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dump
 _LINE = {"end?": str, "step?": int} | dict.fromkeys(("start?", "run?", "metrics?", "tags?"), dict)
 _HEAD = len('{"crc":"00000000",')
 _AT_ONCE = 2**16  # bytes read at a time
-
-
-class DamagedError(ValueError):
-    """A line of a journal is not as it was written; the message says which one."""
 
 
 def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
@@ -55,7 +51,7 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
 
 
 class Reader:
-    """Reads the lines of a journal, also while they are being written; one that was changed is a `DamagedError`."""
+    """Reads the lines of a journal, also while they are being written; one that was changed is a `FormError`."""
 
     def __init__(self, descriptor: int):
         self.offset = self.crc = self._number = 0  # bytes and lines read, which are complete, and their checksum
@@ -85,13 +81,13 @@ class Reader:
         if text[:_HEAD] != f'{{"crc":"{crc:08x}",'.encode():
             older = self._number == 0 and text.startswith(b'{"time":')
             wrong = f"line {self._number + 1} is not as it was written"
-            raise DamagedError("it is of a version before this one" if older else wrong)
+            raise FormError("it is of a version before this one" if older else wrong)
         self.offset, self.crc, self._number = self.offset + len(text), crc, self._number + 1
         try:
             line: dict[str, Any] = json.loads(text)
-            recorded.check(line, _LINE, [])
+            check(line, _LINE, [])
         except ValueError as error:  # somebody has written it
-            raise DamagedError(f"line {self._number}: {error}") from error
+            raise FormError(f"line {self._number}: {error}") from error
         return line
 
 
@@ -188,18 +184,16 @@ class Past:
             past.close()
             raise
 
-    def __post_init__(self) -> None:
-        self._reader = Reader(self.descriptor)
-
     @property
     def updates(self) -> set[int]:
         return self.steps["train"]
 
     def _read(self, key: str) -> None:
+        self._reader = Reader(self.descriptor)
         try:
             for line in self._reader.lines():
                 self._add(line)
-        except (DamagedError, OSError) as error:
+        except (FormError, OSError) as error:
             self.damage = str(error)
         version = self.start.get("format")
         if version != FORMAT:
@@ -216,8 +210,7 @@ class Past:
             self.status = None
         self.tags |= line.get("tags", {})
         self.described |= line.get("artifact") == DESCRIBED
-        self.start = line.get("start", self.start)
-        self.run = line.get("run", self.run)
+        self.start, self.run = line.get("start", self.start), line.get("run", self.run)
         self.status = line.get("end", self.status)
 
     def writer(self) -> Writer:

@@ -106,12 +106,9 @@ def own_code(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the files and packages in the working directory that define the `targets` or the model's layers."""
     modules = {cls.__module__ for cls in _own_classes(model)}
     modules |= {name for target in targets for name in sys.modules if target.startswith(f"{name}.")}
-    found = set()
-    for name in modules:
-        file = Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or "/")
-        if file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts:
-            found.add(file.parent if file.name == "__init__.py" else file)
-    return sorted(map(str, found))
+    files = {Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or "/") for name in modules}
+    own = [file for file in files if file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts]
+    return sorted({str(file.parent if file.name == "__init__.py" else file) for file in own})
 
 
 def _own_classes(model: keras.Model) -> set[type]:

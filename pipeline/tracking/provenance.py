@@ -27,8 +27,13 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
 
 LARGEST_DIFF = 1_000_000  # characters of a dirty tree's diff
-AT_ONCE = 1024  # examples per read
 MACHINE = ("python", "platform", "processor", "processors", "gpus", "driver", "cuda", "cudnn", "lock_file", "lock")
+# Keys that say where and how a run is made, and not which run it is.
+PLACE = (
+    *("dataset.data_dir.", "dataset.download.", "dataset.checksum.", "tracking.", "trust.", "training.resume."),
+    *("training.checkpoint_every.", "hardware.parallel_jobs.", "hardware.gpus_per_job.", "hardware.jobs_per_gpu."),
+    *("hardware.gpu.", "hardware.gpu_memory.", "hardware.open_ports.", "hardware.secret_file."),
+)
 # The form of dataset.json.
 DATASET = {"name": object, "version": object, "examples": {str: int}, "files": {str: str}, "content": {str: str}}
 NAMED = ("tensorflow", "keras", "numpy", "hydra-core", "omegaconf", "mlflow", "tensorflow-datasets", "scikit-learn")
@@ -50,17 +55,11 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 def environment(run_dir: Path) -> dict[str, Any]:
     """Describe the interpreter, the machine, the code, every installed distribution, and the run directory."""
     installed = [dist.metadata for dist in metadata.distributions()]  # each access of which reads a file
-    return {
-        "run_dir": str(run_dir.absolute()),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        **_hardware(),
-        **_lock(),
-        "git": git(),
-        "code": own_code(),
-        "package": {"version": __version__, "sha256": _package_hash()},
-        "packages": {of["Name"]: of["Version"] for of in sorted(installed, key=lambda of: of["Name"] or "")},
-    }
+    found: dict[str, Any] = {"run_dir": str(run_dir.absolute()), "git": git(), "code": own_code()}
+    found |= {"python": platform.python_version(), "platform": platform.platform(), **_hardware(), **_lock()}
+    found["package"] = {"version": __version__, "sha256": _package_hash()}
+    found["packages"] = {of["Name"]: of["Version"] for of in sorted(installed, key=lambda of: of["Name"] or "")}
+    return found
 
 
 def segment(after: int, spec: resolve.RunSpec) -> dict[str, Any]:
@@ -79,9 +78,8 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         if name in NAMED or name.startswith("nvidia-"):
             pairs[name] = packages.get(name, "absent"), now["packages"].get(name, "absent")
     lines = [f"{name}: {old} then, {new} now" for name, (old, new) in pairs.items() if old != new]
-    for when, tree in (("then", then), ("now", now["git"])):
-        if tree.get("clean") is False:
-            lines.append(f"code: the tree was not clean {when}")
+    trees = {"then": then, "now": now["git"]}
+    lines += [f"code: the tree was not clean {when}" for when, tree in trees.items() if tree.get("clean") is False]
     for file, digest in (recorded.get("code") or {}).items():
         if (changed := _hash_on_path(str(file))) != digest:
             lines.append(f"code: {file} is {'not the recorded file' if changed else 'not found'}")
@@ -101,8 +99,7 @@ def own_code() -> dict[str, str]:
     """Return the SHA-256 of each imported file of the user's own, by its path below the folder that it was found in."""
     standard, found = sysconfig.get_path("stdlib"), {}
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        parts = name.split(".")
+        file, parts = getattr(module, "__file__", None) or "", name.split(".")
         installed = file.startswith(standard) or "/site-packages/" in file or "/dist-packages/" in file
         # AutoGraph's modules begin with an underscore too.
         theirs = installed or name.startswith("__") or parts[0] in ("pipeline", "hydra_plugins")
@@ -136,14 +133,10 @@ def dataset(data: Data, checksum: str = "full", *, files: Files | None = None, o
     wanted, files = checksum == "full", files or Files(data.files)
     if wanted and of_files:
         files.known()
-    return {
-        "name": data.name,
-        "version": data.version,
-        "examples": {name: count for name in data.splits if (count := data.count(name)) is not None},
-        "checksum": checksum,
-        "files": files.checksums,
-        "content": {name: _content_hash(split) for name, split in data.splits.items() if wanted and not data.files},
-    }
+    found = {"name": data.name, "version": data.version, "checksum": checksum, "files": files.checksums}
+    found["examples"] = {name: count for name in data.splits if (count := data.count(name)) is not None}
+    hashed = data.splits if wanted and not data.files else {}
+    return {**found, "content": {name: _content_hash(split) for name, split in hashed.items()}}
 
 
 def check_dataset(recorded: Mapping[str, Any], now: Mapping[str, Any], run_id: str) -> None:
@@ -186,12 +179,8 @@ def _hardware() -> dict[str, Any]:
     models = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
     answer = imports.said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
     gpus = [line.split(", ") for line in answer.splitlines() if ", " in line]
-    found = {
-        "processor": models[0] if models else platform.processor(),
-        "processors": os.cpu_count(),
-        "gpus": [gpu[0] for gpu in gpus],
-        "driver": gpus[0][1] if gpus else None,
-    }
+    found = {"processor": models[0] if models else platform.processor(), "processors": os.cpu_count()}
+    found |= {"gpus": [gpu[0] for gpu in gpus], "driver": gpus[0][1] if gpus else None}
     if "tensorflow" in sys.modules:  # importing it takes seconds; the versions of CUDA's packages are recorded anyway
         build = sys.modules["tensorflow"].sysconfig.get_build_info()
         found |= {"cuda": build.get("cuda_version"), "cudnn": build.get("cudnn_version")}
@@ -223,7 +212,7 @@ def _content_hash(split: Any) -> str:
 
     specs = tf.nest.flatten(split.element_spec)
     if all(isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() for spec in specs):
-        batches = split.batch(AT_ONCE).as_numpy_iterator()
+        batches = split.batch(1024).as_numpy_iterator()
         examples = (example for batch in batches for example in zip(*tf.nest.flatten(batch), strict=True))
     else:  # flat values and row splits of a ragged tensor; indices, values and shape of a sparse one
         flat = (tf.nest.flatten(example, expand_composites=True) for example in split)

@@ -4,9 +4,8 @@ It reads commands from standard input and answers each with one line of JSON:
     {"open": URI, "experiment": …, "places": …, "patience": s}  →  {}
     {"ship": path of the journal, "may_exist": whether the run may exist}  →  {"run_id", "experiment_id"}
     {"unwritten": lines that are in no file}  →  nothing
-It follows the journal until standard input ends, ships the rest and answers with {"shipped": points}. Meanwhile it says
-{"left": about how many points} after each request, {"failing": in one line} after each try that fails, and {"error": in
-one line} after a failure for good.
+It follows the journal until standard input ends, and its last answer is {"shipped": points} or {"error": in one line}.
+Meanwhile it says {"left": about how many points} after each request, {"failing": in one line} after each that fails.
 """
 
 import gc

@@ -26,11 +26,8 @@ class Store:
 
     def __init__(self, uri: str):
         remember(uri)
-        self.uri = uri
-        self._tables = b""  # of a new SQLite store
-        self.database: Path | None = None  # the file of a SQLite store
-        if uri.startswith(SQLITE):
-            self.database = Path(uri.removeprefix(SQLITE).split("?")[0]).absolute()
+        self.uri, self._tables = uri, b""  # the latter are of a new SQLite store
+        self.database = Path(uri.removeprefix(SQLITE).split("?")[0]).absolute() if uri.startswith(SQLITE) else None
         try:
             self._check()
         except Exception as error:
@@ -42,10 +39,8 @@ class Store:
 
     def file_id(self) -> tuple[int, int] | None:
         """Return the device and inode of a SQLite store's file; None if there is no such file."""
-        if self.database is None or self.is_new():
-            return None
-        found = self.database.stat()
-        return found.st_dev, found.st_ino
+        found = None if self.database is None or self.is_new() else self.database.stat()
+        return None if found is None else (found.st_dev, found.st_ino)
 
     def prepare(self) -> None:
         """Make the tables of a new SQLite store, which takes seconds, in a file that `client` puts in place."""

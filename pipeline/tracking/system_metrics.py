@@ -13,7 +13,6 @@ def system_sampler(uri: str, run_id: str, gpus: Sequence[int] | None = None) -> 
     """Return a function that samples MLflow's system metrics, by name; `gpu_0` is the first of the run's `gpus`.
 
     These are places in CUDA_VISIBLE_DEVICES; with None, as of an older journal, all GPUs of the machine are sampled.
-
     MLflow's own thread would read the whole run before each write. This is private, as of MLflow 3.17.2:
     tests/tracking/test_mlflow_internals.py fails if another version differs.
     """

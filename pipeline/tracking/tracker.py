@@ -31,14 +31,6 @@ if TYPE_CHECKING:
     from pipeline.dataset.splits import Data
     from pipeline.training.evaluator import Best
 
-NAME_LENGTH = 200  # characters of a run's name; MLflow takes 250
-# Overrides that say where and how a run is made, and not which.
-_PLACE = (
-    *("tracking", "trust", "hydra", "hardware.parallel_jobs", "training.resume", "training.checkpoint_every"),
-    *("dataset.data_dir", "dataset.download", "dataset.checksum", "hardware.secret_file", "hardware.open_ports"),
-    *("hardware.gpu", "hardware.jobs_per_gpu"),
-)
-
 
 class Tracker:
     """One run in MLflow: `start`, then rows, then `end`. The plan turns updates into the other counters."""
@@ -216,10 +208,10 @@ class Tracker:
 def _name(overrides: Sequence[str], dataset: str) -> str:
     """Return the experiment, or dataset, and what was overridden, as `text rate=0.1 seed=2`; empty if nothing was."""
     given = [(key.lstrip("+~"), value) for key, _, value in (text.partition("=") for text in overrides)]
-    of_run = [(key, value) for key, value in given if not key.startswith(_PLACE)]
+    of_run = [(key, value) for key, value in given if not f"{key}.".startswith(("hydra", *provenance.PLACE))]
     experiment = dict(of_run).get("experiment", dataset)
     changed = [plain.short(key, value[:40]) for key, value in of_run if key != "experiment"]
-    return " ".join([experiment, *changed])[:NAME_LENGTH] if of_run else ""
+    return " ".join([experiment, *changed])[:200] if of_run else ""  # MLflow takes 250 characters
 
 
 def _text(value: Any) -> str:

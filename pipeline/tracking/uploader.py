@@ -18,8 +18,9 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
+from pipeline.common.recorded import FormError
 from pipeline.tracking import model_upload
-from pipeline.tracking.journal_file import MODEL, SHIPPER, DamagedError, Reader, lock
+from pipeline.tracking.journal_file import MODEL, SHIPPER, Reader, lock
 from pipeline.tracking.store import Store
 from pipeline.tracking.system_metrics import system_sampler
 from pipeline.trust import artifact_locations
@@ -106,8 +107,7 @@ class Uploader:
         if self._store.file_id() != self._file_id:  # what is written there is lost
             raise StoreGoneError(f"{self._store.database} was moved or deleted")
         while self._points:
-            batch = self._points[: self._at_once]
-            self._at_once = AFTER_FAILURE
+            batch, self._at_once = self._points[: self._at_once], AFTER_FAILURE
             self.client.log_batch(self.run_id, metrics=batch)
             self._at_once = AT_ONCE
             del self._points[: len(batch)]
@@ -129,8 +129,7 @@ class Uploader:
         """Ship the rest once no trainer writes; errors are reported, and raised once they last `patience` seconds."""
         more = True
         while more:
-            more = self.read(ended=True)
-            until = time.monotonic() + patience
+            more, until = self.read(ended=True), time.monotonic() + patience
             while True:
                 before = self.sent, len(self._lines)
                 try:
@@ -151,13 +150,12 @@ class Uploader:
     def _open_run(self, line: dict[str, Any], may_exist: bool) -> None:
         """Find or create the run of a journal's first line; complete its params, and ask for its points."""
         start = line["start"]
-        self.client = self._store.client()
-        self.experiment_id = self._store.experiment(start["experiment"])
+        self.client, self.experiment_id = self._store.client(), self._store.experiment(start["experiment"])
         self._file_id = self._store.file_id()
         self._run = (self._found(start["tags"]["journal"]) if may_exist else None) or self._created(line)
         self.run_id = self._run.info.run_id
         try:
-            if (places := artifact_locations.allowed_places()) is not None:
+            if (places := artifact_locations.confined_to) is not None:
                 artifact_locations.check(self._run.info.artifact_uri, self._store.uri, places)
             known, given = self._run.data.params, start["params"].items()
             params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in given if key not in known]
@@ -188,17 +186,16 @@ class Uploader:
     def _created(self, line: dict[str, Any]) -> Any:
         """Create the run. Each try is one request: every retry of MLflow's own could leave another run behind."""
         start = line["start"]
-        tries, found = 1, None
-        while not found:
+        for left in reversed(range(TRIES)):
             try:
                 with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):  # which is read at each request
                     return self.client.create_run(self.experiment_id, line["time"], start["tags"], start["name"])
             except MlflowException as error:
-                if tries == TRIES or error.error_code in REFUSALS:
+                if not left or error.error_code in REFUSALS:
                     raise
-                time.sleep(RETRY)
-                tries, found = tries + 1, self._found(start["tags"]["journal"])
-        return found
+            time.sleep(RETRY)
+            if found := self._found(start["tags"]["journal"]):
+                return found
 
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
@@ -227,7 +224,7 @@ class Uploader:
     def _readable(self, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         try:
             yield from lines
-        except DamagedError as error:
+        except FormError as error:
             self.damage = f"The journal cannot be read further: {error}."
 
     def _ship_line(self, line: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ class Trainer:
 
     def restore(self, start: Checkpoint | Fork, iterator: Any) -> None:
         """Put back the state of a checkpoint; `iterator` is as in `update_once`."""
-        state = snapshot.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.take()
+        state = snapshot.read(start.folder, start.meta) if isinstance(start, Checkpoint) else start.states.pop()
         snapshot.adapt(self.update, state)
         self._next_update.get_concrete_function(iterator)  # before: a layer may draw a seed when it is traced
         self.update.begun.assign(start.update)

@@ -16,12 +16,11 @@ from pipeline.config.allow_list import DOTTED
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs what it raises, in several lines
 
 _DATASETS = ("augmentation.Flip", "augmentation.Shift", "breast_cancer", "diabetes", "digits", "from_tfds", "topics")
-_MODELS = ("application", "cnn", "decoder", "mlp", "tabular")
 BUILDERS = {
     *(f"pipeline.dataset.{name}" for name in _DATASETS),
-    *(f"pipeline.components.model.{name}" for name in _MODELS),
-    "pipeline.components.metrics.BitsPerToken",
-    *("pipeline.components.optimizer.InverseSquareRoot", "pipeline.components.optimizer.constant"),
+    *(f"pipeline.components.model.{name}" for name in ("application", "cnn", "decoder", "mlp", "tabular")),
+    *(f"pipeline.components.{name}" for name in ("metrics.BitsPerToken", "optimizer.InverseSquareRoot")),
+    "pipeline.components.optimizer.constant",
 }
 
 # Public namespace of Keras → what its classes must derive from.

@@ -24,28 +24,26 @@ from pipeline.common.errors import ConfigError
 _BESIDE = ("artifacts", "mlartifacts", "mlruns")  # ours, and those that MLflow's server makes
 # Matched as text: parsers disagree on where the host of an address with an @ or a backslash ends.
 _SERVER = re.compile(r"(mlflow-artifacts|https?)://((?:[\w.\-]+|\[[\da-f:.]+\])(?::\d+)?)(/.*)?", re.I | re.A)
-_OF_THE_SERVER = re.compile(r"mlflow-artifacts:(/(?!/).*)?")
 # MLflow sends a token to the host that a URI of Azure names.
 _BUCKET = re.compile(r"(s3|gs)://.+|(wasbs|abfss)://[\w$\-]+@\w+\.(blob|dfs)\.core\.windows\.net(/.*)?", re.A)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
-_places: list[str] | None = None  # allowed by the user, in all threads of this process; None: it is not confined
+confined_to: list[str] | None = None  # places that the user allows all threads of this process; None: anywhere
 
 
 @contextmanager
 def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     """Let this process read and write artifacts only where `check` accepts it.
 
-    The check is made when MLflow opens a place, not before: a server may answer differently when asked again. Temporary
-    files get a folder of their own, which may be read too, as no store can guess its name: MLflow loads a model from
-    there to try it before it is logged.
+    The check is made when MLflow opens a place, not before: a server may answer differently when asked again. MLflow
+    may also read temporary files, as it loads a model to try it: in a folder of their own, whose name no store guesses.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 
-    global _places
+    global confined_to
     # Scheme → what opens a place: not a copy in MLflow 3.17.2, so every call of MLflow looks it up here.
     repositories: dict[str, Any] = get_registered_artifact_repositories()
-    before_places, before_tempdir, opened = _places, tempfile.tempdir, dict(repositories)
+    before, before_tempdir, opened = confined_to, tempfile.tempdir, dict(repositories)
 
     def checked(open_place: Any, artifact_uri: str, *arguments: Any, **named: Any) -> Any:
         check(artifact_uri, tracking_uri, [*places, temporary])
@@ -57,11 +55,11 @@ def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
         if scheme not in ("runs", "models"):  # these lead to another address, which is looked up as well
             repositories[scheme] = partial(checked, open_place)
     with tempfile.TemporaryDirectory() as temporary:
-        _places, tempfile.tempdir = list(places), temporary
+        confined_to, tempfile.tempdir = list(places), temporary
         try:
             yield
         finally:
-            _places, tempfile.tempdir = before_places, before_tempdir
+            confined_to, tempfile.tempdir = before, before_tempdir
             repositories.update(opened)
 
 
@@ -71,13 +69,13 @@ def lies_in(store: str, places: Sequence[str]) -> bool:
     return plain and any(_lies_in(store.removeprefix("sqlite:///"), place) or store == place for place in places)
 
 
-def allowed_places() -> list[str] | None:
-    return _places
-
-
 def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
     """Refuse artifacts that lie neither with the store nor in one of `places`."""
-    known = [*_folders(tracking_uri), *places]
+    known = list(places)
+    if urlsplit(tracking_uri).scheme not in _DEFAULT_PORTS:  # a database, whose artifacts lie in local folders
+        beside = Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).parent
+        names = _BESIDE if tracking_uri.startswith("sqlite:///") else ()
+        known += [folder.absolute().as_uri() for folder in (Path("mlruns"), *(beside / name for name in names))]
     lies_there = _BUCKET.fullmatch(uri) or _is_on(uri, tracking_uri) or any(_lies_in(uri, place) for place in known)
     if not lies_there or not uri.isprintable() or "\\" in uri:
         rule = f"must be a store that keeps artifacts with itself or in a bucket: these lie in {uri}"
@@ -101,22 +99,12 @@ def _check_links(folder: Path) -> None:
                 raise ConfigError("tracking.uri", rule)
 
 
-def _folders(tracking_uri: str) -> list[str]:
-    """Return the URIs of the local folders in which a database keeps its artifacts; a server has none."""
-    if urlsplit(tracking_uri).scheme in _DEFAULT_PORTS:
-        return []
-    folders = [Path("mlruns")]
-    if tracking_uri.startswith("sqlite:///"):
-        folders += [Path(tracking_uri.removeprefix("sqlite:///").split("?")[0]).parent / name for name in _BESIDE]
-    return [folder.absolute().as_uri() for folder in folders]
-
-
 def _is_on(uri: str, tracking_uri: str) -> bool:
     server, found = urlsplit(tracking_uri), _SERVER.fullmatch(uri)
     if server.scheme not in _DEFAULT_PORTS:
         return False
     if found is None:
-        return _OF_THE_SERVER.fullmatch(uri) is not None
+        return re.fullmatch("mlflow-artifacts:(/(?!/).*)?", uri) is not None
     addresses = (server.netloc.rpartition("@")[2], found[2])
     ours, theirs = (address.lower().removesuffix(_DEFAULT_PORTS[server.scheme]) for address in addresses)
     return theirs == ours and found[1].lower() in ("mlflow-artifacts", server.scheme)

@@ -63,34 +63,25 @@ class Gate:
             raise ConfigError(key, rule, path)
 
 
-_gate: Gate | None = None  # of this process: a context variable would leave the threads of a run unguarded
+in_force: Gate | None = None  # of this process: a context variable would leave the threads of a run unguarded
 
 
 @contextmanager
 def strict(gate: Gate) -> Iterator[None]:
     """Let all threads of this process instantiate only what `gate` accepts."""
-    global _gate
-    before, _gate = _gate, gate
+    global in_force
+    before, in_force = in_force, gate
     try:
         yield
     finally:
-        _gate = before
-
-
-def in_force() -> Gate | None:
-    """Return the gate of `strict`, to be passed on to another process; None outside of `strict`."""
-    return _gate
-
-
-def downloads() -> bool:
-    return _gate is None or _gate.downloads
+        in_force = before
 
 
 def check(node: DictConfig, key: str) -> None:
     """Refuse a `node` that is not trusted before anything of it is imported; do nothing outside of `strict`."""
-    if _gate is not None:
+    if in_force is not None:
         with as_config_error():
-            check_config({key: OmegaConf.to_container(node, resolve=True)}, _gate)
+            check_config({key: OmegaConf.to_container(node, resolve=True)}, in_force)
 
 
 def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
@@ -124,9 +115,8 @@ def check_size(config: Mapping[str, Any]) -> None:
 
 def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a fetched config without the callbacks that write files and are not `allowed`, and those: key → target."""
-    training: Any = config.get("training")
-    match training:
-        case {"callbacks": dict(callbacks)}:
+    match config:
+        case {"training": {"callbacks": dict(callbacks)} as training}:
             writers = [target for target in allowlist.WRITERS if not allowlist.is_under(target, allowed)]
             targets = {name: node.get("_target_") for name, node in callbacks.items() if isinstance(node, dict)}
             dropped = {f"training.callbacks.{name}": target for name, target in targets.items() if target in writers}
@@ -172,23 +162,20 @@ def _check_scalar(value: Any, key: str, gate: Gate) -> None:
         if not _RUN.fullmatch(str(value)):
             rule = "must be the ID of a run where it comes from a store: give start.run again"
             raise ConfigError("start.run", rule, str(value))
-    elif type(value) is str:  # as a path as well: code that receives it could read it, or write there
-        _check_text(value, key, gate)
-
-
-def _check_text(text: str, key: str, gate: Gate) -> None:
-    if "${" in text:
-        raise ConfigError(key, "must be resolved: a record holds no interpolation", text)
-    # A reader of paths or addresses may skip characters that are not visible.
-    if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in text):
-        raise ConfigError(key, "must be of signs that can be seen", text)
-    if key.startswith("tracking."):  # the names of an experiment and of a run may look like a path
-        return
-    if text.startswith("/") or _leads_away(text) or (re.search(r"[\\/]", text) and os.path.lexists(text)):
-        gate.confine(text, key)
+    elif type(value) is str:
+        if "${" in value:
+            raise ConfigError(key, "must be resolved: a record holds no interpolation", value)
+        # A reader of paths or addresses may skip characters that are not visible.
+        if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in value):
+            raise ConfigError(key, "must be of signs that can be seen", value)
+        # As a path as well: code that receives it could read it, or write there.
+        is_path = value.startswith("/") or _leads_away(value) or (re.search(r"[\\/]", value) and os.path.lexists(value))
+        if is_path and not key.startswith("tracking."):  # the names of an experiment and of a run may look like one
+            gate.confine(value, key)
 
 
 def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
+    """Refuse a target by its name, and the arguments of one that reads files."""
     target = node["_target_"]
     if type(target) is not str:
         raise ConfigError(_join(key, "_target_"), "must be the dotted name of what builds it", str(target))
@@ -197,16 +184,13 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
     for name, (kind, rule) in kinds.items():
         if name in node and type(node[name]) is not kind:
             raise ConfigError(_join(key, name), f"of {target} must be {rule}", node[name])
-    if target in allowlist.READERS or target.startswith(allowlist.APPLICATIONS):
-        _check_reader(node, target, key, gate)
-
-
-def _check_reader(node: dict[Any, Any], target: str, key: str, gate: Gate) -> None:
-    """Check the arguments of a target that reads files; `_args_` or `_partial_` would hide a path from this check."""
+    of_keras = target.startswith(allowlist.APPLICATIONS)
+    if target not in allowlist.READERS and not of_keras:  # it reads no files
+        return
     for name in ("_args_", "_partial_"):
-        if node.get(name):
+        if node.get(name):  # it would hide a path from these checks
             raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
-    if target.startswith(allowlist.APPLICATIONS) and node.get("weights") not in (None, "imagenet"):
+    if of_keras and node.get("weights") not in (None, "imagenet"):
         raise ConfigError(_join(key, "weights"), f"of {target} must be null or 'imagenet'", node["weights"])
     if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
         rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"

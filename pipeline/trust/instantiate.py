@@ -14,12 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.common.errors import ConfigError, described
 from pipeline.trust import gate
 
-# Config key → the group of its files, and what it is.
-_FILES = {
-    **{group: (group, f"a {group}") for group in ("dataset", "model", "schedule")},
-    "optimizer": ("optimizer", "an optimizer"),
-    "training.loss": ("objective", "an objective"),
-}
+# Config key → the group of its files.
+_GROUPS = {key: key for key in ("dataset", "model", "optimizer", "schedule")} | {"training.loss": "objective"}
 _OF_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # all else is the target's argument
 
 
@@ -78,10 +74,10 @@ def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, oth
         for name in given:
             if name not in parameters:
                 rule = f"must be an argument of {node._target_}"
-                if key in _FILES and not str(node._target_).startswith("pipeline."):  # named on the command line alone
-                    group, option = _FILES[key]
-                    rule += f"; {option} of your own stands whole in a file, conf/{group}/NAME.yaml, and is taken with "
-                    rule += f"--config-dir conf {group}=NAME"
+                if key in _GROUPS and not str(node._target_).startswith("pipeline."):  # named on the command line alone
+                    group, article = _GROUPS[key], "an" if _GROUPS[key].startswith("o") else "a"
+                    rule += f"; {article} {group} of your own stands whole in a file, conf/{group}/NAME.yaml, and is "
+                    rule += f"taken with --config-dir conf {group}=NAME"
                 raise ConfigError(f"{key}.{name}", rule, name, parameters)
         for name, parameter in parameters.items():
             missing = name not in given and name not in others and not node.get("_partial_")

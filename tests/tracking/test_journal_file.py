@@ -12,8 +12,9 @@ import time
 import pytest
 
 from pipeline.common.errors import ConfigError
+from pipeline.common.recorded import FormError
 from pipeline.tracking import journal_file
-from pipeline.tracking.journal_file import NAME, DamagedError, Past, Reader
+from pipeline.tracking.journal_file import NAME, Past, Reader
 
 START = {"start": {"format": 1, "store": "sqlite:///x", "experiment": "e", "params": {}, "tags": {"journal": "1"}}}
 
@@ -37,7 +38,7 @@ def read(path):
     try:
         for line in Reader(descriptor).lines():
             found.append(line)
-    except DamagedError as error:
+    except FormError as error:
         return found, str(error)
     finally:
         os.close(descriptor)
