@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 
 GRACE = 30.0  # seconds for the current update to finish before it is interrupted
 
@@ -49,7 +48,7 @@ class Interruption:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP:  # a shell whose terminal is closed repeats it
             signal.signal(number, signal.SIG_IGN)
             number = signal.SIGTERM

@@ -89,9 +89,7 @@ class Chief(AbstractContextManager["Chief"]):
         if reached := cluster.reachable():
             listening = f"TensorFlow listens without a password at {', '.join(workers.addresses)}"
             say(f"{listening}, and at the same ports of {', '.join(reached)}")
-        self._server.watch(
-            lambda: 0 if self.reductions_ready is None else int(self.reductions_ready.numpy()), self._lost
-        )
+        self._server.watch(lambda: 0 if self.reductions_ready is None else self.reductions_ready, self._lost)
         return replace(spec, workers=workers)
 
     def _check_processes(self) -> None:

@@ -35,7 +35,7 @@ REFUSING = 10.0  # seconds for which a chief that refuses its config waits for w
 FINISHED = 60.0  # the same if its run has finished: they import TensorFlow before they come
 LONGEST = 300  # characters of what another worker says
 
-Count = Callable[[], int]  # returns the number of all-reduces that this process was ready for
+Count = Callable[[], Any]  # returns the number of all-reduces that this process was ready for
 Lost = Callable[[int, dict[str, Any]], None]  # takes the index of a worker and its last message
 
 
@@ -230,7 +230,7 @@ def _exchange_heartbeats(
                         lost(index, {key: str(said[key])[:LONGEST] for key in ("refused", "failed") if key in said})
                         break
         if time.monotonic() >= next_beat:
-            counts.note(own, count := reductions())
+            counts.note(own, count := int(reductions()))
             for each in others.values():
                 each.write({"reductions": count})
             next_beat = time.monotonic() + INTERVAL

@@ -47,7 +47,7 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
             signal.signal(number, signal.SIG_IGN)  # the chief ends the run
         spec = replace(spec.adopting(answer["spec"]), workers=replace(workers, addresses=tuple(answer["addresses"])))
         counted: list[Any] = []  # the variable in which all-reduces are counted
-        client.watch(lambda: int(counted[0].numpy()) if counted else 0)
+        client.watch(lambda: counted[0] if counted else 0)
         start = _from_json(answer["start"])
         parts = assembly.assemble(spec, None, 0 if start is None else start.update)
         counted.append(parts.devices.reductions_ready)

@@ -122,8 +122,7 @@ def view_state(sweep: ParentRun) -> dict[str, Any]:
     charts = [
         *(_line("curves", key) for key in [*losses, "train/learning_rate", "train/gradient_noise_scale"]),
         *(_chart("BAR", "ends", key) for key in [*losses, "perf/examples_per_second", "perf/peak_memory_bytes"]),
-        _line("axes", "train/loss", "step"),
-        _line("axes", "train/loss", "time-relative"),
+        *(_line("axes", "train/loss", axis) for axis in ("step", "time-relative")),
     ]
     if params:
         chosen = {"selectedParams": params, "selectedMetrics": ends, "showAllRuns": True}

@@ -65,10 +65,9 @@ class ParentRun(SweepRecord):
 
     def beat(self) -> None:
         """Write heartbeats to the store until the sweep is closed."""
-        client = self.client()
         while not self.closed.is_set():
             with suppress(Exception):  # the store may be away for a while
-                client.set_tag(self.run_id, ALIVE, str(int(time.time() * 1000)))
+                self.client().set_tag(self.run_id, ALIVE, str(int(time.time() * 1000)))
             self.closed.wait(HEARTBEAT)
 
     def close(self, status: str | None = None) -> int:

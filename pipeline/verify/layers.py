@@ -10,10 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline import accumulation
-from pipeline.accumulation import Objective, by_name, calling, examples_in, layers_of, parts_of, slice_of, weighted_sum
+from pipeline.accumulation import Objective, by_name, calling, layers_of, parts_of, replaced, slice_of, weighted_sum
 from pipeline.components import added_losses
-from pipeline.verify.engine import perturbed, restored
+from pipeline.verify.engine import examples, perturbed, restored
 
 _ON = "on the other examples of the micro-batch"
 _AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")  # arguments of Keras' layers with an amount of noise
@@ -24,7 +23,7 @@ def without_noise(model: keras.Model, but: Collection[keras.Layer] = ()) -> Iter
     """Disable the noise of all Keras layers except for `but`; yield the names of the affected layers."""
     places = ((layer, name) for layer in layers_of(model) if layer not in but for name in _AMOUNTS)
     found = [(layer, name, 0) for layer, name in places if _is_noise(layer, name)]
-    with accumulation.replaced(found):
+    with replaced(found):
         yield sorted({layer.name for layer, _, _ in found})
 
 
@@ -42,7 +41,7 @@ def _draws(layer: keras.Layer) -> bool:
 
 def culprit(model: keras.Model, loss: Any, batch: Any, micro_batch_size: int, rounding: float = 2.0**-53) -> str:
     """Return the first layer or loss whose value for an example depends on the cut, and why; empty if there is none."""
-    count, apart = int(examples_in(batch)), 1e7 * rounding  # of the lowest precision: 1e-9 in float64
+    count, apart = examples(batch), 1e7 * rounding  # of the lowest precision: 1e-9 in float64
     cuts = [(start, min(start + micro_batch_size, count)) for start in range(0, count, micro_batch_size)]
     for weights in (nullcontext(), perturbed(model)):
         divisors: list[Any] = []  # of the losses: the weights of the whole batch
