@@ -33,8 +33,7 @@ class AccumulatingModel(keras.Model):
     uses micro-batches too; `predict` takes whole batches. Under a strategy each replica takes its share of a batch.
 
     Args:
-        inner: any model, with no `train_step` or `compute_loss` of its own; the attribute `inner` remains a plain Keras
-            model with the same weights, to be saved or used alone.
+        inner: any model, with no `train_step` or `compute_loss` of its own; it stays plain, to be saved or used alone.
         micro_batch_size: examples per forward+backward on one replica.
         same_noise: make the noise of Keras' dropout and noise layers independent of the micro-batch size: see `Update`.
         loss_over: "effective_batch" for losses of several examples at once: see `Update`.
@@ -181,8 +180,7 @@ class AccumulatingModel(keras.Model):
     def predict_step(self, data: Nest) -> Nest:
         """Return the outputs for one batch, each replica's for its share."""
         _check_whole(data)
-        replicas = self._strategy.num_replicas_in_sync
-        return self._strategy.run(lambda: self.inner.predict_step(share_of(data, replicas)[0]))
+        return self._strategy.run(lambda: self.inner.predict_step(share_of(data)[0]))
 
     def _means(self, sums: GradientSums) -> dict[str, tf.Tensor]:
         loss_mean(self).update_state(sums.mean_loss(), sums.examples)

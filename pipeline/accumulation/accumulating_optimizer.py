@@ -24,8 +24,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     `AccumulatingModel` is where they have not. With `callbacks=[optimizer.flush_at_epoch_end()]` an epoch's last
     gradients are applied although they are fewer. Put it first: other callbacks then see the weights after that step.
 
-    Under `MirroredStrategy` the gradients of a call are those of each replica's share, as Keras' losses make them:
-    their sum over replicas is that of the call. They are summed over replicas once an update.
+    Under `MirroredStrategy` the replicas' gradients, as Keras' losses make them, are summed once an update.
 
     Args:
         inner: any optimizer; if it is a `LossScaleOptimizer`, a part that is not finite skips the whole update.
@@ -96,8 +95,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         Args:
             grads: of each variable, dense or `tf.IndexedSlices`, None where nothing depends on it.
             trainable_variables: all of them, in any order; those that this optimizer was built for by default.
-            weight: by how much this gradient counts: of a mean over examples their number. Scalar; all count alike
-                by default.
+            weight: how much this gradient counts, scalar: of a mean over examples their number; all alike by default.
 
         Raises:
             ValueError: they are not the variables that it was built for, or `GradientAccumulator.add` refuses them.

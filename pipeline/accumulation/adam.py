@@ -6,9 +6,8 @@ Keras' own `apply` does the rest: clipping, weight decay, constraints, averages 
 
 In float32 the two differ in 1 − β. Keras rounds the difference; the operation subtracts a rounded β, which for 0.999
 gives 1.3e-5 less. After t updates of a constant gradient a moment holds 1 − (1 − d)ᵗ of it, where d is its 1 − β. The
-learning rate and ε compensate for the ratio of the two: that of v under the root, that of m. The remaining error shows
-where gradients are not constant: at most half of 1.3e-5 of a step, for a weight whose first gradient comes after
-thousands of updates. In float64 there is no difference.
+learning rate and ε compensate for the ratio of the two: that of v under the root, that of m. An error remains where
+gradients are not constant: at most half of 1.3e-5 of a step, for a first gradient after thousands of updates.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +30,12 @@ SMALL = 1 << 16
 def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     """Make `optimizer.apply` take Adam's step as one operation for each variable inside the `with` block.
 
-    Applies to `Adam` and `AdamW`, also inside a `LossScaleOptimizer`. Keras takes its own step for other optimizers,
-    `amsgrad`, a subclass with its own step, variables in half precision, small ones on a CPU, and a β for which 1 − β
-    is too inaccurate in float32, such as 0.9999.
+    Applies to `Adam` and `AdamW`, also in a `LossScaleOptimizer`. Keras takes its own step for others, `amsgrad`, a
+    subclass with its own step, half precision, small variables on a CPU, and a β such as 0.9999: see `TOLERANCE`.
 
-    Rows of an embedding's gradient (`tf.IndexedSlices`) with one index are summed, as in the dense gradient, for
-    variables of every size. Keras' own step adds the square of each to the second moment. The learning rate is computed
-    once, for any optimizer, and is the value of the `with` block.
+    Rows of `tf.IndexedSlices` with one index are summed, for variables of every size; Keras' own step adds the square
+    of each to the second moment. The learning rate is computed once, for any optimizer, and is the value of the `with`
+    block.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
     fuses = _steps_as_keras(adam)
@@ -56,25 +54,17 @@ def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
             type(adam).update_step(adam, gradient, variable, learning_rate)
             return
         momentum, velocity = adam_moments(adam, variable)
-        tf.raw_ops.ResourceApplyAdam(
-            var=variable.handle,
-            m=momentum.handle,
-            v=velocity.handle,
-            grad=tf.cast(gradient, variable.dtype),
-            **scalars[variable.dtype],
-        )
+        handles = {"var": variable.handle, "m": momentum.handle, "v": velocity.handle}
+        tf.raw_ops.ResourceApplyAdam(**handles, grad=tf.cast(gradient, variable.dtype), **scalars[variable.dtype])
 
     return update_step
 
 
 def _steps_as_keras(optimizer: Any) -> bool:
-    kind = keras.optimizers.Adam
-    return (
-        isinstance(optimizer, kind)
-        and not optimizer.amsgrad
-        and all(getattr(type(optimizer), name) is getattr(kind, name) for name in REPLACED)
-        and vars(optimizer).keys().isdisjoint(REPLACED)
-    )
+    own, kind = vars(optimizer), keras.optimizers.Adam
+    if not isinstance(optimizer, kind) or optimizer.amsgrad:
+        return False
+    return all(name not in own and getattr(type(optimizer), name) is getattr(kind, name) for name in REPLACED)
 
 
 def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:

@@ -28,7 +28,8 @@ class Share(NamedTuple):
     def of(cls, batch: Nest, first: int, count: int, replicas: int) -> Share:
         """Return the share of `count` of all `replicas`, from `first` on, in a batch or in what it is made from."""
         examples = examples_in(batch)
-        start, stop = (replica * _share_size(examples, replicas) for replica in (first, first + count))
+        size = -(-examples // replicas)
+        start, stop = first * size, (first + count) * size
         return cls(slice_of(batch, start, stop), start, examples)
 
 
@@ -45,22 +46,18 @@ class Batches(NamedTuple):
     sizes: tf.Tensor
 
 
-def share_of(batch: Nest | Share, replicas: int) -> tuple[Nest, Any]:
+def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
     """Return this replica's share of an effective batch, ⌈examples / replicas⌉ at most, and where it begins."""
-    parts = parts_of(batch)
-    if replicas == 1:
+    parts, here = parts_of(batch), tf.distribute.get_replica_context()
+    if here.num_replicas_in_sync == 1:
         return parts, 0
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    replica = here.replica_id_in_sync_group
     # On the host, so that a device receives its share and not the whole batch.
     with tf.device("CPU:0"):
         start, examples = (batch.start, batch.examples) if isinstance(batch, Share) else (0, examples_in(parts))
-        size = _share_size(examples, replicas)
+        size = -(-examples // here.num_replicas_in_sync)
         place = replica * size
         return slice_of(parts, place - start, place - start + size), place
-
-
-def _share_size(examples: tf.Tensor, replicas: int) -> tf.Tensor:
-    return -(-examples // replicas)
 
 
 def parts_of(batch: Nest | Share) -> tuple[Nest, Nest, Nest]:
@@ -177,7 +174,7 @@ def global_batch_totals(
         return totals._replace(weights=None)
 
     def of_replica() -> tuple[tf.Tensor, ...]:
-        weights = batch_totals(share_of(batch, strategy.num_replicas_in_sync)[0]).weights
+        weights = batch_totals(share_of(batch)[0]).weights
         return tuple(weight for weight in tf.nest.flatten(weights) if weight is not None)
 
     sums = iter(of_first_replica(strategy, reduce(strategy, strategy.run(of_replica), reductions_ready)))
@@ -188,8 +185,7 @@ def global_batch_totals(
 def reduce(strategy: tf.distribute.Strategy, sums: Nest, reductions_ready: tf.Variable | None = None) -> Nest:
     """Sum over replicas; each of them has the sums on its own device.
 
-    `tf.IndexedSlices` are concatenated: an index may be in the rows of several replicas. `reductions_ready` counts the
-    calls for which this process has its sums.
+    `tf.IndexedSlices` are concatenated: indices may repeat. `reductions_ready` counts the calls whose sums are ready.
     """
     values = tf.nest.flatten(sums)
     of_here = strategy.experimental_local_results(values[0])
@@ -198,8 +194,7 @@ def reduce(strategy: tf.distribute.Strategy, sums: Nest, reductions_ready: tf.Va
             reductions_ready.assign_add(1)
     if strategy.num_replicas_in_sync == 1:
         return sums
-    # CPUs of one process need no collective: TensorFlow's fail from the second MirroredStrategy on that a process has
-    # (tensorflow/tensorflow#62790).
+    # CPUs of one process need no collective: from a second MirroredStrategy on they fail (tensorflow/tensorflow#62790).
     if len(of_here) == strategy.num_replicas_in_sync and "CPU" in of_here[0].device:
         summed = [strategy.extended.reduce_to("SUM", value, value) for value in values]
     else:

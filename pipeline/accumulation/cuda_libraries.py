@@ -5,9 +5,8 @@ import importlib.util
 from contextlib import suppress
 from pathlib import Path
 
-# TensorFlow 2.21 opens it from libtensorflow_framework.so.2, whose search path has the folders of the other wheels and
-# not nvidia/cusolver/lib (tensorflow/tensorflow#112973); then it registers no GPU. What is loaded already is found by
-# its name.
+# TensorFlow 2.21 opens it from libtensorflow_framework.so.2, whose search path has the folders of all other wheels
+# (tensorflow/tensorflow#112973); then it registers no GPU. What is loaded already is found by its name.
 _PACKAGE, _FILE = "nvidia.cusolver", "lib/libcusolver.so.11"
 
 

@@ -27,8 +27,7 @@ class Evaluation:
         reductions_ready: tf.Variable | None = None,
     ):
         self.model, self.objective, self.micro_batch_size = model, Objective.of(objective), micro_batch_size
-        self.jit_compile = jit_compile
-        self.measured = self.objective.measured()
+        self.measured, self.jit_compile = self.objective.measured(), jit_compile
         self.strategy, self.reductions_ready = strategy or tf.distribute.get_strategy(), reductions_ready
 
     @tf.autograph.experimental.do_not_convert
@@ -42,7 +41,7 @@ class Evaluation:
         return sums.with_losses(batch_losses(self.objective, *whole)[0])
 
     def _evaluate(self, batch: Nest | Share) -> tuple[GradientSums, Outputs]:
-        share, _ = share_of(batch, self.strategy.num_replicas_in_sync)
+        share, _ = share_of(batch)
         totals, compiled = batch_totals(batch), compiled_by_xla(self.jit_compile, self.model, share)
 
         def micro_step(_: tf.Tensor, *parts: Nest) -> tuple[GradientSums, Outputs]:

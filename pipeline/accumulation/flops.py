@@ -65,9 +65,8 @@ def _of_graph(graph: tf.Graph, unknown: set[str]) -> int:
 
 def _of_operation(operation: tf.Operation, unknown: set[str]) -> int:
     kind, inputs, outputs = operation.type, operation.inputs, operation.outputs
-    if functions := {"PartitionedCall": ["f"], "While": ["body"], "If": ["then_branch", "else_branch"]}.get(
-        kind.removeprefix("Stateful").removeprefix("Stateless")
-    ):
+    plain = kind.removeprefix("Stateful").removeprefix("Stateless")
+    if functions := {"PartitionedCall": ["f"], "While": ["body"], "If": ["then_branch", "else_branch"]}.get(plain):
         inside = max(_of_graph(function_graph(operation, name), unknown) for name in functions)
         return inside * _iterations(operation) if inside and functions == ["body"] else inside
     if kind in ("MatMul", "BatchMatMulV2", "BatchMatMulV3"):

@@ -3,8 +3,7 @@
     S += w·g;  W += w        # for each part, on each replica by itself
     S / W                    # once an update, over all replicas
 
-Where g is the gradient of the mean over a part and w the part's number of examples, or the sum of their weights, S / W
-is the gradient of the mean over all parts, whatever their sizes.
+Where g is the gradient of a mean over w examples, or over weights whose sum is w, S / W is that of the mean over all.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ Gradient: TypeAlias = Any  # a tensor, `tf.IndexedSlices` or None
 class GradientAccumulator(tf.Module):
     """Sums of gradients, and of their weights, in variables of the strategy that is current when it is made.
 
-    It holds a dense sum for each variable, in float32 at least: of an embedding, too, the whole table. A
-    `tf.train.Checkpoint` that has it saves its sums.
+    A sum is dense, in float32 at least: of an embedding the whole table. A `tf.train.Checkpoint` saves the sums.
 
     Args:
         variables: those that the gradients are of, in their order.
@@ -58,8 +56,7 @@ class GradientAccumulator(tf.Module):
             times: by what the gradients are multiplied.
 
         Raises:
-            ValueError: their number or shapes are not those of the variables, or an average that was traced before
-                leaves one of them out.
+            ValueError: their number or shapes are not the variables', or an average traced before leaves one out.
         """
         if len(gradients) != len(self.sums):
             raise ValueError(f"gradients must be {len(self.sums)}, one a variable. Received: {len(gradients)}")
@@ -78,8 +75,7 @@ class GradientAccumulator(tf.Module):
     def average(self) -> list[tf.Tensor | None]:
         """Return Σ w·g / Σ w over all parts and replicas; None for a variable that no part depended on.
 
-        Call it outside of `strategy.run`, and apply it there, too: inside, Keras would add up the replicas' averages.
-        Without parts, and where all weights are zero, it is zero.
+        Call it and apply it outside of `strategy.run`: inside, Keras would add up averages. Without weight it is zero.
         """
         return self.of_sums(of_first_replica(self.strategy, self.reduced()))
 

@@ -1,7 +1,6 @@
 """Sums over micro-batches, also of gradients: of weights in half precision in float32, of embeddings row by row.
 
-An embedding's gradient is `tf.IndexedSlices`, the rows that were looked up. Its sum has each row once, so it is as
-large as the rows that were looked up, and never larger than the dense sum.
+An embedding's gradient is `tf.IndexedSlices`. Its sum has each looked-up row once: never more than the dense sum.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class GradientSums(NamedTuple):
     def gradients(self) -> list[tf.Tensor | None]:
         """Return the gradients of one large batch, in the order and shapes of `model.trainable_variables`.
 
-        Of an embedding it is `tf.IndexedSlices` with each row that was looked up once; None where the loss does not
-        depend on a variable.
+        Of an embedding `tf.IndexedSlices`, each row that was looked up once; None where no loss depends on a variable.
         """
         return means(self.gradient_sums, self.weights)
 
@@ -88,11 +86,7 @@ def means(sums: Sequence[Gradients], weights: Sequence[Any]) -> list[tf.Tensor |
 
 
 def gradients_by(
-    tape: tf.GradientTape,
-    target: tf.Tensor,
-    times: Any,
-    variables: Sequence[tf.Variable],
-    outputs: Sequence[tuple[tf.Tensor, tf.Tensor]] = (),
+    tape: tf.GradientTape, target: tf.Tensor, times: Any, variables: Sequence[tf.Variable], outputs: Sequence[Any] = ()
 ) -> Gradients:
     """Return the gradient of `target` by each variable, in float32 at least, times a scalar unless it is `()`.
 
@@ -179,20 +173,16 @@ def as_output(output: Any, total: Any) -> Any:
 
 
 def sum_over_micro_batches(
-    micro_step: Callable[[tf.Tensor, Nest, Nest, Nest], Nest],
-    batch: Nest,
-    micro_batch_size: int,
-    jit_compile: bool = False,
+    micro_step: Callable[..., Nest], batch: Nest, micro_batch_size: int, jit_compile: bool = False
 ) -> Nest:
     """Sum `micro_step(start, x, y, sample_weight)`, tensors of known shapes, over the micro-batches of `batch`.
 
-    Tensors with an unknown number of examples on axis 0 are concatenated.
-    `start` is the position in `batch` of a micro-batch's first example. The batch stays on the host. While one
-    micro-batch is computed, the next one is copied to the device, which holds two of them and never the batch.
-    TensorFlow keeps 32-bit integers on the host until they are used. Those of `Batches` end where its batches do.
+    Tensors with an unknown number of examples on axis 0 are concatenated. `start` is the position of a micro-batch's
+    first example in `batch`, which stays on the host. While one micro-batch is computed, the next is copied to the
+    device, which holds two of them; 32-bit integers stay on the host until they are used. Those of `Batches` end where
+    its batches do.
 
-    With `jit_compile` XLA compiles the step for whole micro-batches. A shorter last one runs uncompiled: its size may
-    be another one in each batch, and XLA compiles for each size.
+    With `jit_compile` XLA compiles the step for whole micro-batches, and not for each size that a last one may have.
     """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be at least 1. Received: {micro_batch_size}")
@@ -239,14 +229,13 @@ def sum_over_micro_batches(
         return stop, ahead, [add(total, value) for total, value in zip(sums, made, strict=True)]
 
     zeros, shapes = zip(*map(empty_sum, outputs), strict=True)
-    of_slices = [spec.shape if isinstance(spec, tf.TensorSpec) else spec for spec in specs]
     state: Any = (tf.constant(0), on_device(tf.constant(0)), list(zeros))
     for run, end in steps:
         state = tf.while_loop(
             lambda start, *_, end=end: start < end,
             partial(body, run),
             state,
-            shape_invariants=(tf.TensorShape([]), of_slices, list(shapes)),
+            shape_invariants=(tf.TensorShape([]), specs, list(shapes)),
             parallel_iterations=1,  # two at once were faster on a CPU, and held up to 1.7 times the activations
         )
     *_, sums = state

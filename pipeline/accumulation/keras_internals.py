@@ -4,15 +4,12 @@ _keras_mask       on an output: which of its elements count; the loss and the me
 _keras_logits     on a softmax's or a sigmoid's output: what a cross-entropy with `from_logits=False` is computed from
 _flatten_layers   all layers of a model, those inside of others and in lists too; `layers` has the outermost alone
 global_seed_generator     where `keras.random` without a seed draws from; made by its first draw, and no layer has it
-_batches_seen_since_last_saving, _last_batch_seen, _current_epoch   of `ModelCheckpoint`: when it saves, and under which
-                  epoch
+_batches_seen_since_last_saving, _last_batch_seen, _current_epoch   of `ModelCheckpoint`: when and under which epoch
 _compile_loss, _flat_losses, _compile_metrics, _flat_metrics, _flat_weighted_metrics, _loss_tracker   what `compile` has
-                  made of its arguments, names such as "accuracy" resolved: the keys of the history are theirs, and
-                  `EarlyStopping` looks for its metric there
+                  made of its arguments, "accuracy" resolved: the history and `EarlyStopping` go by these names
 _momentums, _velocities, _get_variable_index   of `Adam`: its moments, and which of them are a variable's; without them
                   an update of a model with many weights takes up to 2.5 times as long
-_all_reduce_sum_gradients     of an optimizer: outside of a replica it sums nothing, and takes the first one's gradients
-                  for all
+_all_reduce_sum_gradients     of an optimizer: outside of a replica it sums nothing, and takes those of the first one
 _learning_rate    of an optimizer: what `learning_rate` computes a value from each time that it is read
 model_supports_jit        whether `fit` would have XLA compile a model, by its layers, the platform and determinism
 get_loss          the loss that `compile` makes of a name or a function

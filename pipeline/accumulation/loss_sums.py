@@ -145,8 +145,7 @@ def weighted_sum(
     """
     if loss.reduction in (None, "none"):
         raise ValueError(f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}")
-    dtype = tf.as_dtype(loss.dtype)
-    mask = mask_of(outputs)
+    dtype, mask = tf.as_dtype(loss.dtype), mask_of(outputs)
     outputs, y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), (outputs, y_true))
     # Before the call, of which a loss may keep a tensor.
     per_example = None if totals is None or mask is not None else _values_per_example(loss, y_true, outputs)
@@ -171,25 +170,22 @@ def weighted_sum(
         rank = max(factor.shape.rank for factor in factors)
         weights = _fitted(functools.reduce(tf.multiply, [_aligned(factor, rank) for factor in factors]), values)
         values *= weights
-    total, examples = tf.reduce_sum(values), tf.cast(examples_in(outputs), dtype)
+    total, examples, ahead = tf.reduce_sum(values), tf.cast(examples_in(outputs), dtype), None
     if loss.reduction == "sum":
         return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype), examples)
-    by_weights, ahead = loss.reduction == "mean_with_sample_weight" and bool(factors), None
-    if totals is not None and not masks:
-        if by_weights:
-            ahead = tf.cast(totals[1], dtype)
-        elif per_example is not None:
-            ahead = tf.cast(totals[0], dtype) * per_example
+    by_weights = loss.reduction == "mean_with_sample_weight" and bool(factors)
+    if totals is not None and not masks and (by_weights or per_example is not None):
+        ahead = tf.cast(totals[1], dtype) if by_weights else tf.cast(totals[0], dtype) * per_example
     if by_weights or masks or isinstance(found, tf.RaggedTensor):
         counting = weights if by_weights else mask if masks else tf.ones_like(values)
-        if isinstance(found, tf.RaggedTensor):
-            counting = tf.cast(found, dtype).with_flat_values(tf.broadcast_to(counting, tf.shape(values)))
-        examples = _effective(counting)
+        examples = _effective(counting, found, values)
     return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead, examples)
 
 
-def _effective(weights: Any) -> tf.Tensor:
+def _effective(weights: tf.Tensor, found: Any, values: tf.Tensor) -> tf.Tensor:
     """Return (Σ wᵢ)² / Σ wᵢ² over examples, whose weights are sums over all axes but the first; 0 if all are 0."""
+    if isinstance(found, tf.RaggedTensor):
+        weights = tf.cast(found, values.dtype).with_flat_values(tf.broadcast_to(weights, tf.shape(values)))
     of_examples = tf.reduce_sum(weights, list(range(1, weights.shape.rank)))
     return tf.math.divide_no_nan(tf.square(tf.reduce_sum(of_examples)), tf.reduce_sum(tf.square(of_examples)))
 

@@ -1,8 +1,7 @@
 """The moving statistics of BatchNormalization, moved once per update by the statistics of the effective batch.
 
-Each micro-batch k is normalised by its own mean μₖ and variance σₖ², as in every library. Moved by each of them, the
-moving statistics would follow K times as fast, and miss the variance between the μₖ. With wₖ the number of values
-in micro-batch k, those of the effective batch are
+Each micro-batch k is normalised by its own mean μₖ and variance σₖ². Moved by each of them, the moving statistics would
+follow K times as fast, and miss the variance between the μₖ. With wₖ values in micro-batch k, the effective batch has
 
     μ = Σ wₖμₖ / Σ wₖ        σ² = Σ wₖσₖ² / Σ wₖ + Σ wₖ(μₖ − μ)² / Σ wₖ
 

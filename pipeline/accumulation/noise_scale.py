@@ -1,9 +1,8 @@
 """The gradient noise scale: how large a batch is before more examples stop helping.
 
 McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1: the simple noise scale is B = tr(Σ)/|G|², Σ the covariance
-of one example's gradient, G the true gradient. Two batch sizes give two equations; accumulation has both,
-the gradients gₖ of the K micro-batches and the gradient g = Σ ωₖgₖ of their union, where ωₖ is the share of micro-batch
-k in the weight of the effective batch:
+of one example's gradient, G the true gradient. Two batch sizes give two equations; accumulation has both, the
+gradients gₖ of the K micro-batches and g = Σ ωₖgₖ of their union, where ωₖ is the share of micro-batch k in its weight:
 
     E|gₖ|² = |G|² + tr(Σ)/nₖ        E|g|² = |G|² + tr(Σ)/n
 
@@ -13,9 +12,8 @@ are unbiased for unequal micro-batches too,
 
     tr(Σ) ≈ (Σₖ ωₖ|gₖ|² − |g|²) / (Σₖ ωₖ/nₖ − 1/n)        |G|² ≈ |g|² − tr(Σ)/n
 
-whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last. The gradients are those
-that are applied: what the model adds to the loss (regularisation, `add_loss`) is in all of them, so it moves |G|².
-Where there are several outputs, ωₖ and nₖ are those of the first.
+whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last. What the
+model adds to the loss (regularisation, `add_loss`) moves |G|². With several outputs, ωₖ and nₖ are the first one's.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ import keras
 from .batch import Nest, spread
 from .keras_internals import get_loss, mask_of
 
-# As `compile` takes it: one loss for every output, or a dict or list of one for each, None for an output without; None
-# for a model that learns from `add_loss` alone.
+# As `compile` takes it: one for every output, or a dict or list, None for an output without; None for `add_loss` alone.
 Losses = Any
 Metrics = Sequence[keras.metrics.Metric] | Mapping[str, Sequence[keras.metrics.Metric]]
 
@@ -35,8 +34,7 @@ class Objective:
     Attributes:
         loss: as `compile` takes it.
         loss_weights: a number for each output, by name or in order.
-        metrics, weighted_metrics: of the only output, or by the output's name. The mask of the outputs weighs the
-            former, the sample weights weigh the latter.
+        metrics, weighted_metrics: of the only output, or by name; the mask weighs the former, sample weights the other.
         layer_metrics: those that the model's layers update in their calls.
         added_losses: whether a scalar of `add_loss` is the "mean" of what the examples of its batch add, or the "sum".
         loss_over: "example" if the loss of an example does not depend on the others; "effective_batch" computes all

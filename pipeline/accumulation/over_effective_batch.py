@@ -23,7 +23,7 @@ from .keras_internals import logits_of, mask_of, with_mask_and_logits
 from .loss_sums import LossSum, LossSums, divide, weighted_sum
 from .objective import Objective, by_name
 from .same_noise import Key, drawn, noisy_layers
-from .xla import without_cudnn
+from .xla import compiled_by_xla, without_cudnn
 
 
 class Kept(NamedTuple):
@@ -49,22 +49,25 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
 
 def kept(outputs: Mapping[str, Nest]) -> Outputs:
     """Return the outputs of a forward pass as they are kept."""
+    found: Outputs = {}
     for name, output in outputs.items():
         if not isinstance(output, tf.Tensor) or not output.shape.rank:
             rule = "loss_over must be example for outputs that are no dense tensors with the examples on axis 0"
             raise ValueError(f"{rule}. Received: {name or type(output).__name__}")
-    found = {name: (mask_of(output), logits_of(output)) for name, output in outputs.items()}
-    masks = {name: () if mask is None else tf.cast(mask, tf.float32) for name, (mask, _) in found.items()}
-    logits = {name: () if of_output is None else of_output for name, (_, of_output) in found.items()}
-    return {name: Kept(output, masks[name], logits[name]) for name, output in outputs.items()}
+        mask, logits = mask_of(output), logits_of(output)
+        mask = () if mask is None else tf.cast(mask, tf.float32)
+        found[name] = Kept(output, mask, () if logits is None else logits)
+    return found
 
 
 @tf.autograph.experimental.do_not_convert
 def kept_outputs(
-    model: keras.Model, batch: Nest, micro_batch_size: int, noise_keys: Sequence[tf.Tensor], place: Any, by_xla: bool
+    model: keras.Model, batch: Nest, micro_batch_size: int, noise_keys: Sequence[tf.Tensor], jit_compile: bool | str
 ) -> Outputs:
-    """Return the outputs for all examples of `batch`, as the first pass; arguments as for `accumulate_gradients`."""
-    noisy = noisy_layers(model, parts_of(batch)[0]) if noise_keys else []
+    """Return the outputs for this replica's share of `batch`, as the first pass; arguments as for an `Update`."""
+    share, place = share_of(batch)
+    by_xla = compiled_by_xla(jit_compile, model, share)
+    noisy = noisy_layers(model, share[0]) if noise_keys else []
     keys = [Key.of(seed) for seed in noise_keys]
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:
@@ -72,7 +75,7 @@ def kept_outputs(
         with keras.StatelessScope(), without_cudnn(model, by_xla), drawing:  # what it assigns is dropped
             return kept(by_name(model, model(x, training=True)))
 
-    return sum_over_micro_batches(micro_step, batch, micro_batch_size, by_xla)
+    return sum_over_micro_batches(micro_step, share, micro_batch_size, by_xla)
 
 
 def differentiable(outputs: Outputs) -> list[tf.Tensor]:
@@ -94,11 +97,7 @@ def batch_losses(objective: Objective, outputs: Outputs, y: Nest, sample_weight:
 
 
 def output_gradients(
-    objective: Objective,
-    outputs: Outputs,
-    y: Nest,
-    sample_weight: Nest,
-    scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    objective: Objective, outputs: Outputs, y: Nest, sample_weight: Nest, scale_loss: Callable[..., tf.Tensor] | None
 ) -> tuple[LossSums, list[tf.Tensor | None]]:
     """Return the losses over the batch and the gradient of their sum by each of `differentiable(outputs)`.
 
@@ -123,12 +122,11 @@ def gathered(
     context, with the outputs of each replica's share; the first replica's device gets them all.
     """
     _, *labels = parts_of(batch)  # of a `Share`, only those that this process has read
-    replicas = strategy.num_replicas_in_sync
-    if replicas == 1:
-        return outputs, labels[0], labels[1]
+    if strategy.num_replicas_in_sync == 1:
+        return outputs, *labels
 
     def placed(own: Outputs) -> list[tf.Tensor]:
-        (x, *own_labels), place = share_of(batch, replicas)
+        (x, *own_labels), place = share_of(batch)
         examples = batch.examples if isinstance(batch, Share) else examples_in(parts_of(batch))
         place = tf.minimum(place, examples)
         after = examples - place - examples_in(x)

@@ -145,8 +145,7 @@ def _dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _alpha_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    # Klambauer et al., Self-normalizing neural networks, 2017: dropped units take the value -α·λ, and an affine
-    # map restores the mean and the variance.
+    # Klambauer et al., Self-normalizing neural networks, 2017: dropped units are -α·λ; mean and variance are restored.
     dropped = -1.6732632423543772 * 1.0507009873554805
     scale = ((1 - layer.rate) * (1 + layer.rate * dropped**2)) ** -0.5
     kept = draw(_sizes(x, _noise_shape(layer, x))) >= layer.rate

@@ -7,9 +7,8 @@
     optimizer.apply(S)                                  # once, after the reduction over replicas
 
 Where W is known only after the forward passes, because the model computes a mask, S += ∇Lₖ and W += Σᵢ wᵢ, and S is
-divided by W at the end. Σₖ ∇Lₖ / Σₖ Wₖ is the gradient of the mean over the effective batch, whatever the sizes of the
-micro-batches, the sample weights and the masks. The mean of the micro-batches' means, Σₖ (∇Lₖ/Wₖ) / K, equals it only
-where all Wₖ are equal.
+divided by W at the end. Σₖ ∇Lₖ / Σₖ Wₖ is the gradient of the mean over the effective batch, whatever the sizes, the
+sample weights and the masks. The mean of the micro-batches' means, Σₖ (∇Lₖ/Wₖ) / K, equals it only for equal Wₖ.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def accumulate_gradients(
         model: built, with its trainable variables fixed. None where `loss` computes the loss from a micro-batch.
         loss: as `compile` takes it: any Keras loss, its name or a function of labels and outputs, or a dict or list of
             one for each output, whose reduction is not `none` and whose value for one example does not depend on the
-            other ones. None for a model that learns from `add_loss` alone. Or an `Objective`, which holds the loss
-            weights and the metrics too.
+            other ones. None for a model that learns from `add_loss` alone. Or an `Objective`, with weights and metrics.
             Without a model: a function of x, y and the sample weights of a micro-batch, as many as `batch` has, that
             returns the mean loss of its examples; or a tuple of a mean and the weight that it was divided by.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged tensors with the examples on axis 0;
@@ -86,8 +84,7 @@ def accumulate_gradients(
         variables: those to differentiate by; the model's trainable ones by default.
         loss_weights: a number for each output, by name or in order.
         metrics, weighted_metrics: updated with every micro-batch, as an `Objective` has them.
-        scale_loss: applied to each micro-batch's loss before the backward pass, as a `LossScaleOptimizer` wants it; the
-            sums then hold scaled gradients and the losses are unscaled.
+        scale_loss: applied to each micro-batch's loss before the backward pass; gradients are then scaled, losses not.
         whole: what is known of the effective batch, where `batch` is one replica's share of it.
         place: position of the share's first example in the effective batch.
         measure_noise: whether `noise` is wanted: a pass over the gradient for each micro-batch.
@@ -155,8 +152,7 @@ class Update:
 
     Args:
         model: as `accumulate_gradients` takes it.
-        objective: a loss as `accumulate_gradients` takes it, or an `Objective`. Its metrics are reset at each update,
-            so that their results are over exactly its examples.
+        objective: a loss or an `Objective`. Its metrics are reset at each update: they are over exactly its examples.
         optimizer: built for the model's variables.
         micro_batch_size: examples per forward+backward on one replica.
         strategy: the strategy in whose scope the model was built; the current one by default.
@@ -164,8 +160,7 @@ class Update:
             in `begun`, a variable, which is to be set where training resumes from a checkpoint.
         same_noise: have Keras' dropout and noise layers draw for each example what they draw in any other cut. True
             refuses layers that can only draw for each micro-batch; "auto" leaves them to Keras.
-        hold_statistics: move the statistics of BatchNormalization once an update, by those of the effective batch, and
-            not by those of each micro-batch, which differ between replicas.
+        hold_statistics: move BatchNormalization's statistics once an update, by the effective batch, not by each part.
         jit_compile: compile each forward+backward with XLA, but for a last one of fewer examples; "auto" as
             `compiled_by_xla` says. `compiled` is what became of it, once an update was traced.
         reductions_ready: counts the reductions that this process had its sums ready for, where there are several.
@@ -267,7 +262,8 @@ class Update:
         of_batch = {"whole": totals, "measure_noise": measure_noise, "noise_keys": keys}
         losses: dict[str, LossSum] = {}
         if self.objective.over_batch:
-            outputs = self.strategy.run(self._outputs, (batch, keys))
+            given = self.model, batch, self.micro_batch_size, keys, self.jit_compile
+            outputs = self.strategy.run(lambda: over.kept_outputs(*given))
             whole = over.gathered(self.strategy, batch, outputs, self.reductions_ready)
             losses, of_batch["output_gradients"] = over.output_gradients(self.objective, *whole, self._scale_loss)
         sums = self.strategy.run(self._accumulate, (batch,), of_batch)
@@ -282,14 +278,8 @@ class Update:
             assign_moving_statistics(self.model, sums.moves)
         return learning_rate
 
-    def _outputs(self, batch: Nest | Share, keys: Sequence[tf.Tensor]) -> over.Outputs:
-        share, place = share_of(batch, self.strategy.num_replicas_in_sync)
-        by_xla = compiled_by_xla(self.jit_compile, self.model, share)
-        return over.kept_outputs(self.model, share, self.micro_batch_size, keys, place, by_xla)
-
     def _accumulate(self, batch: Nest | Share, **given: Any) -> GradientSums:
-        replicas = self.strategy.num_replicas_in_sync
-        share, place = share_of(batch, replicas)
+        share, place = share_of(batch)
         given |= {"place": place, "scale_loss": self._scale_loss}
         if gradients := given.get("output_gradients"):
             given["output_gradients"] = slice_of(gradients, place, place + examples_in(share))
@@ -299,8 +289,7 @@ class Update:
             self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.compiled}
         sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
-        if self._scale_loss is None and (replicas == 1 or not isinstance(batch, Share)):
+        if self._scale_loss is None and (self.strategy.num_replicas_in_sync == 1 or not isinstance(batch, Share)):
             return sums
-        # Keras divides no rows by a scale. Each worker would add rows of one index in an order of its own, and the
-        # copies of a weight would part.
+        # Keras divides no rows by a scale; workers would add rows of one index in different orders: weights would part.
         return tf.nest.map_structure(tf.convert_to_tensor, sums)
