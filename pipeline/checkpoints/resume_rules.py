@@ -76,8 +76,10 @@ class Continuation:
             by = self.checkpoint.meta["values"]["loop"]["stopped_by"]
             rule = f"was ended by training.callbacks.{by} after update {self.update}: begin another one there, with "
             raise ConfigError("RUN", f"{rule}start.run=RUN@{self.update}", str(self.run_dir))
-        if self.update > plan.updates or (self.update == plan.updates and self.past.status == "FINISHED"):
-            raise ConfigError("training", f"must have a horizon beyond the {self.update} updates done", plan.updates)
+        # With AdaScale an update counts for several; the row of the last one says for how many all of them did.
+        done = max(self.update, int(self.past.last.get("train/scale_invariant_updates", 0)))
+        if self.update > plan.updates or (done >= plan.updates and self.past.status == "FINISHED"):
+            raise ConfigError("training", f"must have a horizon beyond the {done} updates done", plan.updates)
         snapshot.check(self.checkpoint.meta, update)
         if self.checkpoint.meta["values"]["loop"].get("batch") != plan.digest(self.update):
             rule = f"must give the batches of the run again: that of update {self.update} is another one"

@@ -292,6 +292,9 @@ def test_killed_and_resumed_to_the_bit(straight, tmp_path):
     pipeline("resume", "run", cwd=tmp_path)
     assert history(tmp_path) == history(straight, run_of(straight))
     assert last_state(tmp_path / "run") == last_state(straight / "run")
+    done = int(list(history(tmp_path)["train/scale_invariant_updates"].values())[-1])  # over the 60 asked for
+    refused = pipeline("resume", "run", f"training.updates={done}", cwd=tmp_path, status=2).stderr
+    assert f"training must have a horizon beyond the {done} updates done. Received: {done}." in refused
 
 
 @pytest.mark.slow
