@@ -42,10 +42,8 @@ def training_flops(model: keras.Model, loss: Losses | Objective, batch: Nest) ->
         found = tape.gradient(total, [variable.value for variable in model.trainable_variables])
         return [gradient for gradient in found if gradient is not None]
 
-    with keras.StatelessScope():
-        traced = gradients.get_concrete_function()
-    unknown: set[str] = set()
-    return _of_graph(traced.graph, unknown) / int(examples_in(parts)), sorted(unknown)
+    graph, unknown = gradients.get_concrete_function().graph, set[str]()
+    return _of_graph(graph, unknown) / int(examples_in(parts)), sorted(unknown)
 
 
 def _of_graph(graph: tf.Graph, unknown: set[str]) -> int:

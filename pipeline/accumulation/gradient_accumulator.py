@@ -50,8 +50,7 @@ class GradientAccumulator(tf.Module):
 
         Args:
             gradients: of each variable, of the mean over the part or share, dense or `tf.IndexedSlices`; None where
-                it does not depend on the variable. Inside of `strategy.run` Keras' losses divide their mean by the
-                number of replicas: multiply it by that.
+                there is none. Inside of `strategy.run` multiply by the replicas, by whose number Keras' losses divide.
             weight: of the part, scalar: by how much its mean counts.
             times: by what the gradients are multiplied.
 

@@ -115,6 +115,11 @@ def test_recurrent_layers_of_cudnn_count_as_the_loops_do(mode, gates):
     assert made is not None
 
 
+def test_what_regularises_weights_counts_nothing():
+    plain, regularised = (counted(layers.Dense(3, kernel_regularizer=by), (4,)) for by in (None, "l2"))
+    assert regularised == plain
+
+
 def test_tracing_changes_nothing():
     model = stack(Input((4,)), layers.Dense(3), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(1))
     before = [keras.ops.convert_to_numpy(variable) for variable in model.variables]
