@@ -106,7 +106,7 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
     parted = [pair for pair in pairs if pair.curve.values.max() > at_most]
     early = [pair for pair in parted if pair.curve.steps[0] == 1 and pair.curve.values[0] > at_first]
     figures = {"precision": precision, "pairs": len(pairs), "updates": int(steps.size), "agree": not parted}
-    figures |= {"first": first, "largest": largest, "at": at, "above": above}
+    figures |= {"first": first, "largest": largest, "at": at, "above": above, "by_rounding": len(parted) - len(early)}
     jobs = len(pairs) + len({pair.base.name for pair in pairs})
     subject = f"{count(jobs, 'job')} of equal effective batch, seed and config"
     params = [(pair.base.params, pair.other.params) for pair in pairs]
@@ -136,7 +136,7 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         figures["amplified"] = largest / apart
         text += f" Rounding set {who} apart by {number(apart)} at update {step}, and training amplified that "
         text += f"{number(largest / apart)} times."
-    return Finding("trajectories", text, {**figures, "rounding": len(early) < len(parted)}, "difference")
+    return Finding("trajectories", text, {**figures, "rounding": not early}, "difference")
 
 
 def final_result(sweep: Comparison) -> Finding:

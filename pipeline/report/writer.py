@@ -158,7 +158,7 @@ def _next(sweep: Comparison, found: list[Finding]) -> Iterable[Finding]:
             yield Finding("next", text, {"batch": beyond, "family": family})
     if max((sum(job.finished for job in jobs) for jobs in sweep.groups.values()), default=0) == 1:
         yield Finding("next", "Repeat with seed=0,1,2: one seed shows no error bars.", {"seeds": 1})
-    parted = [f.figures for f in found if f.topic == "trajectories" and f.figures.get("rounding")]
+    parted = [f.figures for f in found if f.topic == "trajectories" and f.figures.get("by_rounding")]
     if any(of["precision"] != "float64" for of in parted):
         text = "For trajectories that agree at every update, run with hardware.precision=float64."
         yield Finding("next", text, {"precision": "float64"})
