@@ -1,4 +1,7 @@
-"""The metrics that an update returns or that are derived from it: one entry each, read wherever a metric is treated."""
+"""The metrics that an update returns or that are derived from it: one entry each, read wherever a metric is treated.
+
+A new metric of an update is computed in `pipeline.accumulation` and has its entry here.
+"""
 
 import posixpath
 import re
