@@ -1,8 +1,8 @@
 """The update: an effective batch in, one optimizer step out.
 
 In: a Keras model, a loss, an optimizer and a batch `(x, y)` or `(x, y, sample_weight)`. Out: gradient sums, divided
-once by the weight of the whole update, and its loss, learning rate and gradient norm. Imports nothing else of
-`pipeline`.
+once by the weight of the whole update, and what is logged of it: loss, learning rate, gradient norm. Nothing else of
+`pipeline` is imported here, so this folder can be copied into any project.
 """
 
 from .accumulating_model import AccumulatingModel

@@ -172,9 +172,8 @@ class AccumulatingModel(keras.Model):
     def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
         """Evaluate one batch in micro-batches; return the running means so far."""
         if self._evaluation is None:
-            objective = self._compiled_objective(data)
-            parts, by_xla = (self.inner, objective, self.micro_batch_size), self._micro_steps_by_xla
-            self._evaluation = Evaluation(*parts, strategy=self._strategy, jit_compile=by_xla)
+            parts = self.inner, self._compiled_objective(data), self.micro_batch_size
+            self._evaluation = Evaluation(*parts, strategy=self._strategy, jit_compile=self._micro_steps_by_xla)
         return self._means(self._evaluation(data))
 
     def predict_step(self, data: Nest) -> Nest:

@@ -4,10 +4,11 @@
 
 Keras' own `apply` does the rest: clipping, weight decay, constraints, averages of weights, the loss scale, the count.
 
-In float32 the two differ in 1 − β. Keras rounds the difference; the operation subtracts a rounded β, which for 0.999
+In float32 they differ in 1 − β. Keras rounds the difference; the operation subtracts a rounded β, which for 0.999
 gives 1.3e-5 less. After t updates of a constant gradient a moment holds 1 − (1 − d)ᵗ of it, where d is its 1 − β. The
 learning rate and ε compensate for the ratio of the two: that of v under the root, that of m. An error remains where
-gradients are not constant: at most half of 1.3e-5 of a step, for a first gradient after thousands of updates.
+gradients are not constant: at most half of 1.3e-5 of a step, for a first gradient after thousands of updates. In
+float64 nothing differs.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +34,9 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     Applies to `Adam` and `AdamW`, also in a `LossScaleOptimizer`. Keras takes its own step for others, `amsgrad`, a
     subclass with its own step, half precision, small variables on a CPU, and a β such as 0.9999: see `TOLERANCE`.
 
-    Rows of `tf.IndexedSlices` with one index are summed, for variables of every size; Keras' own step adds the square
-    of each to the second moment. The learning rate is computed once, for any optimizer, and is the value of the `with`
-    block.
+    Rows of an embedding's gradient (`tf.IndexedSlices`) with one index are summed, as in the dense gradient, for
+    variables of every size. Keras' own step adds the square of each to the second moment. The learning rate is computed
+    once, for any optimizer, and is the value of the `with` block.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
     fuses = _steps_as_keras(adam)

@@ -15,9 +15,7 @@ from .keras_internals import global_seed, layers_of
 from .same_noise import drawn, noisy_layers
 
 # TensorFlow operations that draw from a state of their own, as `tf.random.normal` and `tf.random.Generator` do.
-_DRAWING = re.compile(
-    "(?!Stateless).*Random.*|Rng.*|Stateful(Standard|Uniform|Truncated).*|.*TruncatedNormal|Multinomial"
-)
+_DRAWING = re.compile("(?!Stateless).*Random.*|Rng.*|Stateful(Standard|Uniform).*|.*TruncatedNormal|Multinomial")
 
 
 @dataclass(frozen=True)

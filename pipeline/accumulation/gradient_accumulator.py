@@ -50,7 +50,7 @@ class GradientAccumulator(tf.Module):
 
         Args:
             gradients: of each variable, of the mean over the part or share, dense or `tf.IndexedSlices`; None where
-                there is none. Inside of `strategy.run` multiply by the replicas, by whose number Keras' losses divide.
+                there is none. Inside of `strategy.run` multiply by the number of replicas: Keras' losses divide by it.
             weight: of the part, scalar: by how much its mean counts.
             times: by what the gradients are multiplied.
 

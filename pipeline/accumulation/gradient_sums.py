@@ -179,8 +179,8 @@ def sum_over_micro_batches(
 
     Tensors with an unknown number of examples on axis 0 are concatenated. `start` is the position of a micro-batch's
     first example in `batch`, which stays on the host. While one micro-batch is computed, the next is copied to the
-    device, which holds two of them; 32-bit integers stay on the host until they are used. Those of `Batches` end where
-    its batches do.
+    device, which holds two of them; 32-bit integers stay on the host until they are used. The micro-batches of
+    `Batches` end where its batches do.
 
     With `jit_compile` XLA compiles the step for whole micro-batches, and not for each size that a last one may have.
     """

@@ -34,7 +34,7 @@ class Objective:
     Attributes:
         loss: as `compile` takes it.
         loss_weights: a number for each output, by name or in order.
-        metrics, weighted_metrics: of the only output, or by name; the mask weighs the former, sample weights the other.
+        metrics, weighted_metrics: of the only output or by name; the mask weighs the former, sample weights the latter.
         layer_metrics: those that the model's layers update in their calls.
         added_losses: whether a scalar of `add_loss` is the "mean" of what the examples of its batch add, or the "sum".
         loss_over: "example" if the loss of an example does not depend on the others; "effective_batch" computes all

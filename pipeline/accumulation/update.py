@@ -291,5 +291,5 @@ class Update:
         sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
         if self._scale_loss is None and (self.strategy.num_replicas_in_sync == 1 or not isinstance(batch, Share)):
             return sums
-        # Keras divides no rows by a scale; workers would add rows of one index in different orders: weights would part.
+        # Keras divides no rows by a scale. Workers would add rows of one index in different orders, and weights differ.
         return tf.nest.map_structure(tf.convert_to_tensor, sums)
