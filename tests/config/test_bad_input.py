@@ -24,7 +24,7 @@ NAMED = "a mapping of name → _target_, empty for none"
 CONFIG = {
     # keys and groups
     "train accumulation.facto=4": "accumulation.facto must be a key of accumulation. Received: 'facto'. "
-    "Choices: effective_batch_size, factor, micro_batch_size, same_noise, moving_statistics. Did you mean 'factor'?",
+    "Choices: effective_batch_size, factor, … Did you mean 'factor'?",
     "train experimnt=quick": "experimnt must be a key of the config. Received: 'experimnt'. "
     "Choices: accumulation, dataset, experiment, … Did you mean 'experiment'?",
     "train model.hiden=[8]": "model.hiden must be a key of model; a new one is added with +model.hiden=VALUE. "
@@ -193,7 +193,8 @@ CONFIG = {
     "lies below this one. Received: 'nowhere'.",
     "train start.run=1e10": "start.run must be one run directory, or … Received: '1e10'.",
     "train start.run=12345678@9": "start.run must be one run directory, or … Received: '12345678'.",
-    "train start.run=used@9": "start.run must have a journal of format 1 (…). Received: 'used'.",
+    "train start.run=used@9": "start.run must be a run with a checkpoint: see training.checkpoint_every. "
+    "Received: 'used@9'.",
     "train start.run=[used]": "start.run must be text, or null. Received: ['used'].",
     "train start.weights_only=true": "start.weights_only must come with start.run, whose weights are meant. "
     "Received: true.",

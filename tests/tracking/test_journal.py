@@ -427,7 +427,7 @@ def test_a_store_that_is_trusted_is_followed(tmp_path):
     store = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
     for own in (OwnStore(store, (), False), OwnStore("sqlite:///x.db", (str(tmp_path),), False)):
         assert own.followed(store, "it") == store
-    with_password = OwnStore("http://me:secret@host", (), False)
+    with_password = OwnStore("http://me:hush-42@host", (), False)
     assert with_password.followed("http://***@host", "it") == with_password.uri
     assert OwnStore("http://b").followed("http://a", "it", moves=True) == "http://b"
     with pytest.raises(ConfigError) as refused:
