@@ -62,7 +62,7 @@ def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved):
     (found,) = client.search_logged_models([run.info.experiment_id])
     assert (found.status, found.source_run_id) == ("READY", run.info.run_id)
     assert [output.model_id for output in client.get_run(run.info.run_id).outputs.model_outputs] == [found.model_id]
-    assert mlflow.models.Model.load(found.artifact_location).model_id == found.model_id
+    assert mlflow.models.Model.load(found.artifact_location.removeprefix("file://")).model_id == found.model_id
 
 
 def test_a_model_with_a_link_in_it_is_not_shipped(tmp_path, saved):

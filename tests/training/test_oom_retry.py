@@ -108,7 +108,7 @@ def trained(folder, at, most, *more, status=0, **variables):
 
 RAMP = (
     "accumulation.schedule=[{start:{updates:0},effective_batch_size:64},{start:{updates:9},effective_batch_size:128}]",
-    "accumulation.scale_rate=false",
+    "accumulation.effective_batch_size=64",
 )
 
 
