@@ -12,7 +12,7 @@ One line is one JSON object, with its time in milliseconds and its checksum (`pi
     {"dataset": {…}, "context": "training"}           one of its inputs
     {"step": updates, "metrics": {…}}
     {"tags": {…}}    {"artifact": name in the run directory}
-    {"model": true}                                   the trained model is in the run directory
+    {"model": ID}                                     the trained model, in `logged_model-ID` in the run directory
     {"fork_of": run_id}                               the run whose checkpoint it begins with, which gets a tag
     {"end": "FINISHED" | "FAILED" | "KILLED"}
     {"resume": {…}}                                   the run is resumed: what its next segment begins with
@@ -246,6 +246,8 @@ class Journal:
         self.shipper.close()
         while "error" not in (answer := self._answer(anew=False)):
             if "shipped" in answer:
+                if why := answer.get("not_logged"):
+                    say(f"the model was not logged: {why}")
                 return None
         if time.monotonic() < self._deadline:  # it has said why, and ends
             self.shipper.process.wait()

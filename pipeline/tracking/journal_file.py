@@ -24,7 +24,7 @@ from pipeline.common.recorded import FormError, check
 
 NAME = "journal.jsonl"  # in the run directory
 DESCRIBED = "dataset.json"  # the last artifact that a run logs before it trains
-MODEL = "logged_model"  # the trained model in the run directory, from when it is saved until the store has it
+MODEL = "logged_model-{}"  # a trained model in the run directory, from when it is saved until the store has it
 FORMAT = 1  # of the lines; `{"start": {"format": …}}` says it
 WRITER, SHIPPER = 0, 1  # the bytes that are locked
 MOST_WAITING = 2**28  # bytes kept in memory while the disk is full

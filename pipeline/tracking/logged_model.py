@@ -70,8 +70,13 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
         for loaded, trained in zip(reloaded, predictions, strict=True):
             if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
                 raise ValueError("it predicts something else once it is loaded")
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier try of this run
-        shutil.move(path, folder)
+        partial = folder.with_name(f".{folder.name}")  # a copy: the run directory may be another file system
+        try:
+            shutil.copytree(path, partial)
+            partial.rename(folder)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def _saved_model(model: keras.Model, example: Any) -> tf.Module:

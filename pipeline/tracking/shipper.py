@@ -4,7 +4,8 @@ It reads commands from standard input and answers each with one line of JSON:
     {"open": URI, "experiment": …, "places": …, "patience": s}  →  {}
     {"ship": path of the journal, "may_exist": whether the run may exist}  →  {"run_id", "experiment_id"}
     {"unwritten": lines that are in no file}  →  nothing
-It follows the journal until standard input ends, and its last answer is {"shipped": points} or {"error": in one line}.
+It follows the journal until standard input ends, and its last answer is {"error": in one line}, or {"shipped": points,
+"not_logged": why the model was not, or empty}.
 Meanwhile it says {"left": about how many points} after each request, {"failing": in one line} after each that fails.
 """
 
@@ -54,7 +55,8 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         gc.freeze()  # nothing that is loaded by now is garbage: collecting it repeatedly doubled the cost of a batch
         _follow(uploader)
         uploader.finish(patience, lambda error: _answer({"failing": first_line(error)}))
-        _answer({"error": uploader.damage} if uploader.damage else {"shipped": uploader.sent})
+        shipped = {"shipped": uploader.sent, "not_logged": uploader.not_logged}
+        _answer({"error": uploader.damage} if uploader.damage else shipped)
     except Exception as error:
         refusal = {"key": error.key, "rule": error.rule} if isinstance(error, ConfigError) else {}
         _answer({"error": first_line(error), **refusal})

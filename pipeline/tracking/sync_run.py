@@ -37,7 +37,8 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         with closing(Uploader(store, past.path, may_exist=True, seconds=patience)) as uploader:
             uploader.finish(patience)
         shipped = f"{uploader.sent} points were missing; run {uploader.run_id} is {uploader.status}"
-        say(f"{folder}: {shipped}" + (f"; {past.damage}" if past.damage else ""))
+        not_logged = f"the model was not logged: {uploader.not_logged}" if uploader.not_logged else ""
+        say("; ".join(filter(None, (f"{folder}: {shipped}", not_logged, past.damage))))
     except Exception as error:
         if named and isinstance(error, ConfigError):
             raise

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import threading
+import uuid
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,8 +162,9 @@ class Tracker:
         """Log the trained model, as `logged_model.save` writes it."""
         from pipeline.tracking import logged_model
 
-        logged_model.save(self.run_dir / MODEL, model, example, code)
-        self.journal.write({"model": True})
+        name = uuid.uuid4().hex
+        logged_model.save(self.run_dir / MODEL.format(name), model, example, code)
+        self.journal.write({"model": name})
 
     def end(self, status: str, failure: str | None = None) -> str | None:
         """Close the run as FINISHED, FAILED or KILLED; return why something could not be shipped, or None."""

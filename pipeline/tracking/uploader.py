@@ -7,7 +7,9 @@ that died: it finds the run by its tag, and compares what the store holds with w
 import contextlib
 import errno
 import os
+import re
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from mlflow.exceptions import MlflowException
 from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.recorded import FormError
+from pipeline.common.secrets import mask
 from pipeline.tracking import model_upload
 from pipeline.tracking.journal_file import MODEL, SHIPPER, Reader, lock
 from pipeline.tracking.store import Store
@@ -31,10 +34,11 @@ PARAMS_AT_ONCE = 100  # params per request, at most; MLflow's limit
 PARAM_LENGTH = 6000  # characters of a param's value
 TRIES = 5  # of a request that the store refuses because of its content
 RETRY = 1.0  # seconds between two tries
-REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "ENDPOINT_NOT_FOUND")
+REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE")
 UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store, but perhaps never the full disk
 FORKS = "forks"  # tag: the runs that began with a checkpoint of this one
 MOST_FORKS = 140  # that are named: MLflow takes 5000 characters
+NOT_LOGGED = "model.not_logged"  # tag: why the model is not in the store
 NOT_SHIPPED = "not_shipped"  # tag: what the store did not take, or could not be read
 Tell = Callable[[int], object]  # takes about how many points the store does not have yet
 
@@ -59,6 +63,7 @@ class Uploader:
         self._last_step = self._segment = self._tries = self._points_read = 0
         self.sent = 0  # number of points that the store did not have
         self.status: str | None = None  # of the run by the lines read so far; None while it goes on
+        self.not_logged = ""  # why the model could not be logged; empty if it could, or there is none
         self.damage = ""  # why the journal cannot be read further; empty if it can
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -120,7 +125,8 @@ class Uploader:
                 self._tries += 1
                 if error.error_code not in REFUSALS or self._tries < TRIES:
                     raise
-                self._note(f"{next(iter(self._lines[0]))}: {first_line(error)}")
+                kind = next(key for key in self._lines[0] if key not in ("crc", "time"))
+                self._note(f"{kind}: {first_line(error)}")
             self._tries = 0
             del self._lines[0]
             self._tell(self.left())
@@ -253,15 +259,7 @@ class Uploader:
                 place = f"plugins/profile/{name.partition('.')[0]}" if name.endswith(".xplane.pb") else None
                 self.client.log_artifact(self.run_id, str(file), place)
         if "model" in line:
-            folder = self._folder / MODEL
-            try:
-                model_upload.check(folder)
-            except FileNotFoundError:  # shipped before: a line may be sent twice
-                pass
-            except OSError as error:
-                self._note(f"model: {error}")
-            else:
-                model_upload.ship(self.client, self.experiment_id, self.run_id, folder)
+            self._ship_model(str(line["model"]))
         if "resume" in line:
             with contextlib.suppress(MlflowException):  # it may have none
                 self.client.delete_tag(self.run_id, "failure")
@@ -270,6 +268,37 @@ class Uploader:
             self.client.set_terminated(self.run_id, line["end"], line["time"])
             if (found := self._store.status(self.run_id)) != line["end"]:
                 raise OSError(f"the store has the run as {found} when it is read again, and not as {line['end']}")
+
+    def _ship_model(self, name: str) -> None:
+        """Log the model of that name; one that cannot be logged does not keep the run from its end."""
+        try:
+            if not re.fullmatch("[0-9a-f]{32}", name):  # a journal may be somebody else's
+                raise ValueError("its name is not one that this package gives")
+            with self._telling():
+                folder = self._folder / MODEL.format(name)
+                model_upload.ship(self.client, self.experiment_id, self.run_id, folder)
+        except Exception as error:
+            if model_upload.may_pass(error):
+                raise
+            self.not_logged = mask(first_line(error))
+            self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:5000])
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell every few seconds that one request goes on: a large model takes minutes."""
+        done = threading.Event()
+
+        def tell() -> None:
+            while not done.wait(RETRY):
+                self._tell(self.left())
+
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        try:
+            yield
+        finally:
+            done.set()
+            telling.join()
 
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])

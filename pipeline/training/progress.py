@@ -61,10 +61,11 @@ class Progress:
         values = "  ".join(f"{split}/{name} {value:.4f}" for name, value in results.items())
         line = f"update {update}{self._of}  {values}"
         if self._bar is not None and split == "val":
+            self._held.pop(split, None)
             with suppress(OSError):
                 self._bar.write(line, file=sys.stderr)
         elif split == "test" or update == self.updates or time.monotonic() - self._evaluated >= SECONDS:
-            self._end_bar()
+            self.close() if split == "test" else self._end_bar()
             self._evaluated = time.monotonic()
             self._say(split, line)
         else:

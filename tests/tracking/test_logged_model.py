@@ -1,18 +1,24 @@
-"""The trained model in MLflow, where Keras cannot save it."""
+"""The trained model in MLflow: where Keras cannot save it, and how it gets to the store once, whoever ships it."""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import keras
 import mlflow
 import numpy as np
 import pytest
+import requests
 from keras import layers
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from pipeline.tracking import logged_model, model_upload
 from pipeline.tracking.journal_file import MODEL
 from tests.running import pipeline
+
+NAME = MODEL.format("0" * 32)
 
 
 class Plain(keras.Model):
@@ -36,54 +42,123 @@ def test_a_plain_subclassed_model_predicts_the_same_from_the_store(tmp_path, mon
     model = Plain(keras.Sequential([layers.Dense(3), layers.Dropout(0.5)]), lambda x: 2 * x)
     x = np.random.default_rng(0).normal(size=(4, 5)).astype("float32")
     expected = np.asarray(model(x))
-    logged_model.save(tmp_path / MODEL, model, x, [])
-    model_upload.ship(client, run.info.experiment_id, run.info.run_id, tmp_path / MODEL)
+    logged_model.save(tmp_path / NAME, model, x, [])
+    model_upload.ship(client, run.info.experiment_id, run.info.run_id, tmp_path / NAME)
     loaded = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
     np.testing.assert_allclose(loaded.predict(np.concatenate([x, x])), np.tile(expected, (2, 1)), rtol=1e-6)
 
 
 @pytest.fixture
 def saved(tmp_path):
-    folder = tmp_path / MODEL
+    folder = tmp_path / NAME
     (folder / "data").mkdir(parents=True)
     (folder / "MLmodel").write_text("flavors: {}\n")
     return folder
 
 
-def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved):
+@pytest.fixture
+def run(tmp_path):
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    run = client.create_run(client.create_experiment("twice", (tmp_path / "artifacts").as_uri()))
-    ids = run.info.experiment_id, run.info.run_id
-    again = tmp_path / "again"
+    return client, client.create_run(client.create_experiment("e", (tmp_path / "artifacts").as_uri())).info
+
+
+def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved, run):
+    client, info = run
+    users = client.create_logged_model(info.experiment_id, "users", info.run_id)
+    again = tmp_path / "again" / NAME
     shutil.copytree(saved, again)
-    for folder in (saved, again):  # as by a shipper that died before it removed the folder, and by the next one
-        model_upload.ship(client, *ids, folder)
-        assert not folder.exists()
-    (found,) = client.search_logged_models([run.info.experiment_id])
-    assert (found.status, found.source_run_id) == ("READY", run.info.run_id)
-    assert [output.model_id for output in client.get_run(run.info.run_id).outputs.model_outputs] == [found.model_id]
+    for folder in (saved, again, again):  # as by a shipper that died before it removed the folder, and by later ones
+        model_upload.ship(client, info.experiment_id, info.run_id, folder)
+        assert list(folder.parent.glob("*logged_model*")) == []
+    models = client.search_logged_models([info.experiment_id])
+    (found,) = [model for model in models if model.model_id != users.model_id]
+    assert (found.name, found.status, found.source_run_id) == ("model", "READY", info.run_id)
+    assert [output.model_id for output in client.get_run(info.run_id).outputs.model_outputs] == [found.model_id]
     assert mlflow.models.Model.load(found.artifact_location.removeprefix("file://")).model_id == found.model_id
+    assert not Path(users.artifact_location.removeprefix("file://")).exists()
 
 
-def test_a_model_with_a_link_in_it_is_not_shipped(tmp_path, saved):
-    model_upload.check(saved)
-    (tmp_path / "secret").write_text("secret")
-    (saved / "data" / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="logged_model/data/link is neither a file nor a folder"):
-        model_upload.check(saved)
+def test_what_a_shipper_was_removing_when_it_was_killed_is_not_shipped(tmp_path, saved, run):
+    client, info = run
+    (saved / "MLmodel").unlink()
+    saved.rename(tmp_path / f".{NAME}")
+    model_upload.ship(client, info.experiment_id, info.run_id, saved)
+    assert not (tmp_path / f".{NAME}").exists()
+    assert list(client.search_logged_models([info.experiment_id])) == []
+
+
+def test_two_segments_of_a_run_have_a_model_each(tmp_path, saved, run):
+    client, info = run
+    second = tmp_path / MODEL.format("1" * 32)
+    shutil.copytree(saved, second)
+    for folder in (saved, second):
+        model_upload.ship(client, info.experiment_id, info.run_id, folder)
+    assert len(client.get_run(info.run_id).outputs.model_outputs) == 2
+
+
+def answered(status):
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError(response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (requests.ConnectionError(), True),
+        (answered(503), True),
+        (answered(413), False),
+        (MlflowException("away"), True),  # an internal error
+        (MlflowException("old", RESOURCE_DOES_NOT_EXIST), False),
+        (OSError("a link"), False),
+        (TypeError("MLmodel is a list"), False),
+    ],
+)
+def test_only_a_store_that_is_away_is_asked_again(error, passes):
+    assert model_upload.may_pass(error) == passes
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """A folder with a run that no store has yet."""
+    folder = tmp_path_factory.mktemp("offline")
+    away = ("tracking.uri=http://127.0.0.1:9", "tracking.when_unreachable=offline", "tracking.log_model=true")
+    pipeline("train", "experiment=quick", *away, "hydra.run.dir=run", cwd=folder, status=4)
+    return folder
 
 
 @pytest.mark.slow
-def test_the_model_of_a_run_that_was_kept_offline_is_in_the_store_after_sync(tmp_path, monkeypatch):
-    free = "tracking.uri=http://127.0.0.1:9"
-    away = (free, "tracking.when_unreachable=offline", "tracking.log_model=true")
-    pipeline("train", "experiment=quick", *away, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path, status=4)
+def test_the_model_of_a_run_that_was_kept_offline_is_in_the_store_after_sync(offline, tmp_path):
+    shutil.copytree(offline / "run", tmp_path / "run")
     store = f"sqlite:///{tmp_path}/mlflow.db"
     pipeline("sync", "run", f"tracking.uri={store}", cwd=tmp_path)
     (logged,) = mlflow.MlflowClient(store).search_logged_models(["1"])
     mlflow.set_tracking_uri(store)
-    assert mlflow.pyfunc.load_model(f"models:/{logged.model_id}").predict(np.zeros((2, 8, 8, 1), "float32")).shape == (
-        2,
-        10,
-    )
-    assert not (tmp_path / "run" / MODEL).exists()
+    loaded = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
+    assert loaded.predict(np.zeros((2, 8, 8, 1), "float32")).shape == (2, 10)
+    assert list((tmp_path / "run").glob("*logged_model*")) == []
+
+
+def with_link(folder):
+    (folder / "data" / "link").symlink_to("/etc/passwd")
+
+
+def without_description(folder):
+    (folder / "MLmodel").write_text("[1]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "why"), [(with_link, "data/link is neither a file nor a folder"), (without_description, "")]
+)
+def test_a_model_that_cannot_be_shipped_does_not_keep_its_run_from_its_end(offline, tmp_path, damage, why):
+    shutil.copytree(offline / "run", tmp_path / "run")
+    (folder,) = (tmp_path / "run").glob("logged_model-*")
+    damage(folder)
+    said = pipeline("sync", "run", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", cwd=tmp_path).stderr
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (found,) = client.search_runs(["1"])
+    assert found.info.status == "FINISHED"
+    assert why in found.data.tags["model.not_logged"]
+    assert "the model was not logged: " in said
+    assert [model for model in client.search_logged_models(["1"]) if model.status == "READY"] == []
