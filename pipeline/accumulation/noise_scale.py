@@ -12,8 +12,9 @@ are unbiased for unequal micro-batches too,
 
     tr(Σ) ≈ (Σₖ ωₖ|gₖ|² − |g|²) / (Σₖ ωₖ/nₖ − 1/n)        |G|² ≈ |g|² − tr(Σ)/n
 
-whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last. What the
-model adds to the loss (regularisation, `add_loss`) moves |G|². With several outputs, ωₖ and nₖ are the first one's.
+whose ratio is not unbiased: numerator and denominator are smoothed apart, and divided last. The gradients are those
+that are applied: what the model adds to the loss (regularisation, `add_loss`) moves |G|². With several outputs, ωₖ and
+nₖ are the first one's.
 """
 
 from __future__ import annotations

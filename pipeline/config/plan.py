@@ -104,7 +104,7 @@ class Plan:
         return next(s for s in reversed(self.all_stages) if (s.epoch, s.first) <= place).updates_at(*place)
 
     def slices(self, done: int) -> list[Slice]:
-        """Return what is read from the update after `done` ones on, in batches of one size each."""
+        """Return what is read from the update after `done` ones on, each in batches of one size; at the end nothing."""
         (epoch, first, _), found = self.stage(done).place(done), list[Slice]()
         later = [(after, size) for after, size in self.changes if done < after < self.updates]
         ends = [*(self.stage(after).place(after)[:2] for after, _ in later), (self.epochs, 0)]

@@ -134,7 +134,10 @@ class RunSpec:
 def resolve(
     composed: DictConfig, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> RunSpec:
-    """Check a composed config, and return the spec that follows from it, from `overrides` and from the environment."""
+    """Check a composed config, and return the spec that follows from it, from `overrides` and from the environment.
+
+    A horizon or a size that the overrides name outranks the default ones, which become null.
+    """
     composed = deepcopy(composed)  # the caller's stays as it is
     validate.check_form(composed)
     if isinstance(micro := composed.accumulation.micro_batch_size, str) and micro.isdecimal():

@@ -20,7 +20,10 @@ _OURS = ("augment", "batched", "checksum", "in_memory", "pad", "shuffle_buffer",
 
 
 def load(node: DictConfig, *, prepare: bool = True) -> Data:
-    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared."""
+    """Load the data that the `dataset` group names; without `prepare` nothing is downloaded or prepared.
+
+    A `ConfigError` names a wrong target, data that are not there, or data of a wrong form.
+    """
     target = instantiate.locate(node, "dataset")
     own = node.copy()  # reduced to the target's arguments
     with open_dict(own):

@@ -133,7 +133,7 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
     finite = [all(np.isfinite(branches[batch][1]).all() for branches in seeds) for batch in batches]
     end = [*finite, False].index(False)
     diverged, batches = next(iter(batches[end:]), None), batches[:end]
-    if not batches or len(finite) < 2:
+    if not batches or len(finite) < 2 or any(branches[batches[0]][1].size < 2 for branches in seeds):
         return None
     read = [_read(branches, batches) for branches in seeds]
     each, covariance = np.array([losses for losses, _ in read]), np.mean([errors for _, errors in read], axis=0)

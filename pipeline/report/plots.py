@@ -108,7 +108,7 @@ def _by(sweep: Comparison, key: str, value: Measure, section: str, name: str, ti
     traces = []
     for colour, (other, jobs) in enumerate(others.items()):
         by_setting = grouped([job for job in jobs if job.finished or not is_result], setting)
-        at = {x: spread for x, of in by_setting.items() if (spread := pooled(of, value)) is not None}
+        at = {x: spread for x in settings if (spread := pooled(by_setting.get(x, []), value)) is not None}
         at = dict(sorted(at.items())) if numbers else {str(x): spread for x, spread in at.items()}
         means, bars = [of.mean for of in at.values()], [of.deviation or 0.0 for of in at.values()]
         traces.append(trace(other, at, means, colour, "lines+markers" if numbers else "markers", bars))

@@ -64,7 +64,7 @@ def _observed(
     """
     made: list[tuple[keras.Layer, list[Any], Any]] = []  # layer, inputs and outputs, in order of completion
 
-    def recorded(layer: keras.Layer, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def recorded(layer: keras.Layer, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
         output = call(*arguments, **options)
         made.append((layer, tf.nest.flatten((arguments, options)), output))
         return output

@@ -99,6 +99,7 @@ def test_a_branch_that_diverged_ends_the_row():
     assert (found.critical, list(found.losses), found.diverged) == (16, [1, 16], 64)
     assert measure([{1: (sizes, losses * np.nan), 16: line(16)}]) is None
     assert measure([{1: line(1)}]) is None
+    assert measure([{64: (sizes[:1], losses[:1]), 256: line(256)}]) is None  # one loss has no spread
 
 
 def test_the_interval_holds_the_truth_and_seeds_widen_it():
