@@ -360,7 +360,7 @@ def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch)
     write(journal, *range(1, 500))
     journal._writer.write({"end": "FINISHED"})
     monkeypatch.setattr("pipeline.tracking.uploader.RETRY", 0.01)
-    monkeypatch.setattr("pipeline.tracking.uploader.AT_ONCE", 50)
+    monkeypatch.setattr("pipeline.tracking.uploader.AT_ONCE", 20)
     told, log_batch, tries = [], MlflowClient.log_batch, iter(range(1000))
 
     def harmed(*arguments, **given):
@@ -371,7 +371,7 @@ def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch)
 
     monkeypatch.setattr(MlflowClient, "log_batch", harmed)
     uploader = Uploader(tracking_store.Store(journal.uri), tmp_path / NAME, may_exist=True, tell=told.append)
-    uploader.finish(0.05)
+    uploader.finish(0.7)
     uploader.close()
     assert points(tmp_path) == ("FINISHED", list(range(1, 500)))
     assert told[0] > 500
