@@ -2,9 +2,9 @@
 
     training thread ─► journal.jsonl ─► `python -m pipeline.tracking.shipper` ─► MLflow
 
-The trainer never waits for the tracker, and imports nothing of MLflow before the run has ended. Every line keeps its
-time stamp: shipping it twice changes nothing. If the trainer dies without a word, the shipper ships what was written
-and closes the run; a shipper that dies is replaced; if both die, `pipeline sync` ships the rest.
+The trainer never waits for the tracker, and opens no store. Every line keeps its time stamp: shipping it twice changes
+nothing. If the trainer dies without a word, the shipper ships what was written and closes the run; a shipper that dies
+is replaced; if both die, `pipeline sync` ships the rest.
 
 One line is one JSON object, with its time in milliseconds and its checksum (`pipeline.tracking.journal_file`):
     {"start": {…}}                                    the run: format, store, params, tags; the first line

@@ -2,6 +2,9 @@
 
 import shutil
 import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import requests
@@ -13,11 +16,17 @@ from mlflow.exceptions import MlflowException
 from pipeline.common import imports
 
 TAG = "pipeline.model"  # of a logged model: the name of its folder, which no other model has
+TOLD = 1.0  # seconds between two signs that an upload goes on
 AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
 
 
-def ship(client: MlflowClient, experiment_id: str, run_id: str, folder: Path) -> None:
+Tell = Callable[[], object]
+
+
+def ship(client: MlflowClient, experiment_id: str, run_id: str, folder: Path, tell: Tell = lambda: None) -> None:
     """Log the model in `folder`, once however often it is shipped, and remove the folder, which may not exist any more.
+
+    Calls `tell` every second while the files are uploaded, as a large model takes minutes.
 
     Raises:
         OSError: it holds a link or the like; a run directory may be somebody else's.
@@ -40,12 +49,30 @@ def ship(client: MlflowClient, experiment_id: str, run_id: str, folder: Path) ->
     new = folder.with_name(f".{folder.name}.MLmodel")
     new.write_text(yaml.safe_dump({**content, "artifact_path": entry.artifact_location}), encoding="utf-8")
     new.replace(described)
-    client.log_model_artifacts(entry.model_id, str(folder))
+    with _telling(tell):
+        client.log_model_artifacts(entry.model_id, str(folder))
     client.finalize_logged_model(entry.model_id, "READY")
     if not run.outputs or entry.model_id not in [output.model_id for output in run.outputs.model_outputs]:
         client.log_outputs(run_id, [LoggedModelOutput(entry.model_id, step=0)])
     folder.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
+
+
+@contextmanager
+def _telling(tell: Tell) -> Iterator[None]:
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(TOLD):
+            tell()
+
+    telling = threading.Thread(target=repeat, daemon=True)
+    telling.start()
+    try:
+        yield
+    finally:
+        done.set()
+        telling.join()
 
 
 def may_pass(error: Exception) -> bool:

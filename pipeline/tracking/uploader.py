@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -274,31 +273,14 @@ class Uploader:
         try:
             if not re.fullmatch("[0-9a-f]{32}", name):  # a journal may be somebody else's
                 raise ValueError("its name is not one that this package gives")
-            with self._telling():
-                folder = self._folder / MODEL.format(name)
-                model_upload.ship(self.client, self.experiment_id, self.run_id, folder)
+            folder = self._folder / MODEL.format(name)
+            of_run = self.client, self.experiment_id, self.run_id
+            model_upload.ship(*of_run, folder, lambda: self._tell(self.left()))
         except Exception as error:
             if model_upload.may_pass(error):
                 raise
             self.not_logged = mask(first_line(error))
             self.client.set_tag(self.run_id, NOT_LOGGED, self.not_logged[:5000])
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell every few seconds that one request goes on: a large model takes minutes."""
-        done = threading.Event()
-
-        def tell() -> None:
-            while not done.wait(RETRY):
-                self._tell(self.left())
-
-        telling = threading.Thread(target=tell, daemon=True)
-        telling.start()
-        try:
-            yield
-        finally:
-            done.set()
-            telling.join()
 
     def _note(self, what: str) -> None:
         self.client.set_tag(self.run_id, NOT_SHIPPED, what[:5000])

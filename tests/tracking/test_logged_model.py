@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import keras
@@ -94,6 +95,16 @@ def test_two_segments_of_a_run_have_a_model_each(tmp_path, saved, run):
     for folder in (saved, second):
         model_upload.ship(client, info.experiment_id, info.run_id, folder)
     assert len(client.get_run(info.run_id).outputs.model_outputs) == 2
+
+
+def test_a_long_upload_tells_that_it_goes_on(saved, run, monkeypatch):
+    """Else the trainer takes a store that takes a large model for one that does not answer."""
+    client, info = run
+    told = threading.Event()
+    monkeypatch.setattr(model_upload, "TOLD", 0.01)
+    monkeypatch.setattr(client, "log_model_artifacts", lambda *_: told.wait(60))
+    model_upload.ship(client, info.experiment_id, info.run_id, saved, told.set)
+    assert told.is_set()
 
 
 def answered(status):
