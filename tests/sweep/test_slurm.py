@@ -149,7 +149,8 @@ def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
     wait(lambda: '"end":"KILLED"' in journal.read_text())
     (tmp_path / "healed").touch()
     wait(lambda: _ask(slurm, "squeue", "--noheader", "--format=%t").strip() == "PD")
-    _ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm holds a requeued job for minutes
+    # Slurm holds a requeued job for minutes: a node refuses one started in the second in which it was taken away.
+    _ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+3")
     printed = process.communicate(timeout=500)[1]
     assert process.returncode == 0, printed
     store = Store(tmp_path)
