@@ -80,10 +80,10 @@ def without_chatter() -> Iterator[None]:
         try:
             with without_collections():
                 yield
+                if first:
+                    gc.freeze()  # before anything looks for garbage again
         finally:
             sys.meta_path.remove(finder)
-            if first:
-                gc.freeze()
             sys.stderr.flush()
             os.dup2(kept, 2)
             faulthandler.enable(2) if traced else faulthandler.disable()

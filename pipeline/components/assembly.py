@@ -79,8 +79,9 @@ class Parts:
         """Return the batches of a split, in its order, or a reader's share of each; None without such a split."""
         if name not in self.data.splits:
             return None
-        size = self.plan.batching.effective_batch_size
-        return evaluated(self.data, name, size, self.spec.dataset.get("pad"), reader)
+        size, node = self.plan.batching.effective_batch_size, self.spec.dataset
+        keep = name in cache.kept(node, self.data, self.spec.workers_on_machine)
+        return evaluated(self.data, name, size, node.get("pad"), reader, keep)
 
     def _inputs(self, name: str, count: int) -> Any:
         return first_examples(self.data, name, count, self.spec.dataset.get("pad"))[0]
@@ -156,12 +157,12 @@ def assemble(
     with _reading(spec.dataset, data, files):
         decided, kept = cache.resolve(spec.dataset, data, used.agree, spec.workers_on_machine)
         spec = spec.changed({f"dataset.{key}": value for key, value in decided.items()})
+        held = cache.kept(spec.dataset, data, spec.workers_on_machine)
         notes = [*filter(None, [kept, one_class(spec.dataset, data, seed)])]
         checksum = spec.dataset.get("checksum", "full")
         recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
     node, cut, stream = spec.dataset, spec.batching, None
     if data.shards:  # what is kept in memory is read once
-        held = ("train",) if node.get("in_memory", True) else ()
         files.reread = tuple({s.path for name, shards in data.shards.items() if name not in held for s in shards})
     if check_dataset is not None:
         check_dataset(recorded_data)

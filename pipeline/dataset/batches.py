@@ -74,15 +74,22 @@ def effective_batches(
 
 
 def in_order(
-    examples: tf.data.Dataset, size: int, pad: Any = None, reader: Reader | None = None, made_of: Stored | None = None
+    examples: tf.data.Dataset,
+    size: int,
+    pad: Any = None,
+    reader: Reader | None = None,
+    made_of: Stored | None = None,
+    keep: bool = False,
 ) -> tf.data.Dataset:
     """Return a split once, unshuffled, in batches, the last perhaps smaller; `pad` is as in the config.
 
-    A `reader` gets shares, and makes its examples alone where it is known what they are `made_of`.
+    A `reader` gets shares, and makes its examples alone where it is known what they are `made_of`. If they are to be
+    kept, the first pass puts them into memory, and others read them there.
     """
     reader = _alone(reader, examples.element_spec, pad)
     source = Source(examples) if reader is None or made_of is None else Source(made_of.records, made_of.make)
-    return _ahead(_prepared(source.batches(size, reader), pad, examples.element_spec))
+    batches = source.batches(size, reader)
+    return _ahead(_prepared(batches.cache() if keep else batches, pad, examples.element_spec))
 
 
 def of_stream(stream: Stream, first_update: int, weigh: Weigh = None) -> tf.data.Dataset:
@@ -91,12 +98,12 @@ def of_stream(stream: Stream, first_update: int, weigh: Weigh = None) -> tf.data
     return _ahead(batches if weigh is None else map_batches(batches, weigh))
 
 
-def evaluated(data: Data, name: str, batch_size: int, pad: Any, reader: Reader | None = None) -> tf.data.Dataset:
+def evaluated(data: Data, name: str, batch_size: int, pad: Any, reader: Reader | None, keep: bool) -> tf.data.Dataset:
     """Return the batches of a split in its order: those of its loader, or as `in_order` makes them."""
     if (loader := data.loaders.get(name)) is not None:
         batches = tf.data.Dataset.from_generator(loader.epoch, output_signature=loader.spec)
         return _ahead(map_batches(batches, _in_precision))
-    return in_order(data.splits[name], batch_size, pad, reader, data.made_of(name))
+    return in_order(data.splits[name], batch_size, pad, reader, data.made_of(name), keep)
 
 
 def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:

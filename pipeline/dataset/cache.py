@@ -1,4 +1,4 @@
-"""Whether the training split is cached in memory or streamed from its files: `dataset.in_memory=auto`."""
+"""Which splits are cached in memory, and which are streamed from their files: `dataset.in_memory`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,7 @@ from pipeline.dataset.source import fixed
 from pipeline.dataset.splits import Data
 
 SHARE = 4  # the training split is cached if it fits in 1/4 of the memory
+EVALUATED = 32  # and then the validation split too, if it fits in 1/32
 BUFFER = 128 * 2**20  # bytes of the shuffle buffer of streamed examples
 _SAMPLE = 64  # examples that are read if their size does not follow from their shapes
 
@@ -33,6 +34,16 @@ def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: in
     how = f"shuffled by file and in a buffer of {buffer} examples"
     line = f"{what} are streamed, as a quarter of the memory{shared} is {readable(part)}; {how}"
     return {"in_memory": False, "shuffle_buffer": buffer}, line
+
+
+def kept(node: DictConfig, data: Data, processes: int = 1) -> tuple[str, ...]:
+    """Return the names of the splits that are read once and then kept in memory, where that is decided."""
+    if not node.get("in_memory", True):
+        return ()
+    if (split := data.validation) is None or "validation" in data.loaders:
+        return ("train",)
+    fits = _example_bytes(split) * int(split.cardinality()) <= limit() / EVALUATED / processes
+    return ("train", "validation") if fits else ("train",)
 
 
 def _example_bytes(split: tf.data.Dataset) -> float:

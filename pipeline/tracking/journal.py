@@ -145,6 +145,10 @@ class Journal:
                 say(f"the store is slower than the run: about {min(told):,} points wait in {self._path}")
                 self._lag = 2 * min(told)
 
+    def ship_now(self) -> None:
+        """Let the shipper ship what is written, without its usual interval."""
+        self.shipper.send({"unwritten": ""})
+
     def close(self, status: str) -> str | None:
         """End the run and wait for the shipper; return why something was not shipped, or None if everything was."""
         with contextlib.suppress(OSError):  # what the disk does not take is handed to the shipper

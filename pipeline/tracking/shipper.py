@@ -3,7 +3,7 @@
 It reads commands from standard input and answers each with one line of JSON:
     {"open": URI, "experiment": …, "places": …, "patience": s}  →  {}
     {"ship": path of the journal, "may_exist": whether the run may exist}  →  {"run_id", "experiment_id"}
-    {"unwritten": lines that are in no file}  →  nothing
+    {"unwritten": lines that are in no file, perhaps none}  →  nothing, but what is written is shipped now
 It follows the journal until standard input ends, and its last answer is {"error": in one line}, or {"shipped": points,
 "not_logged": why the model was not, or empty}.
 Meanwhile it says {"left": about how many points} after each request, {"failing": in one line} after each that fails.
@@ -44,6 +44,7 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         store.check(experiment)
         _answer({})
         store.prepare()  # while the trainer imports TensorFlow
+        gc.freeze()  # nothing that is loaded by now is garbage: collecting it repeatedly doubled the cost of a batch
         command = _command()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if command is None:
@@ -52,7 +53,6 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         given = {"may_exist": command["may_exist"], "tell": lambda left: _answer({"left": left})}
         uploader = Uploader(store, Path(command["ship"]), seconds=2 * patience, **given)
         _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
-        gc.freeze()  # nothing that is loaded by now is garbage: collecting it repeatedly doubled the cost of a batch
         _follow(uploader)
         uploader.finish(patience, lambda error: _answer({"failing": first_line(error)}))
         shipped = {"shipped": uploader.sent, "not_logged": uploader.not_logged}

@@ -162,6 +162,7 @@ class Tracker:
         """Log the trained model, as `logged_model.save` writes it."""
         from pipeline.tracking import logged_model
 
+        self.journal.ship_now()  # while the model is saved
         name = uuid.uuid4().hex
         logged_model.save(self.run_dir / MODEL.format(name), model, example, code)
         self.journal.write({"model": name})

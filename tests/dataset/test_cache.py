@@ -50,6 +50,30 @@ def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
         assert settled(data, in_memory=given) == ({"in_memory": given, "shuffle_buffer": None}, "")
 
 
+def test_a_validation_split_that_is_kept_is_read_once(monkeypatch):
+    """It is kept with the training split if it fits in 1/32 of the memory: here 20 examples of 12 bytes."""
+    read = []
+
+    def examples():
+        read.append(1)
+        yield from ((float(number), number % 3) for number in range(20))
+
+    spec = tf.TensorSpec((), tf.float32), tf.TensorSpec((), tf.int64)
+    validation = tf.data.Dataset.from_generator(examples, output_signature=spec)
+    data = Data(validation, validation.apply(tf.data.experimental.assert_cardinality(20)))
+    given = [*data.validation.as_numpy_iterator()]
+    for size, kept in ((32 * 240 - 1, ("train",)), (32 * 240, ("train", "validation"))):
+        monkeypatch.setattr(cache, "limit", lambda size=size: size)
+        read.clear()
+        assert cache.kept(OmegaConf.create({}), data) == kept
+        evaluated = batches.evaluated(data, "validation", 8, None, None, "validation" in kept)
+        for _ in range(3):
+            passed = [*evaluated.unbatch().as_numpy_iterator()]
+            assert passed == given
+        assert len(read) == (1 if "validation" in kept else 3)
+    assert cache.kept(OmegaConf.create({"in_memory": False}), data) == ()
+
+
 def test_examples_of_unequal_length_are_measured():
     texts = tf.data.Dataset.from_tensor_slices(["a" * 10, "b" * 30] * 40).map(
         lambda text: (text, tf.strings.length(text))
