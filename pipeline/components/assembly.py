@@ -80,7 +80,7 @@ class Parts:
         if name not in self.data.splits:
             return None
         size, node = self.plan.batching.effective_batch_size, self.spec.dataset
-        keep = name in cache.kept(node, self.data, self.spec.workers_on_machine)
+        keep = name == "validation" and cache.keeps_validation(node, self.data, self.spec.workers_on_machine)
         return evaluated(self.data, name, size, node.get("pad"), reader, keep)
 
     def _inputs(self, name: str, count: int) -> Any:
@@ -157,12 +157,12 @@ def assemble(
     with _reading(spec.dataset, data, files):
         decided, kept = cache.resolve(spec.dataset, data, used.agree, spec.workers_on_machine)
         spec = spec.changed({f"dataset.{key}": value for key, value in decided.items()})
-        held = cache.kept(spec.dataset, data, spec.workers_on_machine)
         notes = [*filter(None, [kept, one_class(spec.dataset, data, seed)])]
         checksum = spec.dataset.get("checksum", "full")
         recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
     node, cut, stream = spec.dataset, spec.batching, None
-    if data.shards:  # what is kept in memory is read once
+    if data.shards:  # the training split in memory is read once, here; others as the run trains, kept or not
+        held = ("train",) if node.get("in_memory", True) else ()
         files.reread = tuple({s.path for name, shards in data.shards.items() if name not in held for s in shards})
     if check_dataset is not None:
         check_dataset(recorded_data)

@@ -12,7 +12,7 @@ from pipeline.dataset.source import fixed
 from pipeline.dataset.splits import Data
 
 SHARE = 4  # the training split is cached if it fits in 1/4 of the memory
-EVALUATED = 32  # and then the validation split too, if it fits in 1/32
+EVALUATED = 32  # and then the validation split too, if it fits in 1/32, which is less than a trial leaves free
 BUFFER = 128 * 2**20  # bytes of the shuffle buffer of streamed examples
 _SAMPLE = 64  # examples that are read if their size does not follow from their shapes
 
@@ -36,14 +36,12 @@ def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: in
     return {"in_memory": False, "shuffle_buffer": buffer}, line
 
 
-def kept(node: DictConfig, data: Data, processes: int = 1) -> tuple[str, ...]:
-    """Return the names of the splits that are read once and then kept in memory, where that is decided."""
-    if not node.get("in_memory", True):
-        return ()
-    if (split := data.validation) is None or "validation" in data.loaders:
-        return ("train",)
-    fits = _example_bytes(split) * int(split.cardinality()) <= limit() / EVALUATED / processes
-    return ("train", "validation") if fits else ("train",)
+def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
+    """Return whether the validation split is kept in memory once it was read: it is read for each evaluation."""
+    if not node.get("in_memory", True) or data.validation is None or "validation" in data.loaders:
+        return False
+    size = _example_bytes(data.validation) * int(data.validation.cardinality())
+    return size <= limit() / EVALUATED / processes
 
 
 def _example_bytes(split: tf.data.Dataset) -> float:

@@ -62,16 +62,16 @@ def test_a_validation_split_that_is_kept_is_read_once(monkeypatch):
     validation = tf.data.Dataset.from_generator(examples, output_signature=spec)
     data = Data(validation, validation.apply(tf.data.experimental.assert_cardinality(20)))
     given = [*data.validation.as_numpy_iterator()]
-    for size, kept in ((32 * 240 - 1, ("train",)), (32 * 240, ("train", "validation"))):
+    for size, kept in ((32 * 240 - 1, False), (32 * 240, True)):
         monkeypatch.setattr(cache, "limit", lambda size=size: size)
         read.clear()
-        assert cache.kept(OmegaConf.create({}), data) == kept
-        evaluated = batches.evaluated(data, "validation", 8, None, None, "validation" in kept)
+        assert cache.keeps_validation(OmegaConf.create({}), data) is kept
+        evaluated = batches.evaluated(data, "validation", 8, None, None, kept)
         for _ in range(3):
             passed = [*evaluated.unbatch().as_numpy_iterator()]
             assert passed == given
-        assert len(read) == (1 if "validation" in kept else 3)
-    assert cache.kept(OmegaConf.create({"in_memory": False}), data) == ()
+        assert len(read) == (1 if kept else 3)
+    assert not cache.keeps_validation(OmegaConf.create({"in_memory": False}), data)
 
 
 def test_examples_of_unequal_length_are_measured():

@@ -7,9 +7,14 @@ import json
 import os
 import shutil
 import time
+from contextlib import nullcontext
 
 import pytest
 
+from pipeline.common.errors import DataError
+from pipeline.components import assembly
+from pipeline.config.compose import composed
+from pipeline.config.resolve import resolve
 from pipeline.dataset import checksums
 from tests.running import Store, pipeline
 
@@ -46,6 +51,17 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path, cache):
     assert checksums.of(file) == expected(b"abd")
     entry.write_text("{")
     assert checksums.of(file) == expected(b"abd")
+
+
+def test_a_file_of_a_validation_split_that_is_kept_may_not_change_either(tmp_path):
+    """It is read at the first evaluation, which may be hours later; the training split in memory is read at once."""
+    given = ["model=mlp", "hardware.device=cpu", f"dataset.data_dir={tmp_path}"]
+    files = assembly.assemble(resolve(composed(given))).files
+    for split in ("train", "validation"):
+        (file,) = tmp_path.rglob(f"*-{split}.tfrecord*")
+        with pytest.raises(DataError, match="has changed") if split == "validation" else nullcontext():
+            file.write_bytes(file.read_bytes()[::-1])
+            files.check()
 
 
 @pytest.mark.slow
