@@ -22,8 +22,9 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import KeepBestConfig
 from pipeline.dataset import cache, load, tokens
 from pipeline.dataset.bad_example import located
-from pipeline.dataset.batches import Reader, effective_batches, evaluated, first_examples, of_stream, one_class, weigher
+from pipeline.dataset.batches import Reader, effective_batches, evaluated, first_examples, of_stream, one_class
 from pipeline.dataset.checksums import Files
+from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Stream, digest
 from pipeline.tracking import provenance

@@ -8,7 +8,6 @@ the examples of its own replicas alone.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,18 +17,16 @@ from omegaconf import DictConfig
 
 from pipeline.accumulation import Share, slice_of
 from pipeline.common.errors import ConfigError
-from pipeline.config.objective_nodes import by_output
-from pipeline.config.schema import TrainingConfig
 from pipeline.config.stages import ALL, Slice
+from pipeline.dataset import cache
+from pipeline.dataset.class_weights import Weigh
 from pipeline.dataset.padding import padder
-from pipeline.dataset.source import AHEAD, Source, batched, fixed, map_batches, one_by_one
+from pipeline.dataset.source import AHEAD, Source, SourceOf, fixed, map_batches, one_by_one
 from pipeline.dataset.source import Reader as Reader
 from pipeline.dataset.splits import Data, Stored
 from pipeline.dataset.stream import Stream
 from pipeline.trust import instantiate
 
-Weigh = Callable[..., tuple] | None  # adds sample weights to a batch
-CLASS_WEIGHT = "training.class_weight"
 SMALL = 2**16  # bytes of an example: below, a step of tf.data takes as long as to decode it
 
 
@@ -47,7 +44,7 @@ def effective_batches(
     spec, pad = data.train.element_spec, node.get("pad")
     reader = _alone(reader, spec, pad)
     in_memory, numbered = node.get("in_memory", True), augment is not None
-    source_of = _in_memory(data) if in_memory else _streamed(node, data, reader, numbered)
+    source_of = cache.in_memory(data) if in_memory else _streamed(node, data, reader, numbered)
 
     def batches_of(here: Slice) -> tf.data.Dataset:
         @tf.autograph.experimental.do_not_convert
@@ -142,29 +139,6 @@ def one_class(node: DictConfig, data: Data, seed: int) -> str:
     return f"the first {count} examples that are streamed are all of class {first}: classes are mixed by {how}"
 
 
-SourceOf = Callable[[tf.Tensor, tf.Tensor], Source]  # of an epoch: its seed, (2,), and how many keys are left out
-
-
-def _in_memory(data: Data) -> SourceOf:
-    """Return what gives the source of an epoch where the examples are kept in memory: keys are their numbers."""
-    count = data.examples
-    split = batched(data.train, count).get_single_element()
-    for weights in (leaf for leaf in tf.nest.flatten(split[2:]) if leaf is not None):
-        total = float(tf.reduce_sum(tf.cast(weights, tf.float64)))
-        if not 0 < total < math.inf:  # a sum of NaN is one too
-            raise ConfigError("dataset", "must give sample weights with a positive and finite sum", total)
-
-    def gather(numbers: tf.Tensor) -> tuple:
-        """Return the examples of numbers or of one number: twenty times as fast as one by one for a batch."""
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, numbers), split)
-
-    def source_of(seed: tf.Tensor, left_out: tf.Tensor) -> Source:
-        shuffled = tf.random.experimental.stateless_shuffle(tf.range(count, dtype=tf.int64), seed=seed)
-        return Source(tf.data.Dataset.from_tensor_slices(shuffled[left_out:]), gather, gather)
-
-    return source_of
-
-
 def _streamed(node: DictConfig, data: Data, reader: Reader | None, numbered: bool) -> SourceOf:
     """Return what gives the source of an epoch that is streamed; if `numbered`, keys begin with example numbers."""
     keys_by, make = _stored_keys(node, data, reader)
@@ -225,40 +199,3 @@ def _compatible(given: Any, made: Any) -> bool:
         return all(tf.nest.flatten(tf.nest.map_structure(lambda a, b: a.is_compatible_with(b), given, made)))
     except (TypeError, ValueError):  # nests of other forms
         return False
-
-
-def weigher(training: TrainingConfig, data: Data) -> Weigh:
-    """Return a function that adds the sample weights of its classes, 1 by default, to a batch `(x, y)`.
-
-    One-hot labels get a weight per vector, others one per element, as a label map has a class per pixel.
-    """
-    if (given := training.class_weight) is None:
-        return None
-    spec = data.train.element_spec
-    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
-        rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
-        raise ConfigError(CLASS_WEIGHT, rule, [type(part).__name__ for part in spec])
-    one_hot, last = _one_hot(spec[1].shape, training.loss, data.classes), spec[1].shape[-1:]
-    of_class = tf.constant([*given], tf.int64), tf.constant([*given.values()], keras.config.floatx())
-    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(*of_class), 1.0)
-
-    @tf.autograph.experimental.do_not_convert
-    def weigh(x: Any, y: tf.Tensor) -> tuple:
-        if one_hot:
-            return x, y, table.lookup(tf.argmax(y, axis=-1))
-        found = tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int64)
-        return x, y, table.lookup(tf.squeeze(found, -1) if last == [1] else found)
-
-    return weigh
-
-
-def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
-    """Return whether the last axis of labels holds classes; refuse where that cannot be decided."""
-    names = [str(node["_target_"]).rpartition(".")[2].lower() for _, node in by_output(loss) if node is not None]
-    if shape[-1:] in ([], [1]) or any("sparse" in name for name in names):
-        return False
-    if classes is None and not any("categorical" in name for name in names):
-        rule = f"must be null where labels {tuple(shape)} may be one-hot or a class per element: let the dataset give "
-        rule += "its `classes`, or take a loss whose name begins with Sparse or Categorical"
-        raise ConfigError(CLASS_WEIGHT, rule)
-    return classes in (None, shape[-1])

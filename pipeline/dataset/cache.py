@@ -1,5 +1,6 @@
-"""Which splits are cached in memory, and which are streamed from their files: `dataset.in_memory`."""
+"""Which splits are cached in memory, and which are streamed from their files (`dataset.in_memory`); a cached one."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,9 @@ import numpy as np
 import tensorflow as tf
 from omegaconf import DictConfig
 
+from pipeline.common.errors import ConfigError
 from pipeline.common.memory_budget import limit, readable
-from pipeline.dataset.source import fixed
+from pipeline.dataset.source import Source, SourceOf, batched, fixed
 from pipeline.dataset.splits import Data
 
 SHARE = 4  # the training split is cached if it fits in 1/4 of the memory
@@ -42,6 +44,26 @@ def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
         return False
     size = _example_bytes(data.validation) * int(data.validation.cardinality())
     return size <= limit() / EVALUATED / processes
+
+
+def in_memory(data: Data) -> SourceOf:
+    """Return what gives the source of an epoch where the examples are kept in memory: keys are their numbers."""
+    count = data.examples
+    split = batched(data.train, count).get_single_element()
+    for weights in (leaf for leaf in tf.nest.flatten(split[2:]) if leaf is not None):
+        total = float(tf.reduce_sum(tf.cast(weights, tf.float64)))
+        if not 0 < total < math.inf:  # a sum of NaN is one too
+            raise ConfigError("dataset", "must give sample weights with a positive and finite sum", total)
+
+    def gather(numbers: tf.Tensor) -> tuple:
+        """Return the examples of numbers or of one number: twenty times as fast as one by one for a batch."""
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, numbers), split)
+
+    def source_of(seed: tf.Tensor, left_out: tf.Tensor) -> Source:
+        shuffled = tf.random.experimental.stateless_shuffle(tf.range(count, dtype=tf.int64), seed=seed)
+        return Source(tf.data.Dataset.from_tensor_slices(shuffled[left_out:]), gather, gather)
+
+    return source_of
 
 
 def _example_bytes(split: tf.data.Dataset) -> float:

@@ -10,7 +10,8 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import MICRO
 from pipeline.config.stages import Slice
-from pipeline.dataset.batches import effective_batches, in_order, weigher
+from pipeline.dataset.batches import effective_batches, in_order
+from pipeline.dataset.class_weights import weigher
 from pipeline.dataset.splits import Data
 
 

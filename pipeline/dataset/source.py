@@ -61,6 +61,9 @@ class Source(NamedTuple):
         return map_batches(batches, make_batch, parallel)
 
 
+SourceOf = Callable[[tf.Tensor, tf.Tensor], Source]  # of an epoch: its seed, (2,), and how many keys are left out
+
+
 def fixed(spec: Any) -> bool:
     """Return whether all examples have the same shape."""
     return all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in tf.nest.flatten(spec))

@@ -25,18 +25,12 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import KEY, Cluster
 from pipeline.config.resolve import RunSpec, comparable
 from pipeline.distributed.door import Door, Visitor, hold
-from pipeline.distributed.json_socket import JsonSocket, readable, sealed, unsealed
-from pipeline.distributed.straggler import TIMEOUT, ReductionCounts
+from pipeline.distributed.json_socket import JsonSocket, sealed, unsealed
+from pipeline.distributed.straggler import LONGEST, SILENCE, Count, Lost, exchange_heartbeats
 
 PATIENCE = 300.0  # seconds for all workers to come: a cluster starts them one after the other
-INTERVAL = 2.0  # seconds between two heartbeats
-SILENCE = 3 * INTERVAL  # seconds without a heartbeat, from a worker that hangs or is cut off
 REFUSING = 10.0  # seconds for which a chief that refuses its config waits for workers to tell them
 FINISHED = 60.0  # the same if its run has finished: they import TensorFlow before they come
-LONGEST = 300  # characters of what another worker says
-
-Count = Callable[[], Any]  # returns the number of all-reduces that this process was ready for
-Lost = Callable[[int, dict[str, Any]], None]  # takes the index of a worker and its last message
 
 
 def statement(spec: RunSpec) -> dict[str, Any]:
@@ -92,7 +86,7 @@ class Server:
                 lost(index, last)
 
         arguments = (dict(self._arrived), 0, reductions, noted)
-        threading.Thread(target=_exchange_heartbeats, args=arguments, daemon=True).start()
+        threading.Thread(target=exchange_heartbeats, args=arguments, daemon=True).start()
 
     def lost(self, patience: float = 3.0) -> tuple[int, dict[str, Any]]:
         """Return the first worker that is silent or gone, and what it said last; 0 if none is within `patience`."""
@@ -196,7 +190,7 @@ class Client:
             os._exit(2 if "refused" in last else int(not self._done))  # the main thread waits, and cannot be woken
 
         arguments = ({0: self._connection}, 1, reductions, lost, lambda: not self._done)
-        threading.Thread(target=_exchange_heartbeats, args=arguments, daemon=True).start()
+        threading.Thread(target=exchange_heartbeats, args=arguments, daemon=True).start()
 
     def fail(self, why: Mapping[str, str]) -> None:
         """Tell the chief why this worker has `failed`, or `refused`."""
@@ -210,34 +204,6 @@ class Client:
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow may still report that it misses the chief
         threading.Event().wait()
-
-
-def _exchange_heartbeats(
-    others: dict[int, JsonSocket], own: int, reductions: Count, lost: Lost, waits: Callable[[], bool] = lambda: True
-) -> None:
-    """Tell all how far this process is, of index `own`; call `lost` for one that is gone or, if it `waits`, late."""
-    counts, next_beat = ReductionCounts(max(own, *others) + 1), 0.0
-    while others:
-        ready = readable([each.socket for each in others.values()], max(0.0, next_beat - time.monotonic()))
-        for index in [index for index, each in others.items() if each.socket in ready]:
-            messages = others[index].received()
-            for said in [{}] if messages is None else messages:
-                match said:
-                    case {"reductions": int(count)}:
-                        counts.note(index, count)
-                    case _:  # it says why it ends, or is gone
-                        del others[index]
-                        lost(index, {key: str(said[key])[:LONGEST] for key in ("refused", "failed") if key in said})
-                        break
-        if time.monotonic() >= next_beat:
-            counts.note(own, count := int(reductions()))
-            for each in others.values():
-                each.write({"reductions": count})
-            next_beat = time.monotonic() + INTERVAL
-        late = counts.straggler() if waits() else None
-        if late is not None and late in others:  # not `own`: then the others end
-            others.pop(late).socket.close()
-            lost(late, {"failed": f"it has let the others wait for {TIMEOUT:.0f} s", "late": True})
 
 
 def _compare(said: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -16,7 +16,8 @@ from pipeline.config.schema import TrainingConfig
 from pipeline.config.stages import Asked, Slice
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
-from pipeline.dataset.batches import Reader, weigher
+from pipeline.dataset.batches import Reader
+from pipeline.dataset.class_weights import weigher
 from tests.running import ROOT, python
 
 EXAMPLES = 23

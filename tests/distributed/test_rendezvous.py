@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.cluster import Cluster
-from pipeline.distributed import door, rendezvous
+from pipeline.distributed import door, rendezvous, straggler
 from pipeline.distributed.door import hold
 from pipeline.distributed.json_socket import JsonSocket, sealed
 
@@ -189,20 +189,22 @@ def test_what_a_worker_says_is_cut():
 def test_which_worker_is_lost(says, expected, monkeypatch):
     """Known by its connection, not by what TensorFlow says: closed, with a reason or without, or silent."""
     monkeypatch.setattr(rendezvous, "SILENCE", 0.3)
-    monkeypatch.setattr(rendezvous, "INTERVAL", 0.05)
+    monkeypatch.setattr(straggler, "INTERVAL", 0.05)
+    exited = threading.Event()
     with chief() as (server, gathered):
         worker = client(server)
         worker.join(OWN, 60)
         gathered.result(60)
         server.watch(lambda: 1, lambda *_: None)
         if says is None:
-            monkeypatch.setattr(rendezvous.os, "_exit", lambda _: None)
+            monkeypatch.setattr(rendezvous.os, "_exit", lambda _: exited.set())
             worker.watch(lambda: 1)
         elif says != "silent":
             worker._connection.socket.sendall(says)
             worker._connection.socket.close()
         assert server.lost(0.6) == expected
         worker._connection.socket.close()
+        assert says is not None or exited.wait(10)  # its thread would end this process later
 
 
 def test_a_port_is_kept_for_tensorflow():
