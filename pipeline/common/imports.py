@@ -18,8 +18,9 @@ from typing import Any
 
 from pipeline.common.errors import say
 
-# Keras imports them with matplotlib, scikit-learn and scipy.stats: a third of the time that `import tensorflow` takes.
-ON_USE = ("keras.visualization", "keras.wrappers", "keras.src.visualization")
+# Keras imports them with matplotlib, scikit-learn and scipy.stats, MLflow with FastAPI: each takes a third of the time of
+# `import tensorflow` and of `import mlflow`.
+ON_USE = ("keras.visualization", "keras.wrappers", "keras.src.visualization", "mlflow.gateway")
 
 
 class _OnUse(MetaPathFinder):
@@ -64,13 +65,23 @@ class _Later(Loader):
 
 
 @contextmanager
+def executed_on_use() -> Iterator[None]:
+    """Leave the modules of `ON_USE` that are imported meanwhile to be executed when they are used."""
+    finder = _OnUse()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextmanager
 def without_chatter() -> Iterator[None]:
     """Suppress the notices that TensorFlow's libraries print before they read any level; execute `ON_USE` later.
 
     Nor is garbage ever looked for among what was imported first: each search takes 0.2 s.
     """
-    finder, first = _OnUse(), "tensorflow" not in sys.modules
-    sys.meta_path.insert(0, finder)
+    first = "tensorflow" not in sys.modules
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.stderr.flush()
     kept, traced = os.dup(2), faulthandler.is_enabled()
@@ -78,12 +89,11 @@ def without_chatter() -> Iterator[None]:
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
-            with without_collections():
+            with executed_on_use(), without_collections():
                 yield
                 if first:
                     gc.freeze()  # before anything looks for garbage again
         finally:
-            sys.meta_path.remove(finder)
             sys.stderr.flush()
             os.dup2(kept, 2)
             faulthandler.enable(2) if traced else faulthandler.disable()

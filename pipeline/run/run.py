@@ -233,7 +233,8 @@ def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
 def _warm_up(tracker: Tracker) -> None:
     """Prepare MLflow for `_log_model` while the device trains, after the first update, which is traced here."""
     tracker.trains.wait()
-    with suppress(Exception), imports.without_collections():  # a failure is seen again when the model is logged
+    # A failure is seen again when the model is logged.
+    with suppress(Exception), imports.executed_on_use(), imports.without_collections():
         from pipeline.tracking import logged_model
 
         logged_model.warm_up()

@@ -18,10 +18,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.tracking.store import Store
-from pipeline.tracking.uploader import StoreGoneError, Uploader
 from pipeline.trust import artifact_locations
+
+with imports.executed_on_use():
+    from pipeline.tracking.store import Store
+    from pipeline.tracking.uploader import StoreGoneError, Uploader
 
 INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics
 

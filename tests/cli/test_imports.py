@@ -1,9 +1,11 @@
-"""What the commands import of Keras: the parts that hardly any training uses when they are used."""
+"""What the commands import of Keras and MLflow: the parts that hardly any training uses when they are used."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import gc, inspect, sys
@@ -22,6 +24,7 @@ from keras.wrappers import *
 assert "SKLearnRegressor" in dir(keras.wrappers) and SKLearnRegressor
 print(plot_image_gallery.__name__, keras.wrappers.SKLearnClassifier.__name__, hasattr(keras.wrappers, "nothing"))
 """
+PLAIN = "__import__('contextlib').nullcontext()"
 USED = "plot_image_gallery SKLearnClassifier False"
 
 
@@ -33,5 +36,19 @@ def printed(how: str) -> list[str]:
 
 def test_pictures_and_scikit_learn_wait_until_they_are_used_and_no_garbage_is_looked_for_meanwhile():
     assert printed("imports.without_chatter()") == ["False True True", "[]", USED]
-    plain = "__import__('contextlib').nullcontext()"
-    assert printed(plain) == ["True True False", "['matplotlib.pyplot', 'sklearn']", USED]
+    assert printed(PLAIN) == ["True True False", "['matplotlib.pyplot', 'sklearn']", USED]
+
+
+@pytest.mark.parametrize(("how", "imported"), [("imports.executed_on_use()", False), (PLAIN, True)])
+def test_what_serves_models_waits_until_mlflow_uses_it(how, imported):
+    program = f"""
+import sys
+from pipeline.common import imports
+with {how}:
+    import mlflow
+print("fastapi" in sys.modules)
+from mlflow.gateway import set_gateway_uri
+print(set_gateway_uri.__name__, mlflow.gateway.get_gateway_uri.__name__, "fastapi" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == [str(imported), "set_gateway_uri get_gateway_uri True"], done.stderr
