@@ -18,8 +18,8 @@ from typing import Any
 
 from pipeline.common.errors import say
 
-# Keras imports them with matplotlib, scikit-learn and scipy.stats, a third of the time that `import tensorflow` takes;
-# MLflow imports them with FastAPI.
+# Keras' import matplotlib, scikit-learn and scipy.stats, a third of the time that `import tensorflow` takes; MLflow's
+# imports FastAPI.
 ON_USE = ("keras.visualization", "keras.wrappers", "keras.src.visualization", "mlflow.gateway")
 
 

@@ -1,4 +1,4 @@
-"""Which splits are cached in memory, and which are streamed from their files (`dataset.in_memory`); a cached one."""
+"""Which splits are cached in memory, and which are streamed (`dataset.in_memory`); the source of a cached one."""
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """TFDS builders that the package brings along.
 
-A new one has a module here, its function's name at the door of `dataset`, and another in `trust.allowlist`.
+A new one needs a module here, and its function's name both at the door of `dataset` and in `trust.allowlist`.
 """
 
 __all__ = ["digits", "tables", "topics"]
