@@ -107,7 +107,9 @@ FAILS = {
 }
 AUTO = "accumulation.micro_batch_size=auto"
 SIZE = "accumulation.effective_batch_size=64"
-MEMORY = "hardware.memory=1.4GiB"  # of which a run takes 0.8 with micro-batches of one example, and 1.5 with 64
+# Of which a run takes 0.7 with micro-batches of one example, and 1.07 with 64. oneDNN takes more, and TensorFlow uses it
+# on some processors only.
+MEMORY, KERNELS = "hardware.memory=1.1GiB", {"TF_ENABLE_ONEDNN_OPTS": "0", "warm": False}
 
 
 @pytest.fixture
@@ -289,13 +291,13 @@ def test_the_longest_batch_is_padded_along_each_axis_or_has_most_elements():
 
 @pytest.mark.slow
 def test_the_run_is_that_of_the_number_by_hand_and_is_looked_for_once(project):
-    cache = {"XDG_CACHE_HOME": str(project / "cache")}
-    said = pipeline("train", *OWN, SIZE, AUTO, MEMORY, "hydra.run.dir=auto", cwd=project, warm=False, **cache).stderr
+    cache = {"XDG_CACHE_HOME": str(project / "cache"), **KERNELS}
+    said = pipeline("train", *OWN, SIZE, AUTO, MEMORY, "hydra.run.dir=auto", cwd=project, **cache).stderr
     tries = table(project / "auto")
     size = max(row["micro_batch_size"] for row in tries if row["fits"])
     assert 1 < size < 64
     assert tries[0]["micro_batch_size"] == 64
-    assert all(row["peak_memory_bytes"] < 0.9 * 1.4 * 2**30 for row in tries if row["fits"])
+    assert all(row["peak_memory_bytes"] < 0.9 * 1.1 * 2**30 for row in tries if row["fits"])
     assert f"micro-batch of {size} fits: " in said
     # In the record the number, wherever one looks.
     assert OmegaConf.load(project / "auto" / "config.yaml").accumulation.micro_batch_size == size
@@ -304,7 +306,7 @@ def test_the_run_is_that_of_the_number_by_hand_and_is_looked_for_once(project):
     assert run.data.tags["micro_batch_size.found"] == "the largest of at most 64 that fits"
     peak = run.data.metrics["perf/peak_memory_bytes"]
     (expected,) = (row["peak_memory_bytes"] for row in tries if row["micro_batch_size"] == size)
-    assert peak < 1.4 * 2**30
+    assert peak < 1.1 * 2**30
     assert peak == pytest.approx(expected, rel=0.1)
     # The same by hand, and again as a sweep, which looks no more.
     pipeline("train", *OWN, SIZE, f"accumulation.micro_batch_size={size}", "hydra.run.dir=hand", cwd=project, **cache)

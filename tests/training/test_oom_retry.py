@@ -183,23 +183,24 @@ def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
     """The limit is set when the model is made, so many MiB above what the process has then: a tensor of 16 takes 210.
 
     Which allocation fails under which limit depends on the machine: where it is one of a library that knows no other
-    way, that ends the process.
+    way, that ends the process; where none fails, the next limit is lower.
     """
-    curves = {}
-    for name, rooms in {"whole": [0], "halved": [540, 600, 480, 425] * 2}.items():
+    curves, halved = {}, " does not fit into memory: again, in micro-batches of 8"
+    for name, rooms in {"whole": [0], "halved": [425, 380, 340, 540, 480] * 2}.items():
         for number, room in enumerate(rooms):
             folder = tmp_path / f"{name}{number}"
             folder.mkdir()
             (folder / "limited.py").write_text(LIMITED)
             # A few arenas of malloc: each takes 64 MiB of the address space, and each thread wants its own.
-            more = {"ROOM": str(room), "MALLOC_ARENA_MAX": "2", "warm": False}
+            # oneDNN takes more, and TensorFlow uses it on some processors only.
+            more = {"ROOM": str(room), "MALLOC_ARENA_MAX": "2", "TF_ENABLE_ONEDNN_OPTS": "0", "warm": False}
             said = pipeline("train", *LONG, cwd=folder, status=None, **more)
-            if said.returncode == 0:
+            if said.returncode == 0 and (halved in said.stderr) == (name == "halved"):
                 break
-            assert said.returncode == -signal.SIGABRT, said.stderr
+            assert said.returncode in (0, -signal.SIGABRT), said.stderr
             print(f"{room} MiB: {said.stderr.splitlines()[-1]}")
         assert said.returncode == 0
-        assert (" does not fit into memory: again, in micro-batches of 8" in said.stderr) == (name == "halved")
+        assert (halved in said.stderr) == (name == "halved")
         store = Store(folder)
         curves[name] = store.histories(store.run())
     for key in ("train/loss", "train/gradient_norm"):
