@@ -12,6 +12,7 @@ from keras import layers
 
 from pipeline.accumulation import AccumulatingOptimizer, GradientAccumulator
 from tests.accumulation.matrix import OPTIMIZERS
+from tests.parameters import mostly_slow
 
 WORDS = 7
 EQUAL, UNEQUAL = ((8, 8, 8),) * 3, ((16, 3, 9), (5, 1, 2), (7,))  # parts of updates; the last one is flushed
@@ -20,8 +21,8 @@ CLOSE = 1e-12  # of how far the weights have gone: sums of 28 terms in another o
 RATE = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
 AT_ONCE = {"learning_rate": RATE, "weight_decay": 0.1, "use_ema": True, "ema_momentum": 0.5, "clipnorm": 0.05}
 QUICK = ("SGD", "AdamW")
-SLOW = [pytest.param(name, marks=[] if name == "SGD" else pytest.mark.slow) for name in OPTIMIZERS]
-EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in OPTIMIZERS]
+# The sums do not depend on the optimizer that is given them.
+EACH = mostly_slow(OPTIMIZERS, QUICK, ["Lion", "Muon", "Adafactor"])
 
 
 def optimizer(name: str, **more: object) -> keras.optimizers.Optimizer:
@@ -147,7 +148,7 @@ def strategies(number: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
 
 
-IN_FIT = [pytest.param(*each.values, 1, marks=each.marks) for each in SLOW]
+IN_FIT = mostly_slow([(name, 1) for name in OPTIMIZERS], [("SGD", 1)], [("AdamW", 1), ("Lion", 1), ("Muon", 1)])
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")

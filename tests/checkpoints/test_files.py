@@ -326,7 +326,7 @@ VALUES = {
 QUICK = ("the seeds", "the slots", "the noise scale")
 
 
-@pytest.mark.parametrize("part", [pytest.param(p, marks=[pytest.mark.slow] * (p not in QUICK)) for p in PARTS | VALUES])
+@pytest.mark.parametrize("part", mostly_slow(PARTS | VALUES, QUICK))
 def test_without_one_part_of_the_state_another_run_follows(part, straight, tmp_path, monkeypatch):
     name, *where = (PARTS | VALUES)[part]
     whole, restore = straight(name), state.restore

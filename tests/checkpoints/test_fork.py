@@ -172,8 +172,7 @@ def test_what_no_run_can_begin_with_is_refused(folder):
     assert [run.info.run_id for run in Store(folder).runs()] == [run_id(folder, "run")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ema", [pytest.param("false", marks=pytest.mark.slow), "true"])
+@pytest.mark.parametrize("ema", mostly_slow(["false", "true"], [], ["true"]))
 def test_the_test_split_is_evaluated_once_with_the_best_weights(tmp_path, ema):
     """Equal to the bit to the test split of a run that ends where the best one was."""
     rate = ("schedule=constant", "optimizer.learning_rate=0.3", f"+optimizer.use_ema={ema}", "optimizer.momentum=0.0")
@@ -291,7 +290,7 @@ def table(offset):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_fork_onto_other_data_normalises_as_what_it_began_with(tmp_path):
     """What it trains, and what it logs as its model, has the means that the checkpoint's weights were trained with."""
     (tmp_path / "units.py").write_text(OTHER_UNITS)

@@ -89,7 +89,7 @@ def check_equal(folder, undisturbed):
 
 
 # `make test` has `resume` after SIGTERM, in test_fork.py.
-@pytest.mark.parametrize("by", mostly_slow([2, 9, 12, 15], [], [9, 15]))
+@pytest.mark.parametrize("by", mostly_slow([2, 9, 12, 15], [], [9]))
 def test_the_same_command_goes_on_to_the_same_result(tmp_path, undisturbed, by):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, by, *AUTO)
@@ -175,8 +175,7 @@ def unlabelled():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["own", "plain"])
+@pytest.mark.parametrize("name", mostly_slow(["own", "plain"], [], ["own"]))
 def test_data_of_ones_own_go_on_as_they_were(tmp_path, name):
     """With the order that the first run had settled; a third split is the test's, and has labels as the others have."""
     folder = folder_of(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.checkpoints.files import updates
 from pipeline.distributed import straggler
+from tests.parameters import mostly_slow
 from tests.running import Store, pipeline, python, wait
 from tests.shared import place_store
 from tests.warm import Python
@@ -166,7 +167,7 @@ def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
     wait(lambda: workers_in(tmp_path) == [], 10)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nothing_is_said_after_the_result_however_long_the_process_lives(tmp_path):
     """TensorFlow misses a worker after 10 s, and reports a crash: the workers end with the chief's process."""
     program = "import sys, time; from pipeline.__main__ import main; main(sys.argv[1:]); time.sleep(25)"
@@ -269,8 +270,8 @@ def test_workers_verify_together(tmp_path):
     assert {row.split(")")[0] for row in rows[0]} == {row.split(")")[0] for row in rows[1]}
 
 
-@pytest.mark.slow  # how a worker is known to be lost, by whatever it does, is in test_rendezvous.py
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+# How a worker is known to be lost, by whatever it does, is in test_rendezvous.py.
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [], [signal.SIGKILL]))
 def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
     """Nothing is lost: the checkpoint is that of the last update that all have taken part in."""
     process = slow_run(tmp_path, "training.checkpoint_every=1000")

@@ -50,7 +50,7 @@ def difference(*replaced: str) -> dict[str, float]:
         ((), 0.0),
         (("weight=len(x)", "weight=1"), 1e-6),  # shares of the last batch that differ count alike
         # AdamW takes nearly the same step of half the gradient: all but what its ε of 1e-7 makes of it.
-        ((" * strategy.num_replicas_in_sync", ""), 1e-7),
+        pytest.param((" * strategy.num_replicas_in_sync", ""), 1e-7, marks=pytest.mark.soak),
     ],
     ids=["as it is", "unweighted", "as Keras divides"],
 )

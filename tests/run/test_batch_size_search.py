@@ -25,6 +25,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, longest_batch
 from pipeline.run import batch_size_search, batch_size_trial
+from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, environment, one_process, pipeline, start, wait
 
 LIMITED = """
@@ -107,8 +108,8 @@ FAILS = {
 }
 AUTO = "accumulation.micro_batch_size=auto"
 SIZE = "accumulation.effective_batch_size=64"
-# Of which a run takes 0.7 with micro-batches of one example, and 1.07 with 64. oneDNN takes more, and TensorFlow uses it
-# on some processors only.
+# A run takes 0.7 GiB with micro-batches of one example, and 1.07 with 64. oneDNN takes more, and TensorFlow uses it on
+# some processors only.
 MEMORY, KERNELS = "hardware.memory=1.1GiB", {"TF_ENABLE_ONEDNN_OPTS": "0", "warm": False}
 
 
@@ -199,8 +200,7 @@ def test_what_is_wrong_at_every_size_is_not_tried_at_each():
     assert batch_size_trial._failure(short) == {"why": "OOM when allocating"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["InternalError", "NotFoundError"])
+@pytest.mark.parametrize("kind", mostly_slow(["InternalError", "NotFoundError"], [], ["InternalError"]))
 def test_the_largest_size_below_such_an_error_is_trained_with(project, kind):
     model = f"+model={{_target_: limited.large, kind: {kind}, most: 20}}"
     own = [part if not part.startswith("+model=") else model for part in OWN]
@@ -322,7 +322,7 @@ def test_the_run_is_that_of_the_number_by_hand_and_is_looked_for_once(project):
     assert curves[0] == curves[1] == curves[2]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_goes_on_keeps_its_micro_batch(project):
     line = ("train", *OWN, SIZE, "hydra.run.dir=run", "training.resume=auto")
     pipeline(*line, "accumulation.micro_batch_size=48", cwd=project)
@@ -343,7 +343,7 @@ def test_the_number_is_recorded(project):
     assert Store(project).run().data.params["derived.micro_batch_size"] == "4"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(project, monkeypatch):
     """A package without __init__.py, too; where there is no room for a cache it is found again."""
     (project / "own").mkdir()

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, pipeline, python
 
 QUIET = ("tracking.system_metrics=false", "tracking.log_model=false")
@@ -42,8 +43,7 @@ def measures_all(metrics, name):
     assert np.isfinite(list(metrics.values())).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("name", mostly_slow(RESULTS, [], RESULTS.keys() - {"text"}))  # which takes minutes
 def test_a_workload_gives_the_stated_result(tmp_path, name):
     pipeline("train", f"experiment={name}", "tracking.system_metrics=false", cwd=tmp_path)
     run = Store(tmp_path).run()
@@ -58,8 +58,7 @@ def test_a_workload_gives_the_stated_result(tmp_path, name):
             assert loaded.predict(np.ones((2, length), "int32")).shape == (2, length, 257)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tabular_binary", "text"])
+@pytest.mark.parametrize("name", mostly_slow(["tabular_binary", "text"], [], ["tabular_binary"]))
 def test_a_workload_is_exact(tmp_path, name):
     """In float64 at factors 1 and 8, at each of 6 updates; the effective batch of another size is the control."""
     exact = (f"experiment={name}", "hardware.precision=float64", "training.updates=6", "training.evaluate_every=6")
@@ -93,8 +92,7 @@ def test_small_are_all_experiments():
     assert {file.stem for file in files} == SMALL.keys() | {"photos"}  # whose batches of any size refuse xla=true
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", mostly_slow(SMALL, [], ["quick", "text", "towers"]))
 def test_a_workload_computes_the_same_by_xla(tmp_path, name):
     """In float64 at each of two updates, with noise that does not depend on XLA; `auto` compiles nothing on a CPU."""
     few = ("hardware.precision=float64", "training.updates=2", "training.epochs=null", "training.evaluate_every=2")
@@ -157,8 +155,7 @@ FINE_TUNED = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["keras", "weights.h5"])
+@pytest.mark.parametrize("kind", mostly_slow(["keras", "weights.h5"], [], ["keras"]))
 def test_a_network_with_weights_of_ones_own_is_fine_tuned(tmp_path, kind):
     """What is frozen stays as it was in the file; the logged model predicts the same, which the run has looked at."""
     import keras

@@ -151,7 +151,7 @@ if __name__ == "__main__":
     [
         ("pipeline.py", None),
         pytest.param("pipeline.py", (), marks=pytest.mark.soak),
-        pytest.param("pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.slow),
+        pytest.param("pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.soak),
     ],
 )
 def test_files_of_the_users_folder_are_not_taken_for_libraries(tmp_path, file, more):

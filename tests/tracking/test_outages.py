@@ -11,6 +11,7 @@ import pytest
 from pipeline.common.errors import ConfigError
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import NAME
+from tests.parameters import mostly_slow
 from tests.running import wait
 from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, times, train
 
@@ -92,8 +93,7 @@ def test_away_in_the_middle(tmp_path, proxy, whole, mlflow_server, request, mode
     whole()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["down", "hanging"])
+@pytest.mark.parametrize("mode", mostly_slow(["down", "hanging"], [], ["down"]))
 def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request, mode):
     journal = opened(proxy.address, tmp_path, request.node.name)
     train(journal, 1, UPDATES)

@@ -77,12 +77,12 @@ def test_a_certificate_is_logged(tmp_path):
     [
         (ROOT, ("experiment=quick",)),
         pytest.param(ROOT, ("experiment=exact",), marks=pytest.mark.slow),
-        pytest.param(ROOT, ("experiment=exact", "hardware.replicas=2"), marks=pytest.mark.slow),
+        pytest.param(ROOT, ("experiment=exact", "hardware.replicas=2"), marks=pytest.mark.soak),
         pytest.param(
             ROOT / "examples/own_project", ("--config-dir", "conf", "experiment=moons"), marks=pytest.mark.slow
         ),
         pytest.param(
-            ROOT / "examples/two_outputs", ("--config-dir", "conf", "experiment=tagger"), marks=pytest.mark.slow
+            ROOT / "examples/two_outputs", ("--config-dir", "conf", "experiment=tagger"), marks=pytest.mark.soak
         ),
     ],
 )
