@@ -27,7 +27,7 @@ def run(*arguments, cwd, timeout=300):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_every_part_has_its_figures(tmp_path):
     path = tmp_path / "result.json"
     done = run("--tiny", "--output", str(path), cwd=tmp_path)

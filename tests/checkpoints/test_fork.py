@@ -290,7 +290,7 @@ def table(offset):
 """
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_fork_onto_other_data_normalises_as_what_it_began_with(tmp_path):
     """What it trains, and what it logs as its model, has the means that the checkpoint's weights were trained with."""
     (tmp_path / "units.py").write_text(OTHER_UNITS)

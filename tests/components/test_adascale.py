@@ -334,6 +334,6 @@ def test_two_replicas_and_two_workers_train_the_same_run(tmp_path):
     assert found["cut"] != pytest.approx(found["one"], rel=1e-3)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_it_is_verified(tmp_path):
     assert "equal within rounding" in pipeline("verify", *RUN[1:], cwd=tmp_path).stdout

@@ -167,7 +167,7 @@ def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
     wait(lambda: workers_in(tmp_path) == [], 10)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_nothing_is_said_after_the_result_however_long_the_process_lives(tmp_path):
     """TensorFlow misses a worker after 10 s, and reports a crash: the workers end with the chief's process."""
     program = "import sys, time; from pipeline.__main__ import main; main(sys.argv[1:]); time.sleep(25)"

@@ -322,7 +322,7 @@ def test_the_run_is_that_of_the_number_by_hand_and_is_looked_for_once(project):
     assert curves[0] == curves[1] == curves[2]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_micro_batch(project):
     line = ("train", *OWN, SIZE, "hydra.run.dir=run", "training.resume=auto")
     pipeline(*line, "accumulation.micro_batch_size=48", cwd=project)
@@ -343,7 +343,7 @@ def test_the_number_is_recorded(project):
     assert Store(project).run().data.params["derived.micro_batch_size"] == "4"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(project, monkeypatch):
     """A package without __init__.py, too; where there is no room for a cache it is found again."""
     (project / "own").mkdir()

@@ -182,7 +182,7 @@ def test_two_sweeps_at_once_share_no_gpu(tmp_path):
     assert any("waits for GPU GPU-cafe/1, which another run has" in log for log in logs)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_two_jobs_share_a_gpu_if_they_are_asked_to(tmp_path):
     call = ("train", "-m", *TINY, "seed=0,1", "hardware.jobs_per_gpu=2", "hydra.sweep.dir=jobs")
     printed = pipeline(*call, cwd=tmp_path, warm=False, TMPDIR=str(tmp_path), **gpus(tmp_path, "3")).stderr

@@ -183,7 +183,7 @@ def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
     """The limit is set when the model is made, so many MiB above what the process has then: a tensor of 16 takes 210.
 
     Which allocation fails under which limit depends on the machine: where it is one of a library that knows no other
-    way, that ends the process; where none fails, the next limit is lower.
+    way, that ends the process; where none fails, another limit is tried.
     """
     curves, halved = {}, " does not fit into memory: again, in micro-batches of 8"
     for name, rooms in {"whole": [0], "halved": [425, 380, 340, 540, 480] * 2}.items():
