@@ -9,8 +9,10 @@ It follows the journal until standard input ends, and its last answer is {"error
 Meanwhile it says {"left": about how many points} after each request, {"failing": in one line} after each that fails.
 """
 
+import atexit
 import gc
 import json
+import os
 import select
 import signal
 import sys
@@ -22,7 +24,9 @@ from pipeline.common import imports
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.trust import artifact_locations
 
-with imports.executed_on_use():
+if __name__ == "__main__":  # registered first, so that it runs after all others
+    atexit.register(os._exit, 0)  # without destructors, for which the trainer would wait
+with imports.executed_on_use(), imports.without_collections():
     from pipeline.tracking.store import Store
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
