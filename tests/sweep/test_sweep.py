@@ -17,6 +17,7 @@ import pytest
 from mlflow.entities import Run
 
 from pipeline.sweep import parent_run
+from tests.parameters import mostly_slow
 from tests.running import ROOT, TINY, Store, one_process, pipeline, start, wait
 
 MINE = """
@@ -409,30 +410,21 @@ NAMES = {
     "seeds": ["seed=0", "seed=4"],
 }
 
+SWEEPS = sorted(file.stem for file in (ROOT / "sweeps").glob("*.yaml"))
 
-PLANNED_IN = {"seeds": (), "factor_with_sqrt_scaling": pytest.mark.slow, "optimizer_by_factor": pytest.mark.slow}
 
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(file, id=file.stem, marks=PLANNED_IN.get(file.stem, pytest.mark.soak))
-        for file in sorted((ROOT / "sweeps").glob("*.yaml"))
-    ],
-)
-def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, file):
+@pytest.mark.parametrize("name", mostly_slow(SWEEPS, ["seeds"], ["factor_with_sqrt_scaling", "optimizer_by_factor"]))
+def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, name):
     (tmp_path / "hydra_plugins").mkdir()  # where alone Hydra takes plugins from
     (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)
-    done = pipeline("sweep", file.stem, "hydra.launcher._target_=hydra_plugins.planned.Planned", cwd=tmp_path)
-    names = [name for line in done.stdout.splitlines() for name in json.loads(line)]
-    head = file.read_text()
+    done = pipeline("sweep", name, "hydra.launcher._target_=hydra_plugins.planned.Planned", cwd=tmp_path)
+    jobs = [job for line in done.stdout.splitlines() for job in json.loads(line)]
+    head = (ROOT / "sweeps" / f"{name}.yaml").read_text()
     assert head.startswith("# Question: ")
-    runs = re.search(
-        rf"# Run: +pipeline sweep {file.stem} +(\d+) runs, about \d+ s each on two CPU cores\n# Expect: ", head
-    )
-    assert len(set(names)) == len(names) == int(runs[1])
-    if file.stem in NAMES:
-        assert [names[0], names[-1]] == NAMES[file.stem]
+    runs = re.search(rf"# Run: +pipeline sweep {name} +(\d+) runs, about \d+ s each on two CPU cores\n# Expect: ", head)
+    assert len(set(jobs)) == len(jobs) == int(runs[1])
+    if name in NAMES:
+        assert [jobs[0], jobs[-1]] == NAMES[name]
 
 
 def test_jobs_are_named_by_what_differs():
