@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from omegaconf import DictConfig
-
 from pipeline.common.errors import ConfigError, Parser, refused, say
 from pipeline.config import compose
 
@@ -23,15 +21,12 @@ def ui(arguments: Sequence[str]) -> int:
     parser = Parser(prog="pipeline ui", description=ui.__doc__, epilog=others, allow_abbrev=False)
     parser.add_argument("--port", metavar="PORT", default="5000", help="where to listen on 127.0.0.1; default 5000")
     options, rest = parser.parse_known_args(list(arguments))
-    opened: list[DictConfig] = []
-    compose.run(opened.append, [*rest, "hydra.run.dir=."])
-    for config in opened:  # empty if Hydra only printed something, such as its help
-        if not options.port.isdecimal() or not 0 < (port := int(options.port)) < 2**16:
-            raise ConfigError("--port", "must be from 1 to 65535", options.port)
-        with refused("--port", "must be a port that is free: choose another with --port", port):
-            socket.create_server((HOST, port)).close()
-        return _serve(config.tracking.uri, port)
-    return 0
+    uri = compose.composed(rest).tracking.uri
+    if not options.port.isdecimal() or not 0 < (port := int(options.port)) < 2**16:
+        raise ConfigError("--port", "must be from 1 to 65535", options.port)
+    with refused("--port", "must be a port that is free: choose another with --port", port):
+        socket.create_server((HOST, port)).close()
+    return _serve(uri, port)
 
 
 def _serve(uri: str, port: int) -> int:

@@ -41,10 +41,25 @@ def directory(name: str = "conf") -> str:
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
-    """Return the config that `arguments` compose to; run nothing."""
-    seen: list[DictConfig] = []
-    run(seen.append, [*arguments, "hydra.mode=RUN", "hydra.run.dir=."])
-    return seen[0]
+    """Return the config that `arguments` compose to, by Hydra's Compose API, which runs, prints and makes nothing."""
+    schema.register()
+    options, _, folders = _read(arguments)
+    for name, value in vars(options).items():
+        if value and name not in ("overrides", "config_name", "config_path", "config_dir"):
+            rule = "must be left out: this reads one config; `pipeline train` prints configs and sweeps over them"
+            raise ConfigError(f"--{name.replace('_', '-')}", rule)
+    token = _session.set(Session(config_dir=options.config_dir))
+    try:
+        with (
+            hydra_errors.as_config_error(options.overrides, folders, (Exception,)),
+            hydra.initialize_config_dir(options.config_path or directory(), version_base="1.3"),
+        ):
+            config = hydra.compose(options.config_name or "config", options.overrides)
+            _expand_home(config)
+            former_names.rename(config)
+            return config
+    finally:
+        _session.reset(token)
 
 
 def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], task: Task, folders: Sequence[str] = ()) -> None:
@@ -77,6 +92,7 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
 class Session:
     """One call of Hydra: what its plugins leave for who called it."""
 
+    config_dir: str | None = None  # the user's, where Hydra's plugins have to find it; else Hydra knows it
     key: str = ""  # the config key of the run directory, and
     asked: Path = Path()  # the folder that it names
     made: Sequence[Path] = ()  # the folders that Hydra makes for it, the innermost first
@@ -167,17 +183,10 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
             raised.append(_with_traceback_kept(error))  # raised again below: else Hydra prints a line of its own
         return None
 
-    arguments = as_text(arguments)
-    options = _parsed(arguments)
-    if options.config_dir is None and (own := own_folder()) is not None:
-        options.config_dir, arguments = own, [*arguments, "--config-dir", own]
-    folders = [directory(), *filter(None, [options.config_dir])]
+    options, flags, folders = _read(arguments)
     with hydra_errors.as_config_error(options.overrides, folders, (Exception,)):
         parsed = OverridesParser.create().parse_overrides(options.overrides)
-    flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = _by_environment(parsed) if options.multirun else options.overrides
-    if options.config_dir and not options.shell_completion:
-        check_config_dir(options.config_dir)
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
     kinds = hydra_errors.COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
     here = here or Session()
@@ -255,6 +264,18 @@ def _by_environment(overrides: Sequence[Override]) -> list[str]:
             os.environ[name := f"PIPELINE_SECRET_{number}"] = str(override.value())
             texts[number] = f"{text.split('=')[0]}=${{oc.env:{name}}}"
     return texts
+
+
+def _read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the command line as Hydra reads it, with a user's folder; its options; and the folders of configs."""
+    arguments = as_text(arguments)
+    options = _parsed(arguments)
+    flags = [argument for argument in arguments if argument not in options.overrides]
+    if options.config_dir is None and (own := own_folder()) is not None:
+        options.config_dir, flags = own, [*flags, "--config-dir", own]
+    if options.config_dir and not options.shell_completion:
+        check_config_dir(options.config_dir)
+    return options, flags, [directory(), *filter(None, [options.config_dir])]
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
