@@ -13,11 +13,14 @@ RUN    := .venv/bin/python -m
 # for processes of theirs, so there are more workers than cores.
 PYTEST := $(RUN) pytest -n $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') --maxprocesses 4 \
 	--dist loadscope --durations 10
-SLOWLY := --no-loadscope-reorder # the longest are found first
+SLOWLY := --no-loadscope-reorder # but in the order of tests/conftest.py
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links
 # PyTorch for Linux on PyPI links CUDA's libraries and is not imported without them; it runs on a CPU without these.
 UNUSED := $(addprefix --no-emit-package=,triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cuda-cccl nvidia-nvtx)
+
+# Containers often set it, and then each of the processes compiles this package, and pytest rewrites its tests, anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all soak check bench peers docs ui screenshot lock clean

@@ -17,6 +17,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests import programs, shared
 
+ROOT = Path(__file__).parents[1]
+
 # Two workers with trainers and shippers of their own share two cores: more threads only wait for each other. No test
 # asserts a speed.
 ONE_THREAD = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -34,10 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what needs a browser to `make test-all`."""
+    """Leave what needs a browser to `make test-all`; let workers begin with the guarantees, in case time runs out."""
     for item in items:
         if "chromium" in item.fixturenames:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # one process leaves a module once, with its fixtures
+    listed = set(re.findall(r"`([\w/]+\.py::\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    items.sort(key=lambda item: str(item.nodeid).partition("[")[0].removeprefix("tests/") not in listed)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,7 +68,7 @@ class Scheduling(LoadScopeScheduling):
 
 @cache
 def _shares(file: str) -> bool:
-    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    text = (ROOT / file).read_text(encoding="utf-8")
     return bool(re.search(r'scope="module"|mlflow_server|^(import|from) (tensorflow|keras)\b', text, re.MULTILINE))
 
 

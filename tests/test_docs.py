@@ -147,6 +147,7 @@ def test_every_option_is_one_of_the_verb(verb, capsys):
     assert {option for option in options if not re.search(rf"{option}\b", printed)} == set()
 
 
+@pytest.mark.slow
 def test_the_sums_beside_the_sizes_are_right():
     text = PAGES["docs/configuration.md"]
     sums = re.findall(r"^pipeline train (.*?) +# (\d+) = (\d+) × (\d+)", text, re.MULTILINE)

@@ -104,6 +104,7 @@ def by_parts(
     return values(model), accumulating
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("name", EACH)
 def test_parts_of_any_size_in_a_loop(float64, name):
@@ -207,12 +208,13 @@ def test_every_optimizer_on_two_replicas(float64):
         assert np.linalg.norm(found - expected) < CLOSE * far, name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
     "strategy",
     [
         lambda: tf.distribute.MirroredStrategy(["CPU:0"]),
-        pytest.param(lambda: tf.distribute.OneDeviceStrategy("CPU:0"), marks=pytest.mark.slow),
+        lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
     ],
     ids=["mirrored", "one device"],
 )
@@ -259,6 +261,7 @@ def test_a_loss_scale_around_it_is_refused_by_a_line(precision):
     assert int(model.optimizer.iterations) == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_is_saved_between_two_steps_goes_on_from_there(float64, tmp_path):
     x, y = np.random.default_rng(0).normal(size=(6, 4, 5)), np.arange(24).reshape(6, 4) % 3
 
@@ -292,6 +295,7 @@ def numbers_of(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(0).normal(size=(count, 5)), np.arange(count) % 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_tensorflow_between_two_steps_has_the_sums(float64, tmp_path):
     x, y = numbers_of(16)
     whole, begun, restored = (classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 2)) for _ in range(3))
@@ -387,6 +391,7 @@ def test_what_is_excluded_from_decay_is_so_for_the_inner_optimizer(float64):
     assert bias.numpy().tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_callbacks_set_the_rate_and_swap_the_averages(float64):
     """The same history as with plain Keras on whole batches, also in validation, by averaged weights."""
     x, y = numbers_of(32)
@@ -410,7 +415,7 @@ def test_callbacks_set_the_rate_and_swap_the_averages(float64):
 
 
 @pytest.mark.parametrize("more", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 4}], ids=str)
-@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("factor", mostly_slow([1, 2], [2]))
 def test_every_way_to_compile(float64, factor, more):
     x, y = numbers_of(32)
     start = values(classifier(keras.optimizers.SGD(0.5)))

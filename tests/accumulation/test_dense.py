@@ -141,21 +141,21 @@ def test_a_gradient_by_the_inputs_is_as_near_to_the_exact_one_as_that_of_tensorf
     assert apart([gradient([layer])], [wrong]) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("make", "rows", "policy"),
-    [
-        (lambda: network(layers.Dense(512)), 16, "float32"),  # 2¹⁸ elements
-        (lambda: network(layers.Dense(511), layers.Dense(2048)), 16, "float32"),  # an axis too short
-        (wide, 8, "float32"),
-        (wide, 256, "float32"),
-        (wide, 16, "float64"),
-        (wide, 16, "mixed_bfloat16"),
-        (lambda: network(Doubled(1024), Doubled(512)), 16, "float32"),
-        (lambda: network(layers.Dense(1024), layers.Dense(512), shape=(4, INPUTS)), 16, "float32"),
-    ],
-    ids=["small", "short axis", "few rows", "many rows", "float64", "bfloat16", "own call", "rank 3"],
-)
-def test_all_else_is_computed_as_ever(precision, monkeypatch, make, rows, policy):
+ALL_ELSE = {
+    "small": (lambda: network(layers.Dense(512)), 16, "float32"),  # 2¹⁸ elements
+    "short axis": (lambda: network(layers.Dense(511), layers.Dense(2048)), 16, "float32"),
+    "few rows": (wide, 8, "float32"),
+    "many rows": (wide, 256, "float32"),
+    "float64": (wide, 16, "float64"),
+    "bfloat16": (wide, 16, "mixed_bfloat16"),
+    "own call": (lambda: network(Doubled(1024), Doubled(512)), 16, "float32"),
+    "rank 3": (lambda: network(layers.Dense(1024), layers.Dense(512), shape=(4, INPUTS)), 16, "float32"),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(ALL_ELSE, ["float64", "rank 3"]))
+def test_all_else_is_computed_as_ever(precision, monkeypatch, case):
+    make, rows, policy = ALL_ELSE[case]
     precision(policy)
     model = make()
     data = batch(model, rows)
@@ -189,6 +189,7 @@ def test_only_what_is_float32_throughout(precision):
     assert computed(inputs).dtype == layer(inputs).dtype == tf.float64
 
 
+@pytest.mark.slow
 def test_with_xla_nothing_is_replaced(precision):
     precision("float32")
     model = wide()
@@ -349,7 +350,8 @@ class Slope(layers.Layer):
 ORDERS = ["forward", "backward", "forward-forward", "forward-backward", "backward-forward", "backward-backward"]
 
 
-@pytest.mark.parametrize("order", mostly_slow(ORDERS, ["forward"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_gradient_through_derivatives_in_either_direction(precision, order):
     precision("float32")
     model = network(Slope(order))
@@ -376,9 +378,8 @@ def test_the_layers_have_no_call_of_their_own_afterwards(precision):
     assert wide_layers(model, ROWS) == found
 
 
-@pytest.mark.parametrize(
-    ("same_noise", "devices"), mostly_slow([(False, 1), (False, 2), (True, 1), (True, 2)], [(True, 2)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("same_noise", "devices"), [(False, 1), (False, 2), (True, 1), (True, 2)])
 def test_an_update_on_each_replica(precision, monkeypatch, devices, same_noise):
     """With layers that are replaced for other reasons; the last slice has 8 rows, and is computed likewise."""
     precision("float32")

@@ -190,6 +190,7 @@ def test_fit_is_that_of_the_large_batches(name, devices):
     assert theirs[0]["loss"][-1] < theirs[0]["loss"][0]
 
 
+@pytest.mark.slow
 def test_the_loss_of_each_output():
     make, data, compiled = CASES["two_in_a_list"]
     theirs = trained(made(make), compiled, data, batch_size=11, epochs=2)
@@ -257,6 +258,7 @@ class Counts(keras.callbacks.Callback):
         self.losses.append(float(logs["loss"]))
 
 
+@pytest.mark.slow
 def test_callbacks_see_what_they_see_in_a_plain_fit(tmp_path):
     make, data, compiled = CASES["sample_weights"]
 
@@ -290,7 +292,8 @@ def test_class_weights():
     assert abs(theirs[0]["loss"][0] - trained(made(make), compiled, (x, y))[0]["loss"][0]) > 1e-3
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_single_batches_and_predictions(devices):
     make, data, compiled = CASES["sample_weights"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
@@ -308,6 +311,7 @@ def test_single_batches_and_predictions(devices):
     np.testing.assert_allclose(model(X), plain(X), rtol=EXACT)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
     make, data, compiled = CASES["sample_weights"]
     whole = trained(AccumulatingModel(made(make), 5), compiled, data)
@@ -326,6 +330,7 @@ def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
     np.testing.assert_array_equal(inner(X), model.inner(X))
 
 
+@pytest.mark.slow
 def test_weights_that_a_callback_has_saved_load_into_the_plain_model(tmp_path):
     make, data, compiled = CASES["sample_weights"]
     model, plain, file = AccumulatingModel(made(make), 5), made(make), tmp_path / "kept.weights.h5"

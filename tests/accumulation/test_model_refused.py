@@ -94,6 +94,7 @@ class OwnDropout(layers.Dropout):
         return super().call(inputs, training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noisy", "name"),
     [

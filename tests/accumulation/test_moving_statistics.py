@@ -127,7 +127,8 @@ def test_moved_with_every_micro_batch_they_are_others():
     assert min(mean, variance) > 1e4 * MASKED
 
 
-@pytest.mark.parametrize("begin", [pytest.param(0.0, marks=pytest.mark.slow), 1000.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", [0.0, 1000.0])
 def test_in_float32_they_do_not_cancel(begin, precision):
     """A mean a thousand times the deviation: its square has all the digits there are."""
     precision("float32")

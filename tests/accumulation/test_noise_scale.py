@@ -85,6 +85,7 @@ def test_it_is_measured_once_in_so_many_updates(linear):
     np.testing.assert_allclose(measured[::3], _estimates(few, 8)[::3], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_replicas_add_up_to_one_device(linear):
     x, y, squared = linear
     few = x[:60], y[:60], squared
@@ -161,6 +162,7 @@ def test_one_micro_batch_measures_nothing(linear):
     assert np.all(np.isnan(found))
 
 
+@pytest.mark.slow
 def test_what_regularises_weights_is_not_measured(precision):
     """An L2 that is rounded away changes no gradient, and of masked tokens only their loss has a weight to itself."""
     precision("float32")

@@ -112,7 +112,7 @@ def test_everything_by_output(wrap, devices):
     [
         pytest.param(lambda: [cross_entropy(), losses.MeanSquaredError()], (X, Y), marks=pytest.mark.slow),
         pytest.param(lambda: [None, losses.MeanSquaredError()], (X, Y), marks=pytest.mark.slow),
-        (lambda: [None, losses.MeanSquaredError()], (X, Y[1:])),
+        pytest.param(lambda: [None, losses.MeanSquaredError()], (X, Y[1:]), marks=pytest.mark.slow),
         (lambda: [cross_entropy(), losses.MeanSquaredError()], (X, Y, WEIGHTS[0])),
         (lambda: {"kind": cross_entropy(reduction="sum"), "size": losses.MeanSquaredError()}, (X, Y)),
         pytest.param(
@@ -126,12 +126,13 @@ def test_losses_as_compile_takes_them(loss, batch):
     assert_equal(two_heads(), batch, loss=loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weights",
     [
-        pytest.param((WEIGHTS[0], None), marks=pytest.mark.slow),
+        (WEIGHTS[0], None),
         [None, WEIGHTS[0]],
-        pytest.param((None, None), marks=pytest.mark.slow),
+        (None, None),
     ],
 )
 def test_an_output_without_sample_weights(weights):
@@ -154,9 +155,8 @@ def test_one_loss_for_all_outputs_and_labels_for_some(some):
         assert alone.keys() == whole.keys()
 
 
-@pytest.mark.parametrize(
-    "reduction", [pytest.param("sum_over_batch_size", marks=pytest.mark.slow), "mean_with_sample_weight"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 def test_each_output_has_its_mask_and_its_weights(reduction):
     """Unequal numbers of unmasked tokens in the micro-batches, so that each loss is divided by another sum."""
     tokens = np.random.default_rng(0).integers(0, 4, size=(N, 5))
@@ -229,7 +229,8 @@ class Flattened(losses.Loss):
         return tf.boolean_mask(values, tf.reshape(y_true, (-1,)) > 0) if self.drop else values
 
 
-@pytest.mark.parametrize("drop", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("drop", [False, True])
 def test_a_loss_of_flattened_tokens_beside_others(drop):
     inputs = keras.Input((5,), dtype="int64")
     hidden = layers.Embedding(4, 3, embeddings_regularizer=keras.regularizers.L2(0.1))(inputs)

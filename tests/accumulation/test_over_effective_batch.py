@@ -178,7 +178,8 @@ def test_a_loss_of_micro_batches_is_another_one(float64):
     assert apart(weights, by_keras("two towers")[1]) > 1e-3
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["two towers", "weighted"], ["weighted"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two towers", "weighted"])
 def test_replicas_gather_the_outputs(float64, kind):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     sizes = (24, 21, 1)  # the last one leaves a replica idle
@@ -209,6 +210,7 @@ def test_an_evaluation_is_over_each_whole_batch(float64):
     assert found == pytest.approx(model.test_on_batch(x, y), rel=EXACT)
 
 
+@pytest.mark.slow
 def test_fit_of_an_accumulating_model_equals_that_of_the_plain_one(float64):
     x, y = batch_of(44, "circle")
 

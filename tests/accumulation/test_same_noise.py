@@ -288,6 +288,7 @@ def test_ragged_examples_have_no_place_for_their_noise():
     assert trace_forward(model, x, same_noise=True).cut_dependent_noise == ["padded"]
 
 
+@pytest.mark.slow
 def test_replicas_whose_seeds_have_parted_draw_from_one():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():

@@ -127,15 +127,11 @@ def accumulated_trajectory(name, micro_batch_size, devices):
     return values, model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "micro_batch_size", "devices"),
-    [
-        # Factors, kinds of models and devices are in test_matrix.py: here are optimizers with a schedule or a wrapper.
-        *mostly_slow(
-            [(name, 24, devices) for name in TRAINED for devices in (1, 2)],
-            [("ema_constraint", 24, 2), ("loss_scale", 24, 1)],
-        ),
-    ],
+    # Factors, kinds of models and devices are in test_matrix.py: here are optimizers with a schedule or a wrapper.
+    [(name, 24, devices) for name in TRAINED for devices in (1, 2)],
 )
 def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro_batch_size, devices):
     values, weights = accumulated_trajectory(name, micro_batch_size, devices)
@@ -167,7 +163,8 @@ def mean_of_means(model, x, y):
     return [tf.add_n(parts) / len(cuts) for parts in zip(*means, strict=True)]
 
 
-@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.slow), "adamw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_one_update_in_float32_is_that_of_the_large_batch(precision, name):
     precision("float32")
     expected = after_one_update(name, large_batch_gradients)

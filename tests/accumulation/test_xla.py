@@ -110,6 +110,7 @@ def test_what_is_asked_for_holds_anywhere(gpu):
     assert compiled_by_xla(False, network(), batch(2)) is False
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_it_computes_the_same_and_is_traced_once():
     """Whole micro-batches and a short last one; noise that does not depend on the cut does not on XLA either."""
@@ -130,7 +131,7 @@ def test_it_computes_the_same_and_is_traced_once():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("jit_compile", [False, True, "auto"])
+@pytest.mark.parametrize("jit_compile", mostly_slow([False, True, "auto"], ["auto"]))
 def test_whole_micro_batches_are_compiled_and_a_short_last_one_is_not(gpu, jit_compile):
     model = network(Interpreted())
     update = update_of(model, jit_compile)
@@ -164,9 +165,8 @@ def test_batches_of_the_same_lengths_share_what_is_compiled():
     assert all(0 <= number < 2**53 for number in numbers)
 
 
-@pytest.mark.parametrize(
-    ("jit_compile", "compiled"), mostly_slow([("auto", True), (True, True), (False, False)], [("auto", True)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("jit_compile", "compiled"), [("auto", True), (True, True), (False, False)])
 def test_compile_and_fit_do_as_asked(gpu, jit_compile, compiled):
     inner = network(Interpreted())
     model = AccumulatingModel(inner, MICRO)

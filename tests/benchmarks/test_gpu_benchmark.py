@@ -163,6 +163,7 @@ def test_what_differs_is_found():
     assert [figure.met for figure in gpu.COMPARED["repeatable"]("", one, one, False)] == [True, True]
 
 
+@pytest.mark.slow
 def test_flops_of_a_transformer():
     """No sum, norm or look-up counts. Of a block of width 8: 4 projections, 2 dense layers of 8 × 32, 2 products.
 

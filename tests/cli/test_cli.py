@@ -54,6 +54,7 @@ def installed(wheel, tmp_path) -> Installed:
     return Installed(wheel, tmp_path)
 
 
+@pytest.mark.slow
 def test_help_names_every_verb(installed):
     from pipeline.__main__ import VERBS
 
@@ -65,6 +66,7 @@ def test_help_names_every_verb(installed):
     assert installed.run("pipeline", "train", "--version") == f"{__version__}\n"  # and not Hydra's
 
 
+@pytest.mark.slow
 def test_help_of_train_lists_the_groups_and_their_options(installed):
     said = installed.run("pipeline", "train", "--help")
     assert "dataset: breast_cancer, cifar10, diabetes, digits, digits_shifted, mnist, tfds, topics" in said
@@ -112,6 +114,7 @@ def test_overrides_may_stand_on_both_sides_of_an_option(installed):
     assert (config["seed"], config["model"]["hidden"]) == (1, [8])
 
 
+@pytest.mark.slow
 def test_a_users_own_configs_by_config_dir(installed):
     own = {
         "model/wide.yaml": "_target_: my.models.wide\nunits: 4096\n",
@@ -139,11 +142,16 @@ def test_a_users_own_configs_by_config_dir(installed):
     ("line", "choices"),
     [
         ("pipeline tr", "train"),
-        ("pipeline train dataset=d", "dataset=diabetes dataset=digits dataset=digits_shifted"),
+        pytest.param(
+            *("pipeline train dataset=d", "dataset=diabetes dataset=digits dataset=digits_shifted"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("pipeline train dataset=t", "dataset=tfds dataset=topics", marks=pytest.mark.slow),
         pytest.param("pipeline train dataset=digits training.ep", "training.epochs=", marks=pytest.mark.slow),
         ("pipeline train model=mlp model.hi", "model.hidden."),
-        ("pipeline sweep factor_w", "factor_with_linear_scaling factor_with_sqrt_scaling"),
+        pytest.param(
+            *("pipeline sweep factor_w", "factor_with_linear_scaling factor_with_sqrt_scaling"), marks=pytest.mark.slow
+        ),
         pytest.param("pipeline sweep seeds model=mlp model.hi", "model.hidden.", marks=pytest.mark.slow),
         pytest.param("pipeline train --config-dir mine model=w", "model=wide", marks=pytest.mark.slow),
         ("pipeline sweep seeds -cd mine model=w", "model=wide"),

@@ -34,11 +34,13 @@ def printed(how: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_pictures_and_scikit_learn_wait_until_they_are_used_and_no_garbage_is_looked_for_meanwhile():
     assert printed("imports.without_chatter()") == ["False True True", "[]", USED]
     assert printed(PLAIN) == ["True True False", "['matplotlib.pyplot', 'sklearn']", USED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "imported"), [("imports.executed_on_use()", False), (PLAIN, True)])
 def test_what_serves_models_waits_until_mlflow_uses_it(how, imported):
     program = f"""

@@ -221,6 +221,7 @@ def history(folder, run=None):
     return {key: points for key, points in found.items() if not key.startswith("perf/")}
 
 
+@pytest.mark.slow
 def test_a_run_is_counted_by_it(tmp_path):
     said = pipeline(*RUN, cwd=tmp_path).stderr
     assert "8 to 60 in all, an estimate: until 60 scale-invariant ones" in said

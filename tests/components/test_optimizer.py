@@ -53,7 +53,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("name", mostly_slow(READY, ["adamw"]))
 def test_every_ready_optimizer_builds(name):
     config = compose(f"optimizer={name}", "schedule=constant", "optimizer.global_clipnorm=0.5")
     made = build(config, 128)
@@ -79,7 +79,7 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("name", mostly_slow(RATES, ["cosine"]))
 def test_lengths_are_shares_of_the_horizon(name):
     made = rates(f"schedule={name}", "optimizer.learning_rate=1.0")
     assert {update: made[update] for update in RATES[name]} == pytest.approx(RATES[name], abs=1e-6)  # float32

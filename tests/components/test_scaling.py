@@ -55,6 +55,7 @@ def test_each_rule_is_its_formula(overrides, rate, arguments):
     assert ("learning rate × " in said) == (rate != 1)
 
 
+@pytest.mark.slow
 def test_at_the_reference_batch_nothing_changes():
     for rule in ("linear", "sqrt", "sde", "half_life", "timescale"):
         made, said = build(128, *ADAMW, f"scaling={rule}")

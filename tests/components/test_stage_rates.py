@@ -54,6 +54,7 @@ def test_the_rate_at_a_stage_follows_the_rule(given, first, later):
     assert ("after update 3" in said) == (first != later)
 
 
+@pytest.mark.slow
 def test_other_arguments_of_an_optimizer_do_not_follow():
     for rule in ("sde", "timescale"):
         with pytest.raises(ConfigError, match=r"^scaling.rule must not change β or the weight decay with accumulation"):

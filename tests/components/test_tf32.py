@@ -50,6 +50,7 @@ def test_only_on_a_gpu():
     assert not nvidia.computes_in_tf32()
 
 
+@pytest.mark.slow
 def test_no_library_speaks_where_it_is_asked():
     asking = "with imports.without_chatter():\n    import tensorflow\nnvidia.computes_in_tf32()"
     code = f"from pipeline.common import imports, nvidia\n{asking}"

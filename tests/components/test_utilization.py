@@ -45,6 +45,7 @@ def parts_of(*overrides):
     return assembly.assemble(resolve(composed(["model=mlp", "model.hidden=[16]", "hardware.device=cpu", *overrides])))
 
 
+@pytest.mark.slow
 def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
     """One layer of 64 × 16, which has no gradient by its inputs, and one of 16 × 10; a tail of 29 examples."""
     of_example = 2 * (2 * 64 * 16 + 3 * 16 * 10)

@@ -113,6 +113,7 @@ def test_updates_equal_those_of_the_large_batches(kind, tmp_path, monkeypatch):
     assert stream.per_epoch == (None if kind == "generator" else per_epoch)
 
 
+@pytest.mark.slow
 def test_no_batch_is_cut_or_joined_unless_the_micro_batch_size_says_so():
     """Batches of unequal length too: each micro-batch is dense, as the loader made it."""
     lengths, seen = (2, 5, 3), []

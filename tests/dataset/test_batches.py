@@ -204,12 +204,13 @@ def staged():
     return plan_of(sizes.derive(5, 1, None), EXAMPLES, sizes.Horizon("epochs", 3), asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("node", "augment"),
     [
         pytest.param(IN_MEMORY, SHIFT, id="in_memory"),
         pytest.param(BUFFERED, SHIFT, id="buffered"),
-        pytest.param(STREAMED, {}, id="streamed", marks=pytest.mark.slow),
+        pytest.param(STREAMED, {}, id="streamed"),
     ],
 )
 def test_the_order_does_not_depend_on_stages(node, augment):
@@ -229,6 +230,7 @@ def test_the_order_does_not_depend_on_stages(node, augment):
     assert_shares(list(batches_of(None)), by_readers(3, 1, batches_of), 1)
 
 
+@pytest.mark.slow
 def test_examples_of_unequal_length_come_in_stages():
     lengths = [1 + number % 4 for number in range(EXAMPLES)]
     rows = tf.data.Dataset.from_tensor_slices((np.arange(EXAMPLES), np.arange(EXAMPLES)))
@@ -298,13 +300,12 @@ def digits(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "small",
-    [pytest.param(2**16, id="a batch at a time", marks=pytest.mark.slow), pytest.param(0, id="one by one")],
+    [pytest.param(2**16, id="a batch at a time"), pytest.param(0, id="one by one")],
 )
-@pytest.mark.parametrize(
-    "augment", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(SHIFT, id="augmented")]
-)
+@pytest.mark.parametrize("augment", [pytest.param({}, id="plain"), pytest.param(SHIFT, id="augmented")])
 def test_what_is_streamed_as_it_is_stored_becomes_the_same_examples(digits, augment, small, monkeypatch):
     monkeypatch.setattr(batching, "SMALL", small)
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
@@ -345,10 +346,9 @@ def counted(data):
     return replace(data, stored={name: counting(stored) for name, stored in data.stored.items()})
 
 
-@pytest.mark.parametrize(
-    "augment", [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(SHIFT, id="augmented")]
-)
-@pytest.mark.parametrize("shuffle_files", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("augment", [pytest.param({}, id="plain"), pytest.param(SHIFT, id="augmented")])
+@pytest.mark.parametrize("shuffle_files", [True, False])
 def test_each_worker_decodes_its_share_alone(digits, shuffle_files, augment):
     data = load.load(OmegaConf.merge(DIGITS, {"data_dir": digits}))
     node = OmegaConf.create({"in_memory": False, "shuffle_files": shuffle_files, "shuffle_buffer": 200, **augment})
@@ -371,6 +371,7 @@ def brighter_from_5_on(features):
     return x, features["label"]
 
 
+@pytest.mark.slow
 def test_what_makes_an_example_may_have_an_if_of_a_tensor(digits):
     data = load.from_tfds(
         builder="pipeline.dataset.builtin.digits.Digits",

@@ -134,6 +134,7 @@ def streamed(data: Data, size: int = 50, *, seed: int = 0, **node: object) -> li
     return [numbers[:1000], numbers[1000:]]
 
 
+@pytest.mark.slow
 def test_files_that_are_sorted_by_class_are_mixed(files):
     data = load(files)
     first, second = streamed(data)

@@ -53,6 +53,7 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path, cache):
     assert checksums.of(file) == expected(b"abd")
 
 
+@pytest.mark.slow
 def test_a_file_of_a_validation_split_that_is_kept_may_not_change_either(tmp_path):
     """It is read at the first evaluation, which may be hours later; the training split in memory is read at once."""
     given = ["model=mlp", "hardware.device=cpu", f"dataset.data_dir={tmp_path}"]

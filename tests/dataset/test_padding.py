@@ -45,6 +45,7 @@ def test_a_batch_is_as_long_as_its_longest_example_needs(in_memory):
             assert not (padded.numpy() * (weights.numpy() == 0)).any()
 
 
+@pytest.mark.slow
 def test_weights_of_examples_and_of_elements_are_spread_and_padded():
     given = tf.data.Dataset.from_tensor_slices(np.arange(1, len(LENGTHS) + 1, dtype="float32"))
     weighted = tf.data.Dataset.zip(texts().train, given).map(lambda xy, w: (*xy, w))
@@ -59,6 +60,7 @@ def test_weights_of_examples_and_of_elements_are_spread_and_padded():
     assert weights["first"] is None
 
 
+@pytest.mark.slow
 def test_each_step_of_labels_that_have_an_axis_of_their_own_has_one_weight():
     one_hot = texts().train.map(lambda x, y: (x, tf.one_hot(y, TOKENS)))
     ((_, y, weights),) = batches(len(LENGTHS), Data(one_hot, None))

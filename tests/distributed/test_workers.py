@@ -340,19 +340,17 @@ def test_workers_end_with_a_chief_that_is_killed(tmp_path):
     process.communicate(timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chief", "other", "line"),
     [
         ("seed=0", "seed=3", "seed must be the same for all workers, and is 3 on worker 1. Received: 0."),
         ("seed=0", "seed=-1", "worker 1 refuses: seed must be from 0 to 4294967295. Received: -1."),
-        pytest.param(
-            *("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."), marks=pytest.mark.slow
-        ),
-        pytest.param(
+        ("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."),
+        (
             "seed=0",
             "dataset.data_dir=/proc/nothing",
             "worker 1 refuses: dataset could not be downloaded and prepared in /proc/nothing (",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -369,6 +367,7 @@ def test_one_worker_that_refuses_ends_all_with_one_line(tmp_path, chief, other, 
     assert not Store(tmp_path).runs() if (tmp_path / "mlruns" / "mlflow.db").exists() else True
 
 
+@pytest.mark.slow
 def test_workers_of_other_versions_are_refused(tmp_path):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     tasks = [task(cluster, 0, RUN, tmp_path), task(cluster, 1, RUN, tmp_path, "-c", OF_OTHER_VERSION)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from tests.running import ROOT, environment
 from tests.shared import warm_address
 from tests.warm import Python
@@ -11,6 +13,7 @@ from tests.warm import Python
 SCRIPT = ROOT / "examples" / "own_loop" / "train.py"
 
 
+@pytest.mark.slow
 def test_it_learns_the_same_in_both_ways(tmp_path):
     """In float64, where what is printed is equal: both halves are the same updates, rounded otherwise."""
     policy = "import keras; keras.config.set_floatx('float64'); keras.config.set_dtype_policy('float64')"

@@ -106,6 +106,7 @@ def test_numbers_are_written_with_the_digits_that_count():
 # --- trajectories ---
 
 
+@pytest.mark.slow
 def test_float32_trajectories_part_where_they_were_made_to(store):
     finding = found(synthetic.at_fixed_batch(store, "float32"))["trajectories"]
     figures = finding.figures
@@ -118,6 +119,7 @@ def test_float32_trajectories_part_where_they_were_made_to(store):
     assert "amplified that 84281 times" in finding.text
 
 
+@pytest.mark.slow
 def test_float64_trajectories_agree(store):
     every = found(synthetic.at_fixed_batch(store, "float64"))
     assert every["trajectories"].figures["agree"]
@@ -430,6 +432,7 @@ def test_equal_results_of_all_seeds_are_no_certainty(store):
     )
 
 
+@pytest.mark.slow
 def test_a_critical_batch_outside_of_what_was_tried_was_not_measured(store):
     finding = found(synthetic.at_fixed_micro_batch(store, critical=5000.0))["noise_scale"]
     assert finding.figures["extrapolated"] == pytest.approx(5000, rel=1e-2)  # the losses are logged at 40 updates

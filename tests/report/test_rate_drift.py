@@ -48,6 +48,7 @@ def test_a_known_drift_is_found(drift):
     assert figures["rates"] == pytest.approx({b: 2 ** (-6.3 + drift * math.log2(b / 64)) for b in BATCHES})
 
 
+@pytest.mark.slow
 def test_the_interval_has_the_drift_in_nearly_all_sweeps_and_not_another():
     covered, excluded, drifts, widths = 0, 0, [], []
     for number in range(60):

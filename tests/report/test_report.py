@@ -100,6 +100,7 @@ def test_a_store_that_does_not_exist_is_refused_and_not_made(tmp_path):
 # --- the files ---
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_a_job(by_batch):
     with (by_batch.page.parent / "jobs.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -132,6 +133,7 @@ def test_findings_are_written_as_data_and_as_plain_text(nasty):
     assert str(nasty).startswith("Jobs: 2 of 6 jobs finished.")
 
 
+@pytest.mark.slow
 def test_plotly_knows_every_property_and_draws_every_point(store, by_batch, nasty):
     for written in (by_batch, nasty):
         for plot in plots.draw(comparison.read(store.uri, written.run_id)):

@@ -153,6 +153,7 @@ def test_the_fastest_is_the_smallest_of_those_that_are_about_as_fast():
     assert batch_size_search.fastest(3, 7, lambda size: {"rate": None}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind is next(iter(FAILS)) else pytest.mark.slow) for kind in FAILS]
 )

@@ -56,6 +56,7 @@ def ramp(tmp_path_factory):
     return folder, done.stderr
 
 
+@pytest.mark.slow
 def test_the_rows_are_right_at_each_boundary(ramp):
     folder, said = ramp
     first = "effective batch 32 = 8 × 4 × 1 replica, 100 (factor 13) after update 16, 256 (factor 32) after update 41; "

@@ -192,6 +192,7 @@ def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
     assert "IsADirectoryError" in done.stderr
 
 
+@pytest.mark.slow
 def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     done = pipeline(
         *("train", "experiment=quick", "optimizer=sgd", "optimizer.learning_rate=1e30", *QUIET), cwd=tmp_path, status=1

@@ -31,6 +31,7 @@ def test_every_workload_says_what_to_expect():
         assert f"Result: {metric} " in text
 
 
+@pytest.mark.slow
 def test_a_workload_trains(tmp_path):
     few = ("training.updates=3", "training.evaluate_every=3")
     pipeline("train", "experiment=tabular_binary", *few, *QUIET, cwd=tmp_path)

@@ -216,6 +216,7 @@ def test_a_sweep_of_the_package_with_a_model_of_ones_own(tmp_path):
     assert json.loads(done.stdout)[0] == "seed=0 model=tiny"
 
 
+@pytest.mark.slow
 def test_a_sweep_of_ones_own_may_build_on_one_of_the_package(tmp_path):
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)

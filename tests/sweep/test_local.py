@@ -191,6 +191,7 @@ def ended(job):
     return job.ending()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_one_that_raises_exits_or_dies_says_so(tmp_path, method):
     said = {}
@@ -221,6 +222,7 @@ def test_one_that_takes_too_long_is_ended(tmp_path, function, monkeypatch):
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_one_whose_sweep_goes_away_before_it_is_told_what_to_do_ends(tmp_path):
     script = (
         "import os, signal, cloudpickle; from pathlib import Path; from pipeline.sweep import local\n"
@@ -278,6 +280,7 @@ def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
     assert "has opened a device: each job imports it for itself" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
     script = (

@@ -119,6 +119,7 @@ def troubles(tmp_path_factory):
     return first.stderr, before, again.stderr, parent_and_children(store)
 
 
+@pytest.mark.slow
 def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
     printed, (parent, children), *_ = troubles
     statuses = {name: [run.info.status for run in runs] for name, runs in children.items()}
@@ -348,6 +349,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_one_wrong_job_refuses_the_sweep_and_leaves_nothing(tmp_path):
     for line, answer in one_process({line: line for line in REFUSED}, tmp_path).items():
         assert answer["status"] == 2, answer

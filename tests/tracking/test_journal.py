@@ -69,6 +69,7 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
+@pytest.mark.slow
 def test_a_new_store_is_put_in_place_whole(tmp_path):
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
@@ -216,6 +217,7 @@ def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path):
     assert points(tmp_path) == ("KILLED", list(range(1, 11)))
 
 
+@pytest.mark.slow
 def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     uri = "http://127.0.0.1:9"
     refused = Journal(uri, "pipeline")
@@ -250,6 +252,7 @@ def test_a_sync_that_fails_keeps_no_lock(tmp_path):
     assert os.path.realpath(path) not in opened  # closing it has released the lock
 
 
+@pytest.mark.slow
 def test_a_wrong_sync_changes_nothing(tmp_path):
     old = b'{"time":1,"start":{}}\n'
     for name, text in {"old": old, "runs/lr=0.1": old, "here": _shipped_journal()}.items():
@@ -353,6 +356,7 @@ def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(tmp_path, mon
     assert said == ["30,000", "70,000"]
 
 
+@pytest.mark.slow
 def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch):
     """Every other request fails, for longer than the patience."""
     journal = begun(tmp_path)

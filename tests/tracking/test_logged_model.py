@@ -79,6 +79,7 @@ def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved, 
     assert not Path(users.artifact_location.removeprefix("file://")).exists()
 
 
+@pytest.mark.slow
 def test_what_a_shipper_was_removing_when_it_was_killed_is_not_shipped(tmp_path, saved, run):
     client, info = run
     (saved / "MLmodel").unlink()
@@ -88,6 +89,7 @@ def test_what_a_shipper_was_removing_when_it_was_killed_is_not_shipped(tmp_path,
     assert list(client.search_logged_models([info.experiment_id])) == []
 
 
+@pytest.mark.slow
 def test_two_segments_of_a_run_have_a_model_each(tmp_path, saved, run):
     client, info = run
     second = tmp_path / MODEL.format("1" * 32)
@@ -97,6 +99,7 @@ def test_two_segments_of_a_run_have_a_model_each(tmp_path, saved, run):
     assert len(client.get_run(info.run_id).outputs.model_outputs) == 2
 
 
+@pytest.mark.slow
 def test_a_long_upload_tells_that_it_goes_on(saved, run, monkeypatch):
     """Else the trainer takes a store that takes a large model for one that does not answer."""
     client, info = run

@@ -19,6 +19,7 @@ def test_the_signatures_are_those_that_were_read():
         assert list(inspect.signature(getattr(SystemMetricsMonitor, name)).parameters) == ["self"], WHERE
 
 
+@pytest.mark.slow
 def test_a_sample_is_of_this_moment(tmp_path):
     made = store.Store(f"sqlite:///{tmp_path}/mlflow.db")
     run_id = made.client().create_run(made.experiment("it")).info.run_id

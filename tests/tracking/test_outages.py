@@ -179,6 +179,7 @@ def test_away_while_the_run_is_created_and_waited_for(tmp_path, proxy, whole, re
     whole()
 
 
+@pytest.mark.slow
 def test_a_wrong_password_at_the_start(tmp_path, proxy, monkeypatch):
     proxy.password = "right"
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")

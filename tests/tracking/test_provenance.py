@@ -267,6 +267,7 @@ def test_data_whose_name_is_a_secret_are_compared_masked(monkeypatch):
         provenance.check_dataset({**recorded, "files": {"***.npy": "1"}}, now, "1")
 
 
+@pytest.mark.slow
 def test_every_byte_of_every_file_counts(tmp_path):
     import tensorflow as tf
 
@@ -286,6 +287,7 @@ def test_every_byte_of_every_file_counts(tmp_path):
     assert checksum() != whole
 
 
+@pytest.mark.slow
 def test_every_example_counts_whatever_it_is_made_of():
     import numpy as np
     import tensorflow as tf

@@ -19,7 +19,6 @@ from pipeline.training.evaluator import Evaluations, Evaluator
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import NonFiniteError, Recorder
-from tests.parameters import mostly_slow
 
 EXAMPLES, SIZE = 40, 8
 PER_EPOCH = EXAMPLES // SIZE
@@ -98,9 +97,8 @@ class Run:
         self.loss = self.trainer.fit() if fit else None
 
 
-@pytest.mark.parametrize(
-    ("evaluate_every", "use_ema"), mostly_slow([("epoch", False), (100, True), (2, True)], [("epoch", False)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("evaluate_every", "use_ema"), [("epoch", False), (100, True), (2, True)])
 def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(evaluate_every, use_ema):
     stopped = Run([StopAt(1)], evaluate_every=evaluate_every, use_ema=use_ema)
     whole = Run(epochs=2, evaluate_every=evaluate_every, use_ema=use_ema)
@@ -112,6 +110,7 @@ def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(evaluate_every, 
     assert stopped.evaluate()["loss"] == stopped.loss
 
 
+@pytest.mark.slow
 def test_every_validation_is_of_the_averaged_weights():
     """Each row is what a run that ended there shows as its last; the training goes on from the weights themselves."""
     whole = Run(use_ema=True)
@@ -121,6 +120,7 @@ def test_every_validation_is_of_the_averaged_weights():
     assert whole.rows.updates == Run().rows.updates
 
 
+@pytest.mark.slow
 def test_results_are_copied_to_the_host_in_groups(monkeypatch):
     """Each copy waits for the device: there is one in so many updates, and none by anything else of the loop."""
     monkeypatch.setattr("pipeline.training.recorder.FETCH_SECONDS", math.inf)
@@ -176,6 +176,7 @@ def test_a_callback_that_looks_at_updates_sees_each():
     assert seen == [(update - 1, pytest.approx(row["loss"])) for update, row in rows.updates]
 
 
+@pytest.mark.slow
 def test_the_steps_of_an_epoch_can_be_called_one_by_one():
     run = Run(epochs=1, fit=False)
     trainer = run.trainer
@@ -190,6 +191,7 @@ def test_the_steps_of_an_epoch_can_be_called_one_by_one():
     assert run.rows.validations == Run(epochs=1).rows.validations
 
 
+@pytest.mark.slow
 def test_only_who_asks_for_it_interrupts_the_run():
     """It ends with the reason that was given; the same exception out of a callback is an error."""
     rows, reason = [Rows(), Rows()], KeyboardInterrupt()
@@ -238,6 +240,7 @@ class SlowToTrace(layers.Layer):
         return x
 
 
+@pytest.mark.slow
 def test_the_seconds_of_updates_are_without_those_of_tracing_them():
     performance = Run(middle=[SlowToTrace()]).rows.performance
     assert len(performance) == 4 * PER_EPOCH
@@ -245,6 +248,7 @@ def test_the_seconds_of_updates_are_without_those_of_tracing_them():
     assert all(1 <= each["compile_seconds"] == performance[0]["compile_seconds"] for each in performance)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_traced_again_is_no_other_either():
     trainer = (run := Run(middle=[SlowToTrace()], fit=False)).trainer
     other = trainer.batches.map(lambda x, y: (tf.cast(x, tf.float64), y))
@@ -314,6 +318,7 @@ def test_tokens_are_logged_by_the_second_and_not_as_a_result():
     assert [counted[update] for update in (3, 4)] == pytest.approx([(7 + 1) / 2] * 2, rel=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [8, 1])
 def test_the_tokens_of_a_training_are_those_of_its_examples(micro_batch_size):
     rows = Run(micro_batch_size=micro_batch_size, tokens=lambda batch: tf.reduce_sum(tf.shape(batch[0]))).rows
@@ -322,6 +327,7 @@ def test_the_tokens_of_a_training_are_those_of_its_examples(micro_batch_size):
     assert all("tokens" not in results for _, results in rows.updates)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_ends_the_rows_with_its_own():
     rows = Rows()
     kept = recorder(rows, [0.5, float("nan"), 0.5])

@@ -139,6 +139,7 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, rep
     assert steps[-2] - steps[-3] == 128 // replicas // 4
 
 
+@pytest.mark.slow
 def test_an_error_of_which_memory_may_be_the_cause_is_not_tried_again(tmp_path):
     """After another error of CUDA's libraries nothing on the GPU can be trusted; a try of `auto` is a process."""
     rows, run, said = trained(tmp_path / "run", 10 * 8 + 16 + 6, 4, status=1, ERROR="RuntimeError")

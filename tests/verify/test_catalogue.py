@@ -191,10 +191,9 @@ METRICS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize(
-    "kinds", [("sparse", "sign"), pytest.param(("binary", "one_hot", "number"), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("kinds", [("sparse", "sign"), ("binary", "one_hot", "number")], ids=str)
 def test_every_metric(kinds, micro_batch_size):
     groups = {kind: METRICS[kind] for kind in kinds}
 
@@ -259,6 +258,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 def test_every_regularizer_and_constraint(micro_batch_size):
     def model():
@@ -501,6 +501,7 @@ def _base(kind):
     return getattr(getattr(keras, kind), single.get(kind) or kind[:-1].capitalize())
 
 
+@pytest.mark.slow
 def test_an_exception_is_one():
     """A negative control: what the table says of batch normalisation is seen."""
     normalised = sequential(dense(5), lambda: layers.BatchNormalization(), dense())

@@ -273,15 +273,18 @@ def test_what_breaks_is_found_and_named(name):
     assert named in said
 
 
-@pytest.mark.parametrize("name", mostly_slow(ONLY_LOOKING, ["nothing is left to learn"], list(ONLY_LOOKING)[::3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mostly_slow(ONLY_LOOKING, ["nothing is left to learn", *list(ONLY_LOOKING)[::3]], []))
 def test_what_only_looks_so_is_no_fault(name):
     assert verified(ONLY_LOOKING[name]) == ([], "")
 
 
+@pytest.mark.slow
 def test_a_sum_of_what_layers_add_is_one_where_it_is_said_to_be():
     assert verified(BREAKING["adds a sum"][0], "sum") == ([], "")
 
 
+@pytest.mark.slow
 def test_a_dead_unit_is_no_difference_in_float32(precision):
     precision("float32")
     keras.utils.set_random_seed(0)

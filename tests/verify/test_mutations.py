@@ -59,21 +59,16 @@ class Shared(keras.losses.Loss):
         return keras.ops.square(y_pred[:, 0] - keras.ops.mean(y_true))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "loss", "named"),
     [
         (lambda: Centred(name="centred"), None, "centred (Centred): its output for an example depends on the other"),
-        pytest.param(
-            lambda: layers.BatchNormalization(name="normal"),
-            None,
-            "normal (BatchNormalization): it normalises by",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        (lambda: layers.BatchNormalization(name="normal"), None, "normal (BatchNormalization): it normalises by"),
+        (
             lambda: Powered(name="powered"),
             None,
             "verified/powered: what it adds to the loss is not the mean of what",
-            marks=pytest.mark.slow,
         ),
         (lambda: layers.Identity(), Shared, "shared (Shared): its loss of an example depends on the others"),
     ],
@@ -96,6 +91,7 @@ def differing_in(model, loss, optimizer, batch):
     return [found for found in findings if not found.holds]
 
 
+@pytest.mark.slow
 def test_what_the_optimizer_scales_and_a_loss_in_float32_are_no_fault():
     """A scaled loss has scaled gradients on both sides; the bound is that of the coarsest precision."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)])
