@@ -20,6 +20,7 @@ from pipeline.dataset.checksums import Files
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Loader, Stream
 from tests.checkpoints.test_resume_rules import MINE
+from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, pipeline
 
 FACTOR = 3
@@ -87,7 +88,7 @@ def windows(source, epochs):
             source.on_epoch_end()
 
 
-@pytest.mark.parametrize("kind", ["images", "generator", "pydataset"])
+@pytest.mark.parametrize("kind", mostly_slow(["images", "generator", "pydataset"], ["generator"]))
 def test_updates_equal_those_of_the_large_batches(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(keras.config, "floatx", lambda: "float64")  # which batches are cast to
     folder = written(tmp_path) if kind == "images" else None

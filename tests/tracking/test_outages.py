@@ -138,7 +138,8 @@ def test_a_bad_server(tmp_path, proxy, whole, request, mode):
     whole()
 
 
-@pytest.mark.parametrize("mode", [pytest.param("hanging", marks=pytest.mark.slow), "down"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hanging", "down"])
 def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, mode):
     """The store answered, and is gone when the run is to begin."""
     journal = Journal(proxy.address, request.node.name, patience=4.0)

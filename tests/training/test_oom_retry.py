@@ -288,6 +288,7 @@ def test_what_a_forward_pass_has_changed_is_put_back():
         np.testing.assert_array_equal(one.numpy(), another.numpy(), err_msg=one.path)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
     def read(number):
         if number == 3:
