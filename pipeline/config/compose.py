@@ -1,6 +1,7 @@
 """Command line → composed config → job, through Hydra."""
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -45,9 +46,10 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     schema.register()
     options, _, folders = _read(arguments)
     for name, value in vars(options).items():
-        if value and name not in ("overrides", "config_name", "config_path", "config_dir"):
+        if value and name not in ("overrides", "config_name", "config_path", "config_dir", "run"):
             rule = "must be left out: this reads one config; `pipeline train` prints configs and sweeps over them"
             raise ConfigError(f"--{name.replace('_', '-')}", rule)
+    logging.basicConfig(format="%(message)s")  # to a root logger without a handler TensorFlow's adds one of its own
     token = _session.set(Session(config_dir=options.config_dir))
     try:
         with (

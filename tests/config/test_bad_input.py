@@ -267,14 +267,6 @@ CONFIG = {
     "train --config-name nope": "--config-name must be a config that exists. Received: 'nope'.",
     "trian": "VERB must be a verb of pipeline. Received: 'trian'. Choices: train, … Did you mean 'train'?",
     "ui --port many": "--port must be from 1 to 65535. Received: 'many'.",
-    **{
-        line: f"{option} must be left out: this reads one config; `pipeline train` prints configs and sweeps over …"
-        for line, option in {
-            "ui --cfg job": "--cfg",
-            "verify -m model=mlp,cnn": "--multirun",  # which would start the jobs of a sweep
-            "report abc --info": "--info",
-        }.items()
-    },
     "ui tracking.ur=x": "tracking.ur must be a key of tracking. Received: 'ur'. Choices: uri, … Did you mean 'uri'?",
     # what belongs to a store and its records
     "train schema=1": "schema must be 2, the one of this program. Received: 1.",
@@ -295,6 +287,15 @@ CONFIG = {
     "Received: 'epoch'. Choices: epochs, … Did you mean 'epochs'?",
     "train --config-dir mine training=wrong": "training.epochs must be an integer, or null (in training/wrong). "
     "Received: 'many'.",
+    # options of Hydra that print configs or sweep over several, where one is read
+    **{
+        line: f"{option} must be left out: this reads one config; `pipeline train` prints configs and sweeps over …"
+        for line, option in {
+            "ui --cfg job": "--cfg",
+            "verify -m model=mlp,cnn": "--multirun",  # which would start the jobs of a sweep
+            "report abc --info": "--info",
+        }.items()
+    },
 }
 
 NOT_PREPARED = "dataset=tfds dataset.name=mnist dataset.data_dir={elsewhere}"
