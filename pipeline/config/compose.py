@@ -92,7 +92,7 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
 
 @dataclass
 class Session:
-    """One call of Hydra: what its plugins leave for who called it."""
+    """One call of Hydra: what its plugins are told by who called it, and what they leave for them."""
 
     config_dir: str | None = None  # the user's, where Hydra's plugins have to find it; else Hydra knows it
     key: str = ""  # the config key of the run directory, and

@@ -184,7 +184,8 @@ class Counting(keras.optimizers.Adam):
 
 ALL_ELSE = {
     "amsgrad": (lambda: keras.optimizers.Adam(0.01, amsgrad=True), "float32"),
-    "beta_2": (lambda: keras.optimizers.Adam(0.01, beta_2=0.9999), "float32"),  # of 1 − β₂ float32 leaves 1.7e-4 more
+    # Of 1 − β₂ float32 leaves 1.7e-4 too much.
+    "beta_2": (lambda: keras.optimizers.Adam(0.01, beta_2=0.9999), "float32"),
     "bfloat16": (lambda: keras.optimizers.Adam(0.01), "bfloat16"),
     "float16": (lambda: keras.optimizers.Adam(0.01), "float16"),
     "nadam": (lambda: keras.optimizers.Nadam(0.01), "float32"),

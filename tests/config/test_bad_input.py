@@ -20,6 +20,7 @@ from tests.running import Store, one_process, pipeline, start
 from tests.shared import migrated_store, place_store
 
 NAMED = "a mapping of name → _target_, empty for none"
+ONE_CONFIG = "must be left out: this reads one config; `pipeline train` prints configs and sweeps over them."
 # Refused from the command line and the config alone: neither TensorFlow nor MLflow is imported.
 CONFIG = {
     # keys and groups
@@ -288,14 +289,9 @@ CONFIG = {
     "train --config-dir mine training=wrong": "training.epochs must be an integer, or null (in training/wrong). "
     "Received: 'many'.",
     # options of Hydra that print configs or sweep over several, where one is read
-    **{
-        line: f"{option} must be left out: this reads one config; `pipeline train` prints configs and sweeps over …"
-        for line, option in {
-            "ui --cfg job": "--cfg",
-            "verify -m model=mlp,cnn": "--multirun",  # which would start the jobs of a sweep
-            "report abc --info": "--info",
-        }.items()
-    },
+    "ui --cfg job": f"--cfg {ONE_CONFIG}",
+    "verify -m model=mlp,cnn": f"--multirun {ONE_CONFIG}",  # it would start the jobs of a sweep
+    "report abc --info": f"--info {ONE_CONFIG}",
 }
 
 NOT_PREPARED = "dataset=tfds dataset.name=mnist dataset.data_dir={elsewhere}"
