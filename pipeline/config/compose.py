@@ -113,11 +113,12 @@ class Session:
 
     def remove_empty_folders(self) -> None:
         """Remove the folders that Hydra made and that are empty, from the run directory upwards."""
-        for folder in self.made:
-            if not folder.is_dir() or {file.name for file in folder.iterdir()} - {"multirun.yaml"}:
-                return
-            (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
-            folder.rmdir()
+        with suppress(OSError):  # one is not there, or is another process', which has removed it or uses it now
+            for folder in self.made:
+                if {file.name for file in folder.iterdir()} - {"multirun.yaml"}:
+                    return
+                (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
+                folder.rmdir()
 
 
 # Hydra makes its callbacks and launchers by itself and returns nothing of theirs: nothing else gives them a session.

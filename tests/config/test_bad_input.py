@@ -11,11 +11,14 @@ import shutil
 import socket
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.compose import Session
 from tests.running import Store, one_process, pipeline, start
 from tests.shared import migrated_store, place_store
 
@@ -756,6 +759,21 @@ def test_an_error_of_the_users_own_code_while_running_is_no_config_error(tmp_pat
     assert "Traceback" not in done.stderr
     assert Path(file).parent == next((tmp_path / "outputs").glob("*/*"))
     assert "on_train_batch_end" in Path(file).read_text()
+
+
+def test_two_runs_that_are_refused_at_once_remove_the_folders_of_both(tmp_path):
+    """As two workers do that begin in one second, with the default run directory."""
+    inner, outer = made = [tmp_path / "2026-11-26" / "10-00-00", tmp_path / "2026-11-26"]
+
+    def refuse(_):
+        for _ in range(300):
+            with suppress(OSError):  # another one removes them meanwhile
+                inner.mkdir(parents=True, exist_ok=True)
+            Session(made=made).remove_empty_folders()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(refuse, range(4)))
+    assert not outer.exists()
 
 
 @pytest.mark.slow
