@@ -10,10 +10,10 @@ STAMP  := .venv/$(LOCK).installed
 PEERS  := .venv-peers/requirements-peers.lock.installed
 RUN    := .venv/bin/python -m
 # Tests that share something go to one worker, see tests/conftest.py; all others to the first that is free. Tests wait
-# for processes of theirs, so there are more workers than cores.
+# for processes of theirs, so there are more workers than cores, and more still where tests wait for more processes.
 PYTEST := $(RUN) pytest -n $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') --maxprocesses 4 \
 	--dist loadscope --durations 10
-SLOWLY := --no-loadscope-reorder # but in the order of tests/conftest.py
+SLOWLY := -n 4 --no-loadscope-reorder # but in the order of tests/conftest.py
 COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links
 # PyTorch for Linux on PyPI links CUDA's libraries and is not imported without them; it runs on a CPU without these.

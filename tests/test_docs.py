@@ -268,7 +268,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert 'href="your_own_code.html#in-your-own-loop"' in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_site_is_refused_with_a_dead_link(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build"))
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):

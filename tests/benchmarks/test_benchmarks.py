@@ -132,7 +132,7 @@ def test_memory(monkeypatch):
     assert all(math.isfinite(figure.median) for figure in (*peaks, growth))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_replicas_and_the_main_job(tmp_path, monkeypatch):
     """In this process. Each job runs once, which makes its store; how a command is timed the start's benchmark has."""
     path = tmp_path / "result.json"

@@ -298,7 +298,7 @@ def test_killed_and_resumed_to_the_bit(straight, tmp_path):
     assert f"training must have a horizon beyond the {done} updates done. Received: {done}." in refused
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_forked_and_rerun_to_the_bit(straight):
     """A fork to another rule has no place for the averages; there is one from the weights alone."""
     pipeline(*INTERRUPTED[:-1], "hydra.run.dir=fork", "start.run=run@10", cwd=straight)
@@ -335,6 +335,6 @@ def test_two_replicas_and_two_workers_train_the_same_run(tmp_path):
     assert found["cut"] != pytest.approx(found["one"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_is_verified(tmp_path):
     assert "equal within rounding" in pipeline("verify", *RUN[1:], cwd=tmp_path).stdout

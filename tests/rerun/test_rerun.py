@@ -18,6 +18,7 @@ from mlflow.entities import Metric, Param
 from pipeline.config.compose import composed
 from pipeline.rerun.command import Rerun
 from pipeline.trust.gate import Gate
+from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, one_process, pipeline
 from tests.shared import place_store
 
@@ -368,13 +369,13 @@ def test_the_recorded_value_counts_although_a_default_has_changed_since(made, tm
     assert "differs: code: other files of the package" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path):
-    """A sweep over all the optimizers that the other tests leave out."""
+@pytest.mark.parametrize("count", mostly_slow([2, len(OPTIMIZERS)], [], [2]))
+def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path, count):
+    """A sweep over optimizers that the other tests leave out."""
     folder, there = tmp_path / "made", tmp_path / "there"
     folder.mkdir()
     there.mkdir()
-    others = sorted(set(OPTIMIZERS) - set(HERE))
+    others = sorted(set(OPTIMIZERS) - set(HERE))[-count:]
     pipeline(*shlex.split(MULTIRUN), f"optimizer={','.join(others)}", cwd=folder)
     store = Store(folder)
     parent = next(run for run in store.runs("optimizers") if "sweep.name" in run.data.tags).info.run_id

@@ -25,7 +25,6 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, longest_batch
 from pipeline.run import batch_size_search, batch_size_trial
-from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, environment, one_process, pipeline, start, wait
 
 LIMITED = """
@@ -201,7 +200,8 @@ def test_what_is_wrong_at_every_size_is_not_tried_at_each():
     assert batch_size_trial._failure(short) == {"why": "OOM when allocating"}
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["InternalError", "NotFoundError"], [], ["InternalError"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["InternalError", "NotFoundError"])
 def test_the_largest_size_below_such_an_error_is_trained_with(project, kind):
     model = f"+model={{_target_: limited.large, kind: {kind}, most: 20}}"
     own = [part if not part.startswith("+model=") else model for part in OWN]

@@ -43,7 +43,7 @@ def test_dropout_that_does_not_depend_on_the_cut(tmp_path):
     assert other != pytest.approx(whole, rel=1e9 * EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rerun_and_verify_have_that_dropout(tmp_path):
     dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
     run, _ = trained(tmp_path, "cut", *dropout, "accumulation.factor=4")
@@ -65,7 +65,7 @@ def test_layers_that_an_update_is_not_exact_for_are_named(tmp_path):
     assert (tags["model.cut_dependent_noise"], tags["model.batch_dependent_layers"]) == ("lstm", "batch_normalization")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
     """The layer normalises what it is given by the micro-batch, and evaluates by the effective batches."""
     (tmp_path / "mine.py").write_text(MODULE)

@@ -173,7 +173,7 @@ def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
     assert list(two["train/accumulation_factor"].values()) == [ceil(ceil(size / 2) / 4) for size in SIZES]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_verify_shows_the_largest_stage(tmp_path):
     said = pipeline("verify", *RUN[:-1], RAMP, cwd=tmp_path)
     assert "an update by 32 micro-batches of 8 and one of the whole batch are equal within rounding" in said.stdout

@@ -211,9 +211,9 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     ("number", "status", "exit_status"),
     [
         (signal.SIGINT, "KILLED", 130),
-        (signal.SIGTERM, "KILLED", 143),
+        pytest.param(signal.SIGTERM, "KILLED", 143, marks=pytest.mark.soak),
         pytest.param(signal.SIGHUP, "KILLED", 143, marks=pytest.mark.soak),
-        (signal.SIGKILL, "KILLED", -9),
+        pytest.param(signal.SIGKILL, "KILLED", -9, marks=pytest.mark.soak),
     ],
 )
 def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, status, exit_status):

@@ -44,7 +44,7 @@ def measures_all(metrics, name):
     assert np.isfinite(list(metrics.values())).all()
 
 
-@pytest.mark.parametrize("name", mostly_slow(RESULTS, [], RESULTS.keys() - {"text"}))  # which takes minutes
+@pytest.mark.parametrize("name", mostly_slow(RESULTS, [], ["images", "tabular_binary"]))  # the others take minutes
 def test_a_workload_gives_the_stated_result(tmp_path, name):
     pipeline("train", f"experiment={name}", "tracking.system_metrics=false", cwd=tmp_path)
     run = Store(tmp_path).run()
@@ -59,7 +59,8 @@ def test_a_workload_gives_the_stated_result(tmp_path, name):
             assert loaded.predict(np.ones((2, length), "int32")).shape == (2, length, 257)
 
 
-@pytest.mark.parametrize("name", mostly_slow(["tabular_binary", "text"], [], ["tabular_binary"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["tabular_binary", "text"])
 def test_a_workload_is_exact(tmp_path, name):
     """In float64 at factors 1 and 8, at each of 6 updates; the effective batch of another size is the control."""
     exact = (f"experiment={name}", "hardware.precision=float64", "training.updates=6", "training.evaluate_every=6")
@@ -93,7 +94,7 @@ def test_small_are_all_experiments():
     assert {file.stem for file in files} == SMALL.keys() | {"photos"}  # whose batches of any size refuse xla=true
 
 
-@pytest.mark.parametrize("name", mostly_slow(SMALL, [], ["quick", "text", "towers"]))
+@pytest.mark.parametrize("name", mostly_slow(SMALL, [], ["quick", "towers"]))
 def test_a_workload_computes_the_same_by_xla(tmp_path, name):
     """In float64 at each of two updates, with noise that does not depend on XLA; `auto` compiles nothing on a CPU."""
     few = ("hardware.precision=float64", "training.updates=2", "training.epochs=null", "training.evaluate_every=2")

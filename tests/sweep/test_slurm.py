@@ -45,6 +45,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 KillWait=20
 ReturnToService=2
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
@@ -205,15 +206,13 @@ def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
                 "hydra.launcher.tasks_per_node=2",
                 "hydra.launcher.cpus_per_task=1",
             )
-            more = ("training.epochs=null", "hardware=multi_worker", "hardware.workers=2", "seed=0,1")
+            more = ("training.epochs=null", "hardware=multi_worker", "hardware.workers=2")
             pipeline("train", "-m", *run, *more, *of_job, cwd=folder, **slurm)
         store = Store(folder)
-        trained = store.trained()
-        assert len(trained) == (2 if how == "sweep" else 1)
-        assert {each.info.status for each in trained} == {"FINISHED"}
-        (first,) = [each for each in trained if each.data.params["seed"] == "0"]
-        assert first.data.params["derived.replicas"] == ("1" if how == "alone" else "2")
-        curves[how] = store.history(first, "train/loss")
+        (trained,) = store.trained()
+        assert trained.info.status == "FINISHED"
+        assert trained.data.params["derived.replicas"] == ("1" if how == "alone" else "2")
+        curves[how] = store.history(trained, "train/loss")
         assert len(curves[how]) == 15
         assert curves[how] == pytest.approx(curves["alone"], rel=1e-12)
     wait(lambda: _ask(slurm, "squeue", "--noheader") == "", 60)

@@ -18,6 +18,7 @@ import pytest
 from pipeline.tracking.journal import Journal
 from tests import programs, shared
 from tests.disks import disk, fill, free
+from tests.parameters import mostly_slow
 from tests.running import wait
 from tests.tracking.shipped import UPDATES, begin, fields, opened, sync, train
 
@@ -88,8 +89,7 @@ def test_locked_at_the_end(tmp_path, undisturbed):
     assert fields(uri_in(tmp_path), "e") == undisturbed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["moved", pytest.param("deleted", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", mostly_slow(["moved", "deleted"], [], ["moved"]))
 def test_gone_in_the_middle(tmp_path, undisturbed, how):
     journal = half_shipped(tmp_path)
     store = tmp_path / "mlruns"

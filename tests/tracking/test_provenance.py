@@ -15,6 +15,8 @@ import shlex
 import subprocess
 import sys
 import zipfile
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -378,9 +380,14 @@ def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
     assert list(relinked(resolved, {}, [])["model"]["table"]) == [0, 1]
 
 
+@cache
+def composed() -> dict:
+    return plain(compose.composed(["model=mlp", "training.updates=2", "training.epochs=null"]))
+
+
 def base() -> dict:
     """A resolved config, as a run records it."""
-    return plain(compose.composed(["model=mlp", "training.updates=2", "training.epochs=null"]))
+    return deepcopy(composed())
 
 
 def put(container: dict, **values: object) -> dict:

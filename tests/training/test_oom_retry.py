@@ -114,7 +114,7 @@ RAMP = (
 
 @pytest.mark.parametrize(
     ("replicas", "more"),
-    [(1, ()), pytest.param(2, (), marks=pytest.mark.slow), pytest.param(1, RAMP, marks=pytest.mark.slow)],
+    [(1, ()), pytest.param(2, (), marks=pytest.mark.slow), pytest.param(1, RAMP, marks=pytest.mark.soak)],
     ids=["one device", "two replicas", "a ramp"],
 )
 def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, replicas, more):
