@@ -224,7 +224,7 @@ def test_the_accumulation_of_keras_is_far_from_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_short_batch_in_the_middle_of_a_dataset(devices):
     make, data, compiled = CASES["regularised"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
@@ -293,7 +293,7 @@ def test_class_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_single_batches_and_predictions(devices):
     make, data, compiled = CASES["sample_weights"]
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None

@@ -262,7 +262,7 @@ def rest(rows: list, update: int) -> list:
     return [row for row in rows if row[0] > update]
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, ["ema", "callbacks", "streamed"]))
+@pytest.mark.parametrize("name", mostly_slow(CASES, ["ema", "callbacks", "streamed"], ["replicas", "unseeded"]))
 def test_what_follows_a_checkpoint_is_what_would_have_followed(name, straight, tmp_path):
     whole = straight(name)
     for update in WHERE.get(name, (7,)):
@@ -326,7 +326,7 @@ VALUES = {
 QUICK = ("the seeds", "the noise scale")
 
 
-@pytest.mark.parametrize("part", mostly_slow(PARTS | VALUES, QUICK))
+@pytest.mark.parametrize("part", mostly_slow(PARTS | VALUES, QUICK, []))
 def test_without_one_part_of_the_state_another_run_follows(part, straight, tmp_path, monkeypatch):
     name, *where = (PARTS | VALUES)[part]
     whole, restore = straight(name), state.restore

@@ -41,7 +41,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Answer).serve_forever()
     [
         (signal.SIGTERM, 143, True),
         pytest.param(signal.SIGTERM, 143, False, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 129, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, True, marks=pytest.mark.soak),
     ],
 )
 def test_it_shows_the_newest_run_and_ends_with_all_its_processes(tmp_path, number, status, stub):

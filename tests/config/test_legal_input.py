@@ -1,6 +1,7 @@
 """What `fit` takes, a run takes: callbacks, models, losses and metrics of other kinds than the ready configs have.
 
-All command lines run in one process (see refused.py), each into an experiment of its own; those of WIDER in another.
+All command lines run in one process (see refused.py), each into an experiment of its own; those of WIDER and of WIDEST
+in others.
 """
 
 from __future__ import annotations
@@ -177,16 +178,18 @@ WIDER = {
     "own objective": "model=linear dataset=heights objective=mine",
     "two_sided": "model=two_sided dataset=sides tracking.log_model=true",
     "unreadable": "model=unreadable dataset=classes tracking.log_model=true",
-    "partly weighted and streamed": f"{PARTLY} +dataset.in_memory=false",
     "ctc": f"model=unbuilt dataset=speech {LOSS}.CTC",
-    "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
-    "softmax": "model=probable dataset=classes training.loss.from_logits=false",
-    "binary": "model=sigmoid dataset=sick objective=binary",
     "regression": "model=linear dataset=heights objective=regression",
-    "language": "model=recurrent dataset=text objective=language_model",
     "ignored": "model=unbuilt dataset=segmented +training.loss.ignore_class=255 ~training.metrics.accuracy",
     "circle": f"model=embedding dataset=classes {LOSS}.Circle training.loss_over=effective_batch",
     "doubled": "model=doubled dataset=classes tracking.log_model=true",
+}
+WIDEST = {
+    "partly weighted and streamed": f"{PARTLY} +dataset.in_memory=false",
+    "generalized": f"model=probable dataset=classes {LOSS}.CategoricalGeneralizedCrossEntropy",
+    "softmax": "model=probable dataset=classes training.loss.from_logits=false",
+    "binary": "model=sigmoid dataset=sick objective=binary",
+    "language": "model=recurrent dataset=text objective=language_model",
 }
 SHORT = "accumulation.effective_batch_size=50 tracking.system_metrics=false"
 
@@ -199,6 +202,11 @@ def ran(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ran_wider(tmp_path_factory):
     return run_in(tmp_path_factory.mktemp("wider"), WIDER)
+
+
+@pytest.fixture(scope="module")
+def ran_widest(tmp_path_factory):
+    return run_in(tmp_path_factory.mktemp("widest"), WIDEST)
 
 
 def run_in(folder, legal):
@@ -235,6 +243,12 @@ def test_it_runs_to_its_end(ran, name):
 @pytest.mark.parametrize("name", WIDER)
 def test_what_is_of_another_kind_runs_to_its_end(ran_wider, name):
     test_it_runs_to_its_end(ran_wider, name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", WIDEST)
+def test_the_rest_runs_to_its_end(ran_widest, name):
+    test_it_runs_to_its_end(ran_widest, name)
 
 
 def test_a_tilde_is_the_home_directory(ran):

@@ -51,7 +51,7 @@ IN_MEMORY, STREAMED, BUFFERED = {"in_memory": True}, {"in_memory": False}, {"in_
         pytest.param(IN_MEMORY, {}, id="in_memory-plain"),
         pytest.param(STREAMED, SHIFT, id="streamed-augmented"),
         pytest.param(BUFFERED, {}, id="buffered-plain"),
-        pytest.param(IN_MEMORY, SHIFT, id="in_memory-augmented", marks=pytest.mark.slow),
+        pytest.param(IN_MEMORY, SHIFT, id="in_memory-augmented", marks=pytest.mark.soak),
         pytest.param(STREAMED, {}, id="streamed-plain", marks=pytest.mark.slow),
         pytest.param(BUFFERED, SHIFT, id="buffered-augmented", marks=pytest.mark.slow),
     ],
@@ -93,7 +93,7 @@ SHIFTING = {"augment": {"_target_": f"{__name__}.augmentation"}}
 @pytest.mark.parametrize(
     "node",
     [
-        pytest.param(IN_MEMORY, id="in_memory", marks=pytest.mark.slow),
+        pytest.param(IN_MEMORY, id="in_memory", marks=pytest.mark.soak),
         pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow),
         pytest.param(BUFFERED, id="buffered"),
     ],
@@ -202,8 +202,8 @@ def staged():
     ("node", "augment"),
     [
         pytest.param(IN_MEMORY, SHIFT, id="in_memory"),
-        pytest.param(BUFFERED, SHIFT, id="buffered"),
-        pytest.param(STREAMED, {}, id="streamed"),
+        pytest.param(BUFFERED, SHIFT, id="buffered", marks=pytest.mark.soak),
+        pytest.param(STREAMED, {}, id="streamed", marks=pytest.mark.soak),
     ],
 )
 def test_the_order_does_not_depend_on_stages(node, augment):

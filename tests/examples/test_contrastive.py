@@ -30,7 +30,7 @@ def test_it_learns(folder):
     assert run.data.metrics["val/loss"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_verify_tells_what_the_loss_is_over(folder):
     said = pipeline("verify", *OWN, cwd=folder)
     assert said.stdout.splitlines()[1].endswith("are equal within rounding")

@@ -154,7 +154,7 @@ def test_the_fastest_is_the_smallest_of_those_that_are_about_as_fast():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind is next(iter(FAILS)) else pytest.mark.slow) for kind in FAILS]
+    "kind", [pytest.param(kind, marks=[] if kind is next(iter(FAILS)) else pytest.mark.soak) for kind in FAILS]
 )
 def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(monkeypatch, kind):
     """Unless the smallest size fails too: then it is no matter of memory, and the error is shown."""

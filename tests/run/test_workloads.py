@@ -94,7 +94,7 @@ def test_small_are_all_experiments():
     assert {file.stem for file in files} == SMALL.keys() | {"photos"}  # whose batches of any size refuse xla=true
 
 
-@pytest.mark.parametrize("name", mostly_slow(SMALL, [], ["quick", "towers"]))
+@pytest.mark.parametrize("name", mostly_slow(SMALL, [], ["quick"]))
 def test_a_workload_computes_the_same_by_xla(tmp_path, name):
     """In float64 at each of two updates, with noise that does not depend on XLA; `auto` compiles nothing on a CPU."""
     few = ("hardware.precision=float64", "training.updates=2", "training.epochs=null", "training.evaluate_every=2")

@@ -160,6 +160,7 @@ def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
     assert list(store.history(run, "train/loss")) == list(range(1, 60 * 12 + 1))
 
 
+@pytest.mark.soak
 def test_the_batch_script_of_the_examples(tmp_path, slurm):
     """One run to its end; another one gets SIGTERM, as Slurm sends it before the time limit, and is closed in order."""
     script = str(ROOT / "examples" / "slurm" / "train.sbatch")

@@ -239,7 +239,9 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, ["AdamW"]))  # see tests/accumulation/test_embeddings.py
+@pytest.mark.parametrize(
+    "name", mostly_slow(OPTIMIZERS, ["AdamW"], ["Adafactor", "Lamb", "Muon"])
+)  # see tests/accumulation/test_embeddings.py
 def test_every_optimizer(name, micro_batch_size):
     def model():
         keras.utils.set_random_seed(1)
@@ -459,9 +461,8 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", mostly_slow(SHAPES, [], list(SHAPES)[::2]))
 def test_every_shape_of_model(name, micro_batch_size):
     check(SHAPES[name](), micro_batch_size)
 
