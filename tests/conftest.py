@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,14 +37,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what needs a browser to `make test-all`; let workers begin with the guarantees, in case time runs out."""
+    """Leave what needs a browser to `make test-all`; let workers begin with the guarantees, in case time runs out.
+
+    What is left out then is something else each time.
+    """
     for item in items:
         if "chromium" in item.fixturenames:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return  # one process leaves a module once, with its fixtures
     listed = set(re.findall(r"`([\w/]+\.py::\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
-    items.sort(key=lambda item: str(item.nodeid).partition("[")[0].removeprefix("tests/") not in listed)
+    until = os.environ.get("PIPELINE_TEST_UNTIL")
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        test = str(item.nodeid).partition("[")[0].removeprefix("tests/")
+        return test not in listed, zlib.crc32(f"{until} {test.partition('::')[0]}".encode()) if until else 0
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(tryfirst=True)

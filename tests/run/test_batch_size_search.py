@@ -25,6 +25,7 @@ from pipeline.common.errors import ConfigError
 from pipeline.config.sizes import Batching
 from pipeline.dataset import Data, longest_batch
 from pipeline.run import batch_size_search, batch_size_trial
+from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, environment, one_process, pipeline, start, wait
 
 LIMITED = """
@@ -152,10 +153,7 @@ def test_the_fastest_is_the_smallest_of_those_that_are_about_as_fast():
     assert batch_size_search.fastest(3, 7, lambda size: {"rate": None}) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind is next(iter(FAILS)) else pytest.mark.soak) for kind in FAILS]
-)
+@pytest.mark.parametrize("kind", mostly_slow(FAILS, [], [next(iter(FAILS))]))
 def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(monkeypatch, kind):
     """Unless the smallest size fails too: then it is no matter of memory, and the error is shown."""
     most = tf.Variable(5)

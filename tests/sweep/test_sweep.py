@@ -264,7 +264,11 @@ def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, mo
 @pytest.mark.slow
 def test_an_interruption_does_not_wait_for_an_import_that_hangs(tmp_path):
     process = start("train", "-m", *TINY, "seed=0,1", cwd=tmp_path, warm=False)
-    of_jobs = lambda child: "multiprocessing.forkserver" in " ".join(child.cmdline())  # noqa: E731
+
+    def of_jobs(child):
+        with contextlib.suppress(psutil.Error):  # another one has ended
+            return "multiprocessing.forkserver" in " ".join(child.cmdline())
+
     wait(lambda: any(map(of_jobs, psutil.Process(process.pid).children())))
     (server,) = filter(of_jobs, psutil.Process(process.pid).children())
     server.suspend()
