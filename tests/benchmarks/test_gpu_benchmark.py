@@ -20,11 +20,11 @@ from tests.running import ROOT
 TIMED = {"found", "train", "beside", "sizes", "layers", "profile", "update", "peak"}
 
 
-def run(*arguments, cwd, timeout=300):
+def run(*arguments, cwd):
     """As a file, where nothing says where the project is, on the CPU."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": ""}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=gpu.LIMIT)
 
 
 @pytest.mark.slow
