@@ -20,7 +20,7 @@ from tests import programs, shared
 
 ROOT = Path(__file__).parents[1]
 
-# Two workers with trainers and shippers of their own share two cores: more threads only wait for each other. No test
+# Workers with trainers and shippers of their own share two cores: more threads only wait for each other. No test
 # asserts a speed.
 ONE_THREAD = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

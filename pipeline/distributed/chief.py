@@ -121,8 +121,7 @@ class Chief(AbstractContextManager["Chief"]):
         say(f"pipeline: worker {index} does not take part: {why}")
         if self._made_logs:
             shutil.rmtree(self._logs, ignore_errors=True)
-        with suppress(OSError):
-            self._session.remove_empty_folders()
+        self._session.remove_empty_folders()
         os._exit(2 if "refused" in said else 1)
 
     @contextmanager

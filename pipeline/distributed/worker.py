@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -60,8 +60,7 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
         if refuses and not (workers.started or client.told):
             say(f"pipeline: {error}")
         sys.stderr.flush()
-        with suppress(OSError):
-            compose.session().remove_empty_folders()
+        compose.session().remove_empty_folders()
         os._exit(2 if refuses else 1)
     client.wait()
 

@@ -153,7 +153,9 @@ ALL_ELSE = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(ALL_ELSE, ["float64", "rank 3"], list(ALL_ELSE)[::2]))
+@pytest.mark.parametrize(
+    "case", mostly_slow(ALL_ELSE, ["float64", "rank 3"], ["short axis", "many rows", "bfloat16", "own call"])
+)
 def test_all_else_is_computed_as_ever(precision, monkeypatch, case):
     make, rows, policy = ALL_ELSE[case]
     precision(policy)

@@ -24,7 +24,7 @@ def run(*arguments, cwd):
     """As a file, where nothing says where the project is, on the CPU."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": ""}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=gpu.LIMIT)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=gpu.LIMIT + 60)
 
 
 @pytest.mark.slow

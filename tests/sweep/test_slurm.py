@@ -184,7 +184,7 @@ def test_the_batch_script_of_the_examples(tmp_path, slurm):
 
 
 def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
-    """Started by `srun`, and as the jobs of a sweep; the curve is that of one device."""
+    """Started by `srun`, and as a job of a sweep; the curve is that of one device."""
     run = (*TINY, "hardware.precision=float64", "training.updates=15", "accumulation.effective_batch_size=359")
     curves = {}
     for how in ("alone", "srun", "sweep"):

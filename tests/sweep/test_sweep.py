@@ -208,7 +208,7 @@ def test_the_parent_says_what_the_sweep_was(troubles):
 
 # Interruptions
 
-LATER = (((), 0.5), (("+hydra.job.env_set.A=b",), 1))
+LATER = (((), 0.5), (("+hydra.job.env_set.A=b",), 1), pytest.param((), 1, marks=pytest.mark.soak))
 
 
 @pytest.mark.parametrize(

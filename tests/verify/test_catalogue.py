@@ -322,7 +322,12 @@ def layer(name, arguments):
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(shape, marks={(6,): [], (5, 4): pytest.mark.slow}.get(shape, pytest.mark.soak)) for shape in LAYERS],
+    [
+        pytest.param(
+            shape, marks={(6,): [], (5, 4): pytest.mark.slow, (6, 6, 2): pytest.mark.slow}.get(shape, pytest.mark.soak)
+        )
+        for shape in LAYERS
+    ],
     ids=str,
 )
 def test_every_layer(shape, micro_batch_size):
