@@ -170,7 +170,7 @@ def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
 @pytest.mark.slow
 def test_nothing_is_said_after_the_result_however_long_the_process_lives(tmp_path):
     """TensorFlow misses a worker after 10 s, and reports a crash: the workers end with the chief's process."""
-    program = "import sys, time; from pipeline.__main__ import main; main(sys.argv[1:]); time.sleep(16)"
+    program = "import sys, time; from pipeline.__main__ import main; main(sys.argv[1:]); time.sleep(25)"
     place_store(tmp_path)
     process = python("-c", program, "train", *RUN, "hardware.workers=2", cwd=tmp_path)
     said = process.communicate(timeout=300)[1]
