@@ -158,16 +158,27 @@ class AccumulatingModel(keras.Model):
         """Apply the gradient of one effective batch once; return the running means of the epoch."""
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
             raise ValueError("fit must be called outside of the strategy's scope; the model is made inside of it")
-        if self._update is None:
-            objective = self._compiled_objective(data)
-            with tf.init_scope():  # variables are made outside of what is traced
-                self.optimizer.build(self.inner.trainable_variables)
-                parts = self.inner, objective, self.optimizer, self.micro_batch_size
-                by: dict[str, Any] = {"same_noise": self.same_noise, "jit_compile": self._micro_steps_by_xla}
-                self._update = Update(*parts, strategy=self._strategy, **by)
-        sums = self._update.sums(data)
-        self._update.apply(sums.gradients(), sums)
+        update = self._update or self._made_update(self._compiled_objective(data))
+        sums = update.sums(data)
+        update.apply(sums.gradients(), sums)
         return self._means(sums)
+
+    def _made_update(self, objective: Objective) -> Update:
+        """Make the update and its variables in a function of its own: one that makes variables is traced twice."""
+        parts = self.inner, objective, self.optimizer, self.micro_batch_size
+        by: dict[str, Any] = {"same_noise": self.same_noise, "jit_compile": self._micro_steps_by_xla}
+        made: list[Update] = []
+
+        def make() -> None:
+            with tf.init_scope():  # variables are made outside of what is traced
+                if not self.optimizer.built:  # a second `build` of a loss scale resets it
+                    self.optimizer.build(self.inner.trainable_variables)
+                if not made:
+                    made.append(Update(*parts, strategy=self._strategy, **by))
+
+        tf.function(make, autograph=False).get_concrete_function()
+        (self._update,) = made
+        return self._update
 
     def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
         """Evaluate one batch in micro-batches; return the running means so far."""

@@ -190,6 +190,23 @@ def test_fit_is_that_of_the_large_batches(name, devices):
     assert theirs[0]["loss"][-1] < theirs[0]["loss"][0]
 
 
+def test_the_model_is_traced_once_for_a_fit():
+    """Tracing takes most of the time of the first step."""
+    traced = []
+
+    class Noting(layers.Layer):
+        def call(self, x, training=False):
+            traced.append(training)
+            return x
+
+    model = keras.Sequential([keras.Input((6,)), Noting(), layers.Dense(3)])
+    ours = AccumulatingModel(model, 3)
+    ours.compile("adam", cross_entropy(), metrics=["accuracy"])
+    traced.clear()
+    ours.fit(random(14, 6), labels(14), batch_size=8, verbose=0)
+    assert traced.count(True) == 1
+
+
 @pytest.mark.slow
 def test_the_loss_of_each_output():
     make, data, compiled = CASES["two_in_a_list"]
@@ -328,6 +345,20 @@ def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
     inner = keras.models.load_model(tmp_path / "inner.keras")
     assert type(inner) is keras.Sequential
     np.testing.assert_array_equal(inner(X), model.inner(X))
+
+
+@pytest.mark.slow
+def test_the_loss_scale_of_a_loaded_model_goes_on(tmp_path):
+    """It doubles after every third of the updates, of which there are four in a fit."""
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=8.0, dynamic_growth_steps=3)
+    model = AccumulatingModel(made(dense), 5)
+    model.compile(scaled, cross_entropy())
+    model.fit(random(32, 6), labels(32), batch_size=8, verbose=0)
+    model.save(tmp_path / "scaled.keras")
+    loaded = keras.models.load_model(tmp_path / "scaled.keras")
+    assert float(loaded.optimizer.dynamic_scale) == 16
+    loaded.fit(random(32, 6), labels(32), batch_size=8, verbose=0)
+    assert float(loaded.optimizer.dynamic_scale) == 32
 
 
 @pytest.mark.slow
