@@ -112,10 +112,9 @@ def _compared(parts: Parts, update: Update, show: Sequence[Any], validation: Seq
     computing = refused("model", f"must compute an update in {precision}, in which it is verified", parts.model.name)
     titles = [f"{precision}, {engine.examples(batch)} examples" for batch in show]
     with layers.without_noise(parts.model, parts.forward.placed) as quiet, computing:
-        found = dict(zip(titles, engine.compare(update, show), strict=True))
         if len(show) > 1:
-            with engine.perturbed(parts.model):
-                (found[f"{titles[-1]}, other weights"],) = engine.compare(update, show[-1:])
+            titles.append(f"{titles[-1]}, other weights")
+        found = dict(zip(titles, engine.compare(update, show, other_weights=len(show) > 1), strict=True))
         for batch in validation:
             found[f"{precision}, evaluation"] = engine.compare_evaluation(parts.evaluation(), batch)
     return found, quiet

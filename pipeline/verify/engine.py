@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipeline import accumulation
-from pipeline.accumulation import Evaluation, Update
+from pipeline.accumulation import Evaluation, GradientSums, Update
 from pipeline.common import nvidia
 
 _array = keras.ops.convert_to_numpy
@@ -47,8 +47,20 @@ class _Outcome(NamedTuple):
     iterations: int
 
 
-def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
+class _Traced(NamedTuple):
+    """Functions of a batch of any size and of any weights: each is traced once for all that is compared."""
+
+    update: Update
+    by_keras: Callable[[Any], Any]  # → metrics with the loss, and gradients
+    sums: Callable[[Any], GradientSums]
+    step: Callable[[Any], dict[str, Any]]
+    apply: Callable[[list[Any]], None]  # of gradients
+
+
+def compare(update: Update, batches: Sequence[Any], other_weights: bool = False) -> list[list[Finding]]:
     """Apply each of `batches` once as a whole and once in micro-batches, from the same weights; return the findings.
+
+    With `other_weights` the last batch is compared once more, with weights near those of the model.
 
     The reference is Keras: `model.compute_loss` on all examples, one tape, one `optimizer.apply`. If that does not fit
     in memory, the reference is the kernel with micro-batches of one example. Model and optimizer are restored.
@@ -61,16 +73,24 @@ def compare(update: Update, batches: Sequence[Any]) -> list[list[Finding]]:
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
     state += [variable for _, variable in accumulation.unknown_to_keras(update.model)]
-    old = [_array(variable) for variable in update.model.trainable_variables]
+    traced = _traced(update, accumulation.slice_specs(batches[0]))
 
-    def run(function: Callable[[Update, Any], Any], batch: Any) -> Any:
+    def run(function: Callable[[_Traced, Any], Any], batch: Any) -> Any:
         with restored(state):
-            return function(update, batch)
+            return function(traced, batch)
 
-    wholes = [run(_whole, batch) for batch in batches]  # all of them first, since metrics accumulate over updates
-    cuts = [run(_cut, batch) for batch in batches]
-    limits = [(run(_largest_term, batch), _gamma(update, batch)) for batch in batches]
-    return [list(_findings(update, old, *each)) for each in zip(wholes, cuts, limits, strict=True)]
+    def compared(batches: Sequence[Any]) -> list[list[Finding]]:
+        old = [_array(variable) for variable in update.model.trainable_variables]
+        wholes = [run(_whole, batch) for batch in batches]  # all of them first, since metrics accumulate over updates
+        cuts = [run(_cut, batch) for batch in batches]
+        limits = [(run(_largest_term, batch), _gamma(update, batch)) for batch in batches]
+        return [list(_findings(update, old, *each)) for each in zip(wholes, cuts, limits, strict=True)]
+
+    found = compared(batches)
+    if other_weights:
+        with perturbed(update.model):
+            found += compared(batches[-1:])
+    return found
 
 
 @contextmanager
@@ -119,33 +139,41 @@ def examples(batch: Any) -> int:
     return int(accumulation.examples_in(batch))
 
 
-def _whole(update: Update, batch: Any) -> _Outcome:
-    x, *others = accumulation.parts_of(batch)
+def _traced(update: Update, specs: Any) -> _Traced:
     model, variables = update.model, update.model.trainable_variables
-    _reset_metrics(update)
-    noisy = accumulation.noisy_layers(model, x) if update.same_noise else []
 
-    def step(x: Any) -> tuple[dict[str, Any], list[Any]]:
+    def by_keras(batch: Any) -> tuple[dict[str, Any], list[Any]]:
+        x, *others = accumulation.parts_of(batch)
+        noisy = accumulation.noisy_layers(model, x) if update.same_noise else []
         with tf.GradientTape() as tape:
             with accumulation.drawn(noisy, accumulation.keys_of(noisy), 0, accumulation.examples_in(x)):
                 results = _by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
         return results, tape.gradient(scaled, [variable.value for variable in variables])
 
-    def step_by_example(_: Any) -> tuple[dict[str, Any], list[Any]]:
-        parts = model, update.objective, update.optimizer, 1
+    whole, sums, step = (tf.function(each, [specs], autograph=False) for each in (by_keras, update.sums, update))
+    apply = tf.function(lambda found: update.optimizer.apply(found, variables), autograph=False)
+    return _Traced(update, whole, sums, step, apply)
+
+
+def _whole(traced: _Traced, batch: Any) -> _Outcome:
+    update = traced.update
+    _reset_metrics(update)
+
+    def by_example() -> tuple[dict[str, Any], list[Any]]:
+        parts = update.model, update.objective, update.optimizer, 1
         sums = Update(*parts, same_noise=update.same_noise, hold_statistics=False).sums(batch)
         return {"loss": sums.mean_loss()}, sums.gradients()
 
     try:
-        results, gradients = tf.function(step, autograph=False, input_signature=[accumulation.slice_specs(x)])(x)
+        results, gradients = traced.by_keras(batch)
     except (tf.errors.ResourceExhaustedError, MemoryError):
-        results, gradients = tf.function(step_by_example, autograph=False)(x)
+        results, gradients = tf.function(by_example, autograph=False)()
     arrays = _arrays(gradients)
     square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
     results["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
     results["learning_rate"] = _array(update.optimizer.learning_rate)
-    tf.function(lambda: update.optimizer.apply([None if a is None else tf.constant(a) for a in arrays], variables))()
+    traced.apply([None if array is None else tf.constant(array) for array in arrays])
     return _outcome(update, results, arrays)
 
 
@@ -179,10 +207,11 @@ def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight
     return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
 
 
-def _cut(update: Update, batch: Any) -> _Outcome:
-    with restored([*update.model.non_trainable_variables, *_untrained(update.model)]):  # seeds too
-        sums = tf.function(lambda: update.sums(batch), autograph=False)()
-    return _outcome(update, tf.function(update, autograph=False)(batch), _arrays(sums.gradients()))
+def _cut(traced: _Traced, batch: Any) -> _Outcome:
+    model = traced.update.model
+    with restored([*model.non_trainable_variables, *_untrained(model)]):  # seeds too
+        sums = traced.sums(batch)
+    return _outcome(traced.update, traced.step(batch), _arrays(sums.gradients()))
 
 
 def _outcome(update: Update, results: Mapping[str, Any], gradients: list[Any]) -> _Outcome:
@@ -197,10 +226,9 @@ def _untrained(model: keras.Model) -> list[Any]:
     return [variable for variable in found if tf.as_dtype(variable.dtype) not in (tf.uint32, tf.string)]
 
 
-def _largest_term(update: Update, batch: Any) -> float:
+def _largest_term(traced: _Traced, batch: Any) -> float:
     """Return the largest element of the gradient of one example: in the sum over a batch they may cancel."""
-    first = accumulation.slice_of(accumulation.parts_of(batch), 0, 1)
-    sums = tf.function(lambda: update.sums(first), autograph=False)()
+    sums = traced.sums(accumulation.slice_of(batch, 0, 1))
     return max(_most(array) for array in _arrays(sums.gradients()) if array is not None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import keras
@@ -252,11 +251,8 @@ def verified(given, added_losses="mean"):
     update = Update(model, Objective(loss, metrics=metrics, added_losses=added_losses), optimizer, MICRO)
     before = [variable.numpy() for variable in model.variables]
     with without_noise(model):
-        for weights in (nullcontext(), engine.perturbed(model)):
-            with weights:
-                (found,) = engine.compare(update, [batch])
-            if findings := [finding for finding in found if not finding.holds]:
-                break
+        every = engine.compare(update, [batch], other_weights=True)
+        findings = next(filter(None, ([each for each in found if not each.holds] for found in every)), [])
         said = culprit(model, update.objective, batch, MICRO) if findings else ""
     assert all(np.array_equal(a, b) for a, b in zip(before, (v.numpy() for v in model.variables), strict=True))
     state = next((f"the state {found.what}" for found in findings if found.kind == "state"), "")
