@@ -73,7 +73,8 @@ def compare(update: Update, batches: Sequence[Any], other_weights: bool = False)
     measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
     state += [variable for _, variable in accumulation.unknown_to_keras(update.model)]
-    traced = _traced(update, accumulation.slice_specs(batches[0]))
+    specs = map(accumulation.slice_specs, batches)  # which may be padded to different lengths
+    traced = _traced(update, tf.nest.map_structure(lambda a, *more: a.most_specific_common_supertype(more), *specs))
 
     def run(function: Callable[[_Traced, Any], Any], batch: Any) -> Any:
         with restored(state):

@@ -92,6 +92,20 @@ def differing_in(model, loss, optimizer, batch):
 
 
 @pytest.mark.slow
+def test_batches_that_are_padded_to_different_lengths():
+    tokens = keras.Input((None,), dtype="int64")
+    read = layers.GlobalAveragePooling1D()(layers.Embedding(9, 4, mask_zero=True)(tokens))
+    model, loss = keras.Model(tokens, layers.Dense(1)(read)), keras.losses.MeanSquaredError()
+    model.compile("sgd", loss)
+    model.optimizer.build(model.trainable_variables)
+    random = np.random.default_rng(0)
+    shapes = (8, 5), (3, 7)
+    batches = [(random.integers(0, 9, shape), random.normal(size=(shape[0], 1))) for shape in shapes]
+    found = engine.compare(Update(model, loss, model.optimizer, 4), batches, other_weights=True)
+    assert [[each for each in findings if not each.holds] for findings in found] == [[], [], []]
+
+
+@pytest.mark.slow
 def test_what_the_optimizer_scales_and_a_loss_in_float32_are_no_fault():
     """A scaled loss has scaled gradients on both sides; the bound is that of the coarsest precision."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)])
