@@ -96,14 +96,14 @@ def dense(leaf: Any) -> tf.Tensor:
 
 
 def slice_specs(nest: Nest) -> Nest:
-    """Return the specs of slices with any number of examples."""
+    """Return the specs of slices with any number of examples; None stays None."""
 
     def spec(leaf: Any) -> tf.TypeSpec:
         shape, ragged = [None, *leaf.shape[1:]], isinstance(leaf, tf.RaggedTensor)
         more = (leaf.ragged_rank, leaf.row_splits.dtype) if ragged else ()
         return (tf.RaggedTensorSpec if ragged else tf.TensorSpec)(shape, leaf.dtype, *more)
 
-    return tf.nest.map_structure(spec, nest)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else spec(leaf), nest)
 
 
 def spread(nest: Nest, names: Sequence[str], *, to_all: bool = False) -> dict[str, Nest]:

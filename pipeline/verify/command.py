@@ -48,12 +48,9 @@ def verify(arguments: Sequence[str]) -> int:
         worker.run(spec, COMPARE)
         return 0
     with imports.without_chatter():
-        import tensorflow as tf
-
         from pipeline.components import assembly
         from pipeline.verify import engine, layers  # noqa: F401
 
-    tf.get_logger().setLevel("ERROR")  # each batch has functions of its own, and TensorFlow warns of the fifth trace
     left_out: list[str] = []
     with tempfile.TemporaryDirectory() as folder, chief.Chief(spec) as workers:
         workers.start(spec, Path(folder), COMPARE)

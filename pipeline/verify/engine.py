@@ -74,7 +74,8 @@ def compare(update: Update, batches: Sequence[Any], other_weights: bool = False)
     state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
     state += [variable for _, variable in accumulation.unknown_to_keras(update.model)]
     specs = map(accumulation.slice_specs, batches)  # which may be padded to different lengths
-    traced = _traced(update, tf.nest.map_structure(lambda a, *more: a.most_specific_common_supertype(more), *specs))
+    of_all = tf.nest.map_structure(lambda a, *more: a and a.most_specific_common_supertype(more), *specs)
+    traced = _traced(update, of_all)
 
     def run(function: Callable[[_Traced, Any], Any], batch: Any) -> Any:
         with restored(state):
@@ -152,7 +153,9 @@ def _traced(update: Update, specs: Any) -> _Traced:
             scaled = update.optimizer.scale_loss(results["loss"])
         return results, tape.gradient(scaled, [variable.value for variable in variables])
 
-    whole, sums, step = (tf.function(each, [specs], autograph=False) for each in (by_keras, update.sums, update))
+    whole, sums, step = (tf.function(each, autograph=False) for each in (by_keras, update.sums, update))
+    for each in (whole, sums, step):  # no input signature: it could have no None
+        each.get_concrete_function(specs)
     apply = tf.function(lambda found: update.optimizer.apply(found, variables), autograph=False)
     return _Traced(update, whole, sums, step, apply)
 
@@ -161,15 +164,13 @@ def _whole(traced: _Traced, batch: Any) -> _Outcome:
     update = traced.update
     _reset_metrics(update)
 
-    def by_example() -> tuple[dict[str, Any], list[Any]]:
-        parts = update.model, update.objective, update.optimizer, 1
-        sums = Update(*parts, same_noise=update.same_noise, hold_statistics=False).sums(batch)
-        return {"loss": sums.mean_loss()}, sums.gradients()
-
     try:
         results, gradients = traced.by_keras(batch)
     except (tf.errors.ResourceExhaustedError, MemoryError):
-        results, gradients = tf.function(by_example, autograph=False)()
+        parts = update.model, update.objective, update.optimizer, 1
+        single = Update(*parts, same_noise=update.same_noise, hold_statistics=False)
+        sums = tf.function(single.sums, autograph=False)(batch)
+        results, gradients = {"loss": sums.mean_loss()}, sums.gradients()
     arrays = _arrays(gradients)
     square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
     results["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))

@@ -8,6 +8,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import Update
@@ -103,6 +104,43 @@ def test_batches_that_are_padded_to_different_lengths():
     batches = [(random.integers(0, 9, shape), random.normal(size=(shape[0], 1))) for shape in shapes]
     found = engine.compare(Update(model, loss, model.optimizer, 4), batches, other_weights=True)
     assert [[each for each in findings if not each.holds] for findings in found] == [[], [], []]
+
+
+@pytest.mark.slow
+def test_weights_of_one_output_alone():
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, {name: layers.Dense(1, name=name)(inputs) for name in ("first", "second")})
+    goal = dict.fromkeys(("first", "second"), keras.losses.MeanSquaredError())
+    model.compile("sgd", goal)
+    model.optimizer.build(model.trainable_variables)
+    random = np.random.default_rng(0)
+    x, first, second = (random.normal(size=(8, of)) for of in (6, 1, 1))
+    batch = x, {"first": first, "second": second}, {"first": np.linspace(0, 1, 8), "second": None}
+    assert differing_in(model, goal, model.optimizer, batch) == []
+
+
+class Scarce(layers.Layer):
+    """Has memory for five examples."""
+
+    def call(self, x):
+        def check(count):
+            if count > 5:
+                raise MemoryError("no room")  # which is ResourceExhaustedError to TensorFlow
+            return count
+
+        with tf.control_dependencies([tf.py_function(check, [tf.shape(x)[0]], tf.int32)]):
+            return tf.identity(x)
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_compared_with_its_examples():
+    model = keras.Sequential([keras.Input((6,)), Scarce(), layers.Dense(1)])
+    loss = keras.losses.MeanSquaredError()
+    model.compile("sgd", loss)
+    model.optimizer.build(model.trainable_variables)
+    random = np.random.default_rng(0)
+    batch = random.normal(size=(12, 6)), random.normal(size=(12, 1))
+    assert differing_in(model, loss, model.optimizer, batch) == []
 
 
 @pytest.mark.slow
