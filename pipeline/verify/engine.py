@@ -156,7 +156,7 @@ def _traced(update: Update, specs: Any) -> _Traced:
     whole, sums, step = (tf.function(each, autograph=False) for each in (by_keras, update.sums, update))
     for each in (whole, sums, step):  # no input signature: it could have no None
         each.get_concrete_function(specs)
-    apply = tf.function(lambda found: update.optimizer.apply(found, variables), autograph=False)
+    apply = tf.function(lambda gradients: update.optimizer.apply(gradients, variables), autograph=False)
     return _Traced(update, whole, sums, step, apply)
 
 
