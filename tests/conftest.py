@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave what needs a browser to `make test-all`; let workers begin with the guarantees, in case time runs out.
 
-    What is left out then is something else each time.
+    Then follow the files that share something, those with the most tests first: all would wait for a large one that
+    began last. What is left out is something else each time.
     """
     for item in items:
         if "chromium" in item.fixturenames:  # type: ignore[attr-defined]
@@ -48,10 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return  # one process leaves a module once, with its fixtures
     listed = set(re.findall(r"`([\w/]+\.py::\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
     until = os.environ.get("PIPELINE_TEST_UNTIL")
+    file_of = {item: str(item.nodeid).partition("::")[0] for item in items}
+    sizes = Counter(file for item, file in file_of.items() if _shares(file) and item.get_closest_marker("slow"))
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
-        test = str(item.nodeid).partition("[")[0].removeprefix("tests/")
-        return test not in listed, zlib.crc32(f"{until} {test.partition('::')[0]}".encode()) if until else 0
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
+        test, file = str(item.nodeid).partition("[")[0].removeprefix("tests/"), file_of[item]
+        return test not in listed, -sizes[file], zlib.crc32(f"{until} {file}".encode()) if until else 0
 
     items.sort(key=place)
 

@@ -50,14 +50,14 @@ def test_every_mistake_is_a_control_somewhere():
     assert names >= {"mean_of_means", "last_one_dropped", "regularised_in_each"}
 
 
-DRAWN = ("Muon", "Lion", "AdamW")  # the others are left to `make soak`
+DRAWN = ("Muon", "Lion", "AdamW")  # the others are left to `make soak`, as what test_pairwise.py crosses
 ON_REPLICAS = [Case(name, "dense", "ragged", "two replicas") for name in OPTIMIZERS if name != "SGD"]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in ROWS),
+        *(pytest.param(case, marks=[pytest.mark.soak] * (case not in QUICK)) for case in ROWS),
         *(
             pytest.param(case, marks=pytest.mark.slow if case.optimizer in DRAWN else pytest.mark.soak)
             for case in ON_REPLICAS

@@ -131,7 +131,11 @@ def accumulated_trajectory(name, micro_batch_size, devices):
 @pytest.mark.parametrize(
     ("name", "micro_batch_size", "devices"),
     # Factors, kinds of models and devices are in test_matrix.py: here are optimizers with a schedule or a wrapper.
-    [(name, 24, devices) for name in TRAINED for devices in (1, 2)],
+    [
+        pytest.param(name, 24, devices, marks=[pytest.mark.soak] * (devices > 1))
+        for name in TRAINED
+        for devices in (1, 2)
+    ],
 )
 def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro_batch_size, devices):
     values, weights = accumulated_trajectory(name, micro_batch_size, devices)

@@ -93,7 +93,7 @@ LONG = (
     *("~dataset", "+dataset={_target_: limited.examples, in_memory: true, pad: {multiple: 1, value: 0}}"),
     *("~model", "+model={_target_: limited.model}", "objective=regression", "training.metrics={}"),
     *("hardware.precision=float64", "accumulation.micro_batch_size=16", "accumulation.effective_batch_size=64"),
-    *("training.updates=10", "tracking.log_model=false", "tracking.system_metrics=false", "hydra.run.dir=run"),
+    *("training.updates=5", "tracking.log_model=false", "tracking.system_metrics=false", "hydra.run.dir=run"),
 )
 
 
@@ -205,7 +205,7 @@ def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
         store = Store(folder)
         curves[name] = store.histories(store.run())
     for key in ("train/loss", "train/gradient_norm"):
-        assert len(curves["whole"][key]) == 10
+        assert len(curves["whole"][key]) == 5  # of which an epoch has four
         for step, value in curves["whole"][key].items():
             assert curves["halved"][key][step] == pytest.approx(value, rel=1e-12), (key, step)
 
