@@ -54,11 +54,13 @@ def config_hash(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 
 def environment(run_dir: Path) -> dict[str, Any]:
     """Describe the interpreter, the machine, the code, every installed distribution, and the run directory."""
-    installed = [dist.metadata for dist in metadata.distributions()]  # each access of which reads a file
+    # Not by their `metadata`, which parses all of each file. Of two with one name the first on the path is imported.
+    texts = [dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "" for dist in metadata.distributions()]
+    heads = (dict(re.findall(r"^(Name|Version): *(\S+)", text.partition("\n\n")[0], re.M)) for text in texts[::-1])
     found: dict[str, Any] = {"run_dir": str(run_dir.absolute()), "git": git(), "code": own_code()}
     found |= {"python": platform.python_version(), "platform": platform.platform(), **_hardware(), **_lock()}
     found["package"] = {"version": __version__, "sha256": _package_hash()}
-    found["packages"] = {of["Name"]: of["Version"] for of in sorted(installed, key=lambda of: of["Name"] or "")}
+    found["packages"] = dict(sorted({of["Name"]: of.get("Version") for of in heads if "Name" in of}.items()))
     return found
 
 

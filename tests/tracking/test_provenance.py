@@ -667,6 +667,21 @@ def test_the_lock_that_was_installed_is_recorded(tmp_path, monkeypatch):
     assert provenance.differences(then, unknown) == []
 
 
+def test_of_two_distributions_with_one_name_the_imported_one_is_recorded(tmp_path, monkeypatch):
+    for folder, text in {
+        "first/keras-0.1.dist-info": "Metadata-Version: 2.1\nVersion: 0.1\nName: keras\n\nName: another\n",
+        "second/keras-0.2.dist-info": "Name: keras\nVersion: 0.2\n",
+        "second/half-removed.dist-info": "",
+    }.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "METADATA").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second"), *sys.path])
+    packages = provenance.environment(tmp_path)["packages"]
+    assert packages["keras"] == "0.1"
+    assert list(packages) == sorted(packages)
+    assert "another" not in packages
+
+
 def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
     then = provenance.environment(tmp_path)
     assert then["run_dir"] == str(tmp_path)
