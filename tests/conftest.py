@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave what needs a browser to `make test-all`; let workers begin with the guarantees, in case time runs out.
 
     Then follow the files that share something, those with the most tests first: all would wait for a large one that
-    began last. What is left out is something else each time.
+    began last. Of the others something else is left out each time.
     """
     for item in items:
         if "chromium" in item.fixturenames:  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ def test_every_mistake_is_a_control_somewhere():
     assert names >= {"mean_of_means", "last_one_dropped", "regularised_in_each"}
 
 
-DRAWN = ("Muon", "Lion", "AdamW")  # the others are left to `make soak`, as what test_pairwise.py crosses
+DRAWN = ("Muon", "Lion", "AdamW")  # `make soak` has the others, and kinds and cuts that test_pairwise.py crosses too
 ON_REPLICAS = [Case(name, "dense", "ragged", "two replicas") for name in OPTIMIZERS if name != "SGD"]
 
 
