@@ -3,8 +3,8 @@
     pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, the processes that it starts itself, and its forkserver
 
 The import is the larger part of what a small run costs. What is forked has its own session, folder, environment, pipes
-and module `__main__`, as if it had been started; no code of the project has run in it but the imports, and no device
-is open. What reads the environment while it is imported, and what is about starting, needs a new process.
+and module `__main__`, as if it had been started; nothing has run in it but the imports and Hydra's parser, and no
+device is open. What reads the environment while it is imported, and what is about starting, needs a new process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import hydra
+
 from tests import killing
 
 # The first sets what MLflow reads when it is imported.
 IMPORTS = (
     *("pipeline.tracking.store", "mlflow.store.tracking.sqlalchemy_store", "mlflow.models", "mlflow.keras"),
-    *("tensorflow", "keras", "tensorflow_datasets", "sklearn.datasets", "hydra", "hydra.main"),
+    *("tensorflow", "keras", "tensorflow_datasets", "sklearn.datasets", "hydra.main"),
+    *("hydra_plugins.hydra_submitit_launcher.submitit_launcher", "hydra_plugins.pipeline_launcher"),
+    *("pipeline.cli.train", "pipeline.run.run", "pipeline.components.fitting", "pipeline.tracking.sync_run"),
 )
 PATIENCE = 180  # seconds for the imports, on a busy machine
 
@@ -221,6 +225,8 @@ def main() -> None:
     before = dict(os.environ)
     for name in IMPORTS:
         importlib.import_module(name)
+    with hydra.initialize(version_base=None):
+        hydra.compose()  # of nothing: its parsers keep what they have learnt of their grammars
     set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
     gc.collect()
     gc.freeze()
