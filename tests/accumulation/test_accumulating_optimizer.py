@@ -193,7 +193,7 @@ def on_replicas(
     return np.concatenate([np.ravel(each) for each in variables])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_optimizer_on_two_replicas(float64):
     """3 gradients are an update, and the 2 that are left over another one; of gradients alone, without a model."""
     strategy = strategies(2)

@@ -383,10 +383,9 @@ def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path)
             assert (number, row) == (expected, pytest.approx(values, rel=1e-12))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop_at", "looks"),
-    [(4, 1), (6, 3), (6, 1), (UPDATES, 1), (UPDATES, 2)],
+    mostly_slow([(4, 1), (6, 3), (6, 1), (UPDATES, 1), (UPDATES, 2)], [], [(4, 1), (6, 3), (UPDATES, 2)]),
 )
 def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_path):
     """Before the evaluation and the callbacks that are due after the update: the run that goes on begins with them.

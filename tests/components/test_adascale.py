@@ -312,7 +312,7 @@ def test_forked_and_rerun_to_the_bit(straight):
     assert "bit-equal" in again.stderr + again.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_replicas_and_two_workers_train_the_same_run(tmp_path):
     """With the same micro-batches: 4 of 32 on one replica, 2 on each of two. Another cut measures another noise.
 

@@ -18,6 +18,7 @@ from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.batches import Reader
 from pipeline.dataset.class_weights import weigher
+from tests.parameters import mostly_slow
 from tests.running import ROOT, python
 
 EXAMPLES = 23
@@ -146,14 +147,17 @@ def assert_shares(whole, of_workers, replicas):
             assert np.array_equal(np.concatenate(parts), part)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("node", "augment", "workers", "replicas"),
-    [
-        *((IN_MEMORY, {}, 3, 1), (IN_MEMORY, SHIFTING, 9, 1), (IN_MEMORY, {}, 2, 2)),
-        *((STREAMED, {}, 3, 1), (STREAMED, SHIFTING, 2, 2), (STREAMED, SHIFTING, 9, 1)),
-        *((BUFFERED, {}, 9, 1), (BUFFERED, SHIFTING, 3, 1)),
-    ],
+    mostly_slow(
+        [
+            *((IN_MEMORY, {}, 3, 1), (IN_MEMORY, SHIFTING, 9, 1), (IN_MEMORY, {}, 2, 2)),
+            *((STREAMED, {}, 3, 1), (STREAMED, SHIFTING, 2, 2), (STREAMED, SHIFTING, 9, 1)),
+            *((BUFFERED, {}, 9, 1), (BUFFERED, SHIFTING, 3, 1)),
+        ],
+        [],
+        [(IN_MEMORY, SHIFTING, 9, 1), (STREAMED, SHIFTING, 2, 2), (BUFFERED, {}, 9, 1)],
+    ),
 )
 def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
     """Of 23 examples in batches of 8: the last one has 7, so that one of nine workers has two times none."""

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from tests.parameters import mostly_slow
 from tests.running import ROOT, Store, pipeline
 
 PROJECT = ROOT / "examples" / "contrastive"
@@ -42,8 +43,7 @@ def test_verify_tells_what_the_loss_is_over(folder):
     assert "info_nce (InfoNCE): its loss of an example depends on the others" in said.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [("hardware.replicas=2",), ("hardware.workers=2", "hardware.open_ports=true")])
+@pytest.mark.parametrize("devices", mostly_slow(["replicas=2", "workers=2"], [], ["replicas=2"]))
 def test_replicas_and_workers_train_as_one_device(folder, devices):
     def losses(*given):
         pipeline("train", *OWN, *BRIEF, "hardware.precision=float64", *given, cwd=folder)
@@ -54,4 +54,5 @@ def test_replicas_and_workers_train_as_one_device(folder, devices):
     assert len(expected) == 3
     shutil.rmtree(folder / "mlruns")
     # 64 examples an update, whose sums are in another order: 1e-15 an update.
-    assert losses("accumulation.factor=4", *devices) == pytest.approx(expected, rel=1e-12)
+    given = (f"hardware.{devices}", "hardware.open_ports=true")
+    assert losses("accumulation.factor=4", *given) == pytest.approx(expected, rel=1e-12)

@@ -20,6 +20,7 @@ from pipeline.config.stages import Slice
 from pipeline.dataset import batches as batching
 from pipeline.dataset import load
 from tests.checkpoints.test_kills import left_in
+from tests.parameters import mostly_slow
 from tests.running import Store, pipeline, start
 from tests.shared import place_store
 
@@ -161,8 +162,9 @@ def test_a_run_that_is_killed_in_each_stage_goes_on_to_the_bit(tmp_path):
     assert left[0] == left[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", ["hardware.replicas=2", "hardware.workers=2"])
+@pytest.mark.parametrize(
+    "count", mostly_slow(["hardware.replicas=2", "hardware.workers=2"], [], ["hardware.workers=2"])
+)
 def test_replicas_and_workers_train_the_same_run(ramp, tmp_path, count):
     folder, _ = ramp
     pipeline("train", *RUN, RAMP, count, "hardware.open_ports=true", cwd=tmp_path)

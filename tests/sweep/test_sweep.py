@@ -420,7 +420,7 @@ SWEEPS = sorted(file.stem for file in (ROOT / "sweeps").glob("*.yaml"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(SWEEPS, [], ["seeds", "factor_with_sqrt_scaling", "optimizer_by_factor"]))
+@pytest.mark.parametrize("name", mostly_slow(SWEEPS, [], ["optimizer_by_factor"]))
 def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, name):
     (tmp_path / "hydra_plugins").mkdir()  # where alone Hydra takes plugins from
     (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)
