@@ -3,8 +3,8 @@
     pytest ─► `python -m tests.warm ADDRESS` ─► each `Python`, the processes that it starts itself, and its forkserver
 
 The import is the larger part of what a small run costs. What is forked has its own session, folder, environment, pipes
-and module `__main__`, as if it had been started; nothing has run in it but the imports and Hydra's parser, and no
-device is open. What reads the environment while it is imported, and what is about starting, needs a new process.
+and module `__main__`, as if it had been started; no code of the project has run in it but the imports, and no device
+is open. What reads the environment while it is imported, and what is about starting, needs a new process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
-
-import hydra
 
 from tests import killing
 
@@ -225,8 +223,6 @@ def main() -> None:
     before = dict(os.environ)
     for name in IMPORTS:
         importlib.import_module(name)
-    with hydra.initialize(version_base=None):
-        hydra.compose()  # of nothing: its parsers keep what they have learnt of their grammars
     set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
     gc.collect()
     gc.freeze()
