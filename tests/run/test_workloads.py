@@ -44,7 +44,7 @@ def measures_all(metrics, name):
     assert np.isfinite(list(metrics.values())).all()
 
 
-@pytest.mark.parametrize("name", mostly_slow(RESULTS, [], ["images"]))  # the others take longer
+@pytest.mark.parametrize("name", mostly_slow(RESULTS, [], ["images"]))
 def test_a_workload_gives_the_stated_result(tmp_path, name):
     pipeline("train", f"experiment={name}", "tracking.system_metrics=false", cwd=tmp_path)
     run = Store(tmp_path).run()

@@ -419,7 +419,6 @@ NAMES = {
 SWEEPS = sorted(file.stem for file in (ROOT / "sweeps").glob("*.yaml"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(SWEEPS, [], ["optimizer_by_factor"]))
 def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, name):
     (tmp_path / "hydra_plugins").mkdir()  # where alone Hydra takes plugins from
