@@ -159,8 +159,7 @@ def over_replicas(
         return tf.IndexedSlices(rows, indices, tf.constant(list(variable.shape)))
 
     groups = zip(sums.gradient_sums, first.gradient_sums, strict=True)
-    gradients = [tuple(map(gradient, *group, variables)) for group in groups]
-    return first._replace(gradient_sums=tuple(gradients))
+    return first._replace(gradient_sums=tuple(tuple(map(gradient, *group, variables)) for group in groups))
 
 
 def as_output(output: Any, total: Any) -> Any:
@@ -190,7 +189,8 @@ def sum_over_micro_batches(
     with tf.device("CPU:0"):  # a GPU asks for the shape of what it holds
         count = examples_in(parts)
         ends = tf.concat([tf.cumsum(batch.sizes), [count]], 0) if isinstance(batch, Batches) else None
-    leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
+        # TensorFlow holds what a loop captures on the device that its operation asks for: on a GPU if it asks for none.
+        leaves = [tf.identity(leaf) for leaf in tf.nest.flatten(parts) if leaf is not None]
 
     def on_leaves(start: tf.Tensor, *slices: tf.Tensor) -> Nest:
         left = iter(slices)

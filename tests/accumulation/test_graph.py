@@ -13,7 +13,8 @@ from keras import layers
 from pipeline.accumulation import Update, accumulate_gradients
 
 EFFECTIVE, MICRO, WIDTH = 96, 8, 5
-PASSED_ON = {"PartitionedCall", "StatefulPartitionedCall", "StatelessWhile", "While"}  # to a function that is looked at
+PASSED_ON = {"PartitionedCall", "StatefulPartitionedCall"}  # to a function that is looked at
+LOOPS = {"StatelessWhile", "While"}  # what they take lies where its operation asks for, on a GPU if it asks for nothing
 
 
 def loss() -> keras.losses.Loss:
@@ -43,11 +44,14 @@ def taking_the_batch(graph: tf.compat.v1.GraphDef) -> dict[str, str]:
 
 def _taking(given, nodes):
     whole = {name for name, shapes in given.items() if any(_is_whole(shape) for shape in shapes)}
-    found = {}
+    found, asked = {}, {node.name: node.device for node in nodes}
     for node in nodes:
-        if whole & {name.split(":")[0] for name in node.input} and node.op not in PASSED_ON:
+        if (taken := whole & {name.split(":")[0] for name in node.input}) and node.op not in PASSED_ON:
             if node.op == "Identity":
                 whole.add(node.name)
+            elif node.op in LOOPS:
+                found |= {f"{node.op} {node.name} {name}": asked.get(name, "") for name in taken}
+                continue  # it gives the batch on as well, which nothing takes
             else:
                 found[f"{node.op} {node.name}"] = node.device
             if any(_is_whole(shape) for shape in node.attr["_output_shapes"].list.shape):
