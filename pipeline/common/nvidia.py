@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -91,3 +91,9 @@ def computes_in_tf32() -> bool:
         known = map(tf.config.experimental.get_device_details, tf.config.get_visible_devices("GPU"))
     on = tf.config.experimental.tensor_float_32_execution_enabled()
     return bool(on and any(of.get("compute_capability", (0, 0)) >= (8, 0) for of in known))  # Ampere and later
+
+
+def unit_roundoff(dtypes: Iterable[str]) -> float:
+    """Return the largest unit roundoff of the floating-point ones of `dtypes`, as this process computes in them."""
+    bits = {"float64": 53, "float32": 11 if computes_in_tf32() else 24, "float16": 11}
+    return max(2.0 ** -bits.get(dtype, 8) for dtype in dtypes if "float" in dtype)

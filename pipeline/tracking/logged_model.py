@@ -20,7 +20,7 @@ from mlflow.models import ModelSignature, infer_signature
 from mlflow.types import TensorSpec
 
 from pipeline.accumulation import by_name, layers_of, slice_specs
-from pipeline.common import imports
+from pipeline.common import imports, nvidia
 
 # Run in another folder and without the user's path, as by someone who loads the model from the store.
 _ELSEWHERE = """
@@ -30,7 +30,7 @@ from pipeline.tracking import logged_model
 model, example = pickle.load(sys.stdin.buffer)
 np.savez("predicted.npz", *logged_model.predicted(model, example))
 """
-TOLERANCE = 1e-3  # relative to the largest output; half precision varies with the order of computation
+TOLERANCE, ROUNDINGS = 1e-3, 16  # of the largest output; roundings if they are more: a GPU has several algorithms
 
 
 def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) -> None:
@@ -67,8 +67,10 @@ def save(folder: Path, model: keras.Model, example: Any, code: Sequence[str]) ->
         brought = {"code_paths": list(code) or None, "custom_objects": {cls.__name__: cls for cls in own} or None}
         mlflow.tensorflow.save_model(served, path, pip_requirements=requirements, **shown, **brought)
         reloaded = _predicted_elsewhere(path, example) if own else predicted(path, example)
+        roundoff = nvidia.unit_roundoff(layer.compute_dtype for layer in (model, *layers_of(model)))
+        bound = max(TOLERANCE, ROUNDINGS * roundoff)
         for loaded, trained in zip(reloaded, predictions, strict=True):
-            if not np.allclose(loaded, trained, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(trained).max())):
+            if not np.allclose(loaded, trained, rtol=bound, atol=bound * float(np.abs(trained).max())):
                 raise ValueError("it predicts something else once it is loaded")
         partial = folder.with_name(f".{folder.name}")  # a copy: the run directory may be another file system
         try:
@@ -127,7 +129,8 @@ def predicted(model_uri: str, example: Any) -> list[Any]:
     arrays = example.values() if isinstance(example, dict) else [example]
     # Keras' `predict`, which MLflow calls, takes no strings; the model itself does.
     predict = loaded.get_raw_model() if any(a.dtype == object for a in arrays) else loaded.predict
-    return tf.nest.flatten(predict(example))
+    with imports.without_chatter():  # under determinism tf.data complains of an attribute of Keras' own `map`
+        return tf.nest.flatten(predict(example))
 
 
 def _predicted_elsewhere(path: str, example: Any) -> list[Any]:

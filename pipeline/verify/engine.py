@@ -131,9 +131,7 @@ def unit(update: Update | Evaluation) -> float:
     """Return the unit roundoff of the lowest precision of any layer or loss."""
     names = {"float64", *(layer.compute_dtype for layer in accumulation.layers_of(update.model))}
     names |= {loss.dtype for loss in tf.nest.flatten(update.objective.loss) if loss is not None}
-    dtypes = [dtype for dtype in map(tf.as_dtype, names) if dtype.is_floating]
-    bits = {"float64": 53, "float32": 11 if nvidia.computes_in_tf32() else 24, "float16": 11}
-    return max(2.0 ** -bits.get(dtype.name, 8) for dtype in dtypes)
+    return nvidia.unit_roundoff(names)
 
 
 def examples(batch: Any) -> int:
