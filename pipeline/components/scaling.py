@@ -40,8 +40,7 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
         peak = scaling.peak_batch_size or 1  # given, see `check`
         now, then = effective_batch_size / peak, scaling.reference_batch_size / peak
         return (math.sqrt(then) + 1 / math.sqrt(then)) / (math.sqrt(now) + 1 / math.sqrt(now))
-    by_root = scaling.rule in (Rule.sqrt, Rule.sde) or scaling.rate == "sqrt"
-    return math.sqrt(kappa) if by_root else 1.0
+    return math.sqrt(kappa) if scaling.rule in (Rule.sqrt, Rule.sde) or scaling.rate == "sqrt" else 1.0
 
 
 def check(scaling: ScalingConfig) -> None:

@@ -130,8 +130,7 @@ class Plan:
             return ceil_div(ceil_div(examples, cut.replicas), cut.micro_batch_size)
 
         ends = [*(stage.after for stage in self.all_stages[1:]), update]
-        both = zip(self.all_stages, ends, strict=True)
-        return sum(stage.micro_steps(min(end, update), of) for stage, end in both)
+        return sum(stage.micro_steps(min(end, update), of) for stage, end in zip(self.all_stages, ends, strict=True))
 
     def epoch(self, update: int) -> float:
         return self.examples_seen(update) / self.examples

@@ -42,8 +42,7 @@ def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
     """Return whether the validation split is kept in memory once it was read: it is read for each evaluation."""
     if not node.get("in_memory", True) or data.validation is None or "validation" in data.loaders:
         return False
-    size = _example_bytes(data.validation) * int(data.validation.cardinality())
-    return size <= limit() / EVALUATED / processes
+    return _example_bytes(data.validation) * int(data.validation.cardinality()) <= limit() / EVALUATED / processes
 
 
 def in_memory(data: Data) -> SourceOf:

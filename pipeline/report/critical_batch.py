@@ -143,8 +143,7 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> Measured | None:
     low, high = np.quantile([_last(row) for row in drawn], [0.025, 0.975], method="nearest")
     errors = (1.96 * np.sqrt(np.diagonal(covariance))).tolist()
     by_batch = dict(zip(batches, losses.tolist(), strict=True))
-    interval = batches[int(low)], batches[int(high)]
-    return Measured(batches[_last(losses)], interval, by_batch, errors, diverged)
+    return Measured(batches[_last(losses)], (batches[int(low)], batches[int(high)]), by_batch, errors, diverged)
 
 
 def _read(branches: Mapping[int, Branch], batches: Sequence[int]) -> tuple[Array, Array]:

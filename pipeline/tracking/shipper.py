@@ -79,10 +79,8 @@ def _follow(uploader: Uploader) -> None:
             if command is None:
                 return
             uploader.add_unwritten(command["unwritten"])
-        if not failing:
-            more = uploader.read()
-            if not more:
-                uploader.sample()
+        if not failing and not (more := uploader.read()):
+            uploader.sample()
         try:
             uploader.ship()
             failing = False
