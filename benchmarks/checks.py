@@ -42,13 +42,13 @@ def trajectory(
         yield name, model.get_weights()
 
 
-def peak_memory(name: str, factor: int, tiny: bool) -> Iterator[tuple[int, int]]:
-    """Yield the peak of this process after two updates, and the size of their effective batch, in bytes."""
+def peak_memory(name: str, factor: int, updates: int, tiny: bool) -> Iterator[tuple[int, int]]:
+    """Yield the peak of this process after some updates, and the size of their effective batch, in bytes."""
     machine = setup("float32")
     of = workload(name, tiny)
     micro = min(of.micro, SMALL)
     batch = of.examples(micro * factor)
     step = gpu_workloads.updates(of.build(), batch, micro)
-    for _ in range(2):
+    for _ in range(updates):
         step()["loss"].numpy()
     yield devices.peak_memory(machine), sum(array.nbytes for array in batch)

@@ -1,26 +1,26 @@
 """What a GPU has to show, what is most wanted first.
 
 Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S] [--output FILE]
-Run time:  under 10 minutes on one GPU; with --tiny about a minute and a half on two CPU cores.
+Run time:  about 20 minutes on an H100, most of it XLA's compiling; with --tiny a minute and a half on two CPU cores.
 Expect:    a line of JSON after each piece, then a table that says of each target whether it is met; the same as JSON in
            benchmarks/results/. The exit status is 1 where a target is missed or a figure is missing.
 
 Parts:
     found            whether TensorFlow finds the GPU, and how long it takes; else its own reason, and the end
     train            `pipeline train` as it is, in float32 and bfloat16
-    large            a transformer of 353 million weights in bfloat16 with XLA: share of the peak, compiling apart
-    beside           the update beside `fit(jit_compile="auto")`, and beside PyTorch where it is installed
-    sizes            examples/s by micro-batch, 1 to 256, without and with XLA
-    tf32             how far TF32 is from float64
-    limits           `auto_fastest` beside the best micro-batch by hand, and an update that runs out of memory
-    two              two logical devices on one card: equal, how fast, and what the traced graph has where
-    layers           dropout with `same_noise`, an LSTM, an embedding
-    profile          ten updates of a profile, left beside the JSON
     equal            float64: weights after 20 updates in micro-batches on the GPU − those of the CPU
     repeatable       two runs under determinism: weights that differ in any bit
     memory           growth of the peak of memory from factor 2 to 64
     update           the update ÷ its strict limit, and the apply's share of the copy bandwidth
+    tf32             how far TF32 is from float64
+    two              two logical devices on one card: equal, how fast, and what the traced graph has where
+    profile          ten updates of a profile, left beside the JSON
+    layers           dropout with `same_noise`, an LSTM, an embedding
     peak             the matrix-product peak of each precision, and the bandwidth of copies
+    large            a transformer of 353 million weights in bfloat16 with XLA: share of the peak, compiling apart
+    beside           the update beside `fit(jit_compile="auto")`, and beside PyTorch where it is installed
+    limits           an update that runs out of memory, and `auto_fastest` beside the best micro-batch by hand
+    sizes            examples/s by micro-batch, 1 to 256, without and with XLA
 
 Each piece, and each side of a comparison, is a process of its own with a limit. One that fails is a line of the table.
 What the time limit of the whole leaves no time for is another.
@@ -50,12 +50,14 @@ from benchmarks.figures import Figure, Missing, table  # noqa: E402
 from pipeline.common import nvidia  # noqa: E402
 
 PARTS = (
-    *("found", "train", "large", "beside", "sizes", "tf32", "limits", "two", "layers", "profile"),
-    *("equal", "repeatable", "memory", "update", "peak"),
+    *("found", "train", "equal", "repeatable", "memory", "update", "tf32", "two", "profile", "layers", "peak"),
+    *("large", "beside", "limits", "sizes"),
 )
 UPDATES, UPDATES_TINY = 20, 4  # of a trajectory
-FACTORS = (2, 64)  # at 1 there is nothing to sum, and a gradient less in memory
-LIMIT = 570.0  # seconds: under 10 minutes with the end of the last process
+# Of as many micro-batches: the operations of each run in another order, and the peak is that of the worst one. At
+# factor 1 there is nothing to sum, and a gradient less in memory.
+CUTS = ({"factor": 2, "updates": 64}, {"factor": 64, "updates": 2})
+LIMIT = 1800.0  # seconds
 LATE, LATE_TINY = 2.5, 10.0  # times its expected seconds a piece may take: a CPU may be slow, and busy
 START = 120.0  # seconds that TensorFlow may take to find a device
 
@@ -127,36 +129,33 @@ def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piec
     again = {"updates": updates, "device": "auto", "precision": "float32", "deterministic": True}
     large = {"name": "transformer350m", "precision": "bfloat16", "xla": True, "micro": 32}
     by_size = {"name": "transformer10m", "precision": "bfloat16"}
+    resnet = {"name": "resnet50", "precision": "float32"}
     known = [
         Piece("found", "", "benchmarks.gpu_workloads:found", {}, 5),
-        *(Piece("train", p, "benchmarks.gpu_runs:train", {"precision": p}, 20) for p in ("float32", "bfloat16")),
-        Piece("large", "", "benchmarks.throughput:measure", large, 70),
-        Piece("beside", "fit", "benchmarks.gpu_beside:keras_fit", {}, 40),
-        Piece("beside", "PyTorch", "benchmarks.gpu_beside:pytorch", {}, 30),
+        *(Piece("train", p, "benchmarks.gpu_runs:train", {"precision": p}, 26) for p in ("float32", "bfloat16")),
+        Piece("equal", "", trajectory, ours, 17, "in micro-batches"),
+        Piece("equal", "", trajectory, theirs, 15, "on the CPU"),
+        *(Piece("repeatable", "", trajectory, again, 17, run) for run in ("first", "second")),
         *(
-            Piece(
-                "sizes", "XLA" if xla else "", "benchmarks.throughput:by_size", {**by_size, "xla": xla}, 25 + 45 * xla
-            )
-            for xla in (False, True)
+            Piece("memory", name, "benchmarks.checks:peak_memory", {"name": name, **cut}, 25, f"factor {cut['factor']}")
+            for name in ("resnet50", "transformer10m")
+            for cut in CUTS
         ),
+        Piece("update", "resnet50 float32", "benchmarks.throughput:of_limit", resnet, 53),
+        Piece("update", "transformer10m bfloat16", "benchmarks.throughput:of_limit", by_size, 38),
         Piece("tf32", "", "benchmarks.gpu_layers:tf32", {}, 12),
-        Piece("limits", "out of memory", "benchmarks.gpu_runs:out_of_memory", {}, 12),
-        Piece("limits", "auto", "benchmarks.micro_batches:measure", {}, 60),
-        Piece("two", "", "benchmarks.gpu_layers:two", {}, 20),
-        Piece("layers", "", "benchmarks.gpu_layers:layers", {}, 20),
-        Piece("profile", "", "benchmarks.gpu_runs:profile", {"folder": str(folder.absolute())}, 20),
-        Piece("equal", "", trajectory, ours, 12, "in micro-batches"),
-        Piece("equal", "", trajectory, theirs, 12, "on the CPU"),
-        *(Piece("repeatable", "", trajectory, again, 12, run) for run in ("first", "second")),
+        Piece("two", "", "benchmarks.gpu_layers:two", {}, 19),
+        Piece("profile", "", "benchmarks.gpu_runs:profile", {"folder": str(folder.absolute())}, 23),
+        Piece("layers", "", "benchmarks.gpu_layers:layers", {}, 15),
+        Piece("peak", "", "benchmarks.peak:measure", {}, 5),
+        Piece("large", "", "benchmarks.throughput:measure", large, 125),
+        Piece("beside", "fit", "benchmarks.gpu_beside:keras_fit", {}, 120),
+        Piece("beside", "PyTorch", "benchmarks.gpu_beside:pytorch", {}, 30),
+        Piece("limits", "out of memory", "benchmarks.gpu_runs:out_of_memory", {}, 16),
+        Piece("limits", "auto", "benchmarks.micro_batches:measure", {}, 200),
+        Piece("sizes", "", "benchmarks.throughput:by_size", {**by_size, "xla": False}, 40),
+        Piece("sizes", "XLA", "benchmarks.throughput:by_size", {**by_size, "xla": True}, 250),
     ]
-    for name in ("resnet50", "transformer10m"):
-        for factor in FACTORS:
-            cut = {"name": name, "factor": factor}
-            known.append(Piece("memory", name, "benchmarks.checks:peak_memory", cut, 6, f"factor {factor}"))
-    for name, precision in (("resnet50", "float32"), ("transformer10m", "bfloat16")):
-        arguments = {"name": name, "precision": precision}
-        known.append(Piece("update", f"{name} {precision}", "benchmarks.throughput:of_limit", arguments, 12))
-    known.append(Piece("peak", "", "benchmarks.peak:measure", {}, 7))
     # A small network will do in a test.
     return [p for p in known if p.part in parts and not (tiny and p.arguments.get("name") == "resnet50")]
 
@@ -201,7 +200,7 @@ def _memory(name: str, least: Sizes, most: Sizes, tiny: bool) -> list[Figure]:
     beyond = grown - own if grown > own / 2 else grown
     note = f"{peak / 1e6:,.0f} → {larger / 1e6:,.0f} MB; the batch is {own / 1e6:,.1f} MB larger"
     target = None if tiny else 1.0
-    what = f"growth of the peak, factor {FACTORS[0]} to {FACTORS[1]}"
+    what = f"growth of the peak, factor {CUTS[0]['factor']} to {CUTS[1]['factor']}"
     return [Figure("memory", name, what, [100 * beyond / peak], "%", at_most=target, note=note)]
 
 
