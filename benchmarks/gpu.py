@@ -1,7 +1,7 @@
 """What a GPU has to show, what is most wanted first.
 
 Command:   python benchmarks/gpu.py [PART …] [--tiny] [--seconds-limit S] [--output FILE]
-Run time:  about 20 minutes on an H100, most of it XLA's compiling; with --tiny a minute and a half on two CPU cores.
+Run time:  20 minutes on an H100, by estimate, most of it XLA compiling; with --tiny two minutes on two CPU cores.
 Expect:    a line of JSON after each piece, then a table that says of each target whether it is met; the same as JSON in
            benchmarks/results/. The exit status is 1 where a target is missed or a figure is missing.
 

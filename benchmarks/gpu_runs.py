@@ -55,7 +55,7 @@ def out_of_memory(tiny: bool) -> Iterator[Figure]:
         *("~dataset", "+dataset={_target_: benchmarks.gpu_runs.examples, in_memory: true}", "~model"),
         *("+model={_target_: benchmarks.gpu_runs.scarce}", "objective=regression", "training.metrics={}"),
         *("accumulation.effective_batch_size=8", "accumulation.micro_batch_size=2", *small, *QUIET),
-        "hardware.xla=false",  # which leaves out what is multiplied by 0
+        "hardware.xla=false",  # which computes the sum of a fill without the fill
     )
     with tempfile.TemporaryDirectory() as folder:
         _run(folder, *arguments)

@@ -96,4 +96,4 @@ def computes_in_tf32() -> bool:
 def unit_roundoff(dtypes: Iterable[str]) -> float:
     """Return the largest unit roundoff of the floating-point ones of `dtypes`, as this process computes in them."""
     bits = {"float64": 53, "float32": 11 if computes_in_tf32() else 24, "float16": 11}
-    return max(2.0 ** -bits.get(dtype, 8) for dtype in dtypes if "float" in dtype)
+    return max((2.0 ** -bits.get(dtype, 8) for dtype in dtypes if "float" in dtype), default=0.0)

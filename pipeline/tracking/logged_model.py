@@ -129,8 +129,7 @@ def predicted(model_uri: str, example: Any) -> list[Any]:
     arrays = example.values() if isinstance(example, dict) else [example]
     # Keras' `predict`, which MLflow calls, takes no strings; the model itself does.
     predict = loaded.get_raw_model() if any(a.dtype == object for a in arrays) else loaded.predict
-    with imports.without_chatter():  # under determinism tf.data complains of an attribute of Keras' own `map`
-        return tf.nest.flatten(predict(example))
+    return tf.nest.flatten(predict(example))
 
 
 def _predicted_elsewhere(path: str, example: Any) -> list[Any]:

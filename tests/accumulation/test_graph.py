@@ -87,9 +87,16 @@ def test_no_replica_holds_its_share(precision):
     with (strategy := tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])).scope():
         update = built(small_model(), strategy=strategy)
     nodes = {node.name: node for node in traced(update, None).node}
-    cut = {name for name, node in nodes.items() if node.op == "StridedSlice" and node.device.endswith("CPU:0")}
-    taking = [node for node in nodes.values() if node.device.endswith("CPU:1") and cut & set(node.input)]
-    assert {node.op for node in taking} == {"Identity", "While"}  # the first micro-batch; the loop cuts the others
+    on_host = {name: node for name, node in nodes.items() if node.device.endswith("CPU:0")}
+    cut = {name for name, node in on_host.items() if node.op == "StridedSlice"}  # shares, and first micro-batches
+    shares = {name for name, node in on_host.items() if node.op == "Identity" and cut & set(node.input)}
+    loops = [node for node in nodes.values() if node.op in LOOPS and node.device.endswith("CPU:1")]
+    assert [len(shares & set(loop.input)) for loop in loops] == [3]  # x, y and weights, of which it cuts micro-batches
+    taking = [node for node in nodes.values() if node.device.endswith("CPU:1") and (cut | shares) & set(node.input)]
+    first = [nodes[name] for node in taking if node.op == "Identity" for name in node.input]
+    assert {node.op for node in taking} == {"Identity", *(loop.op for loop in loops)}
+    assert len(first) == 3
+    assert all(set(node.input) & shares for node in first)  # of the share, not the share
 
 
 def test_what_would_take_the_batch_to_a_device_is_seen():
