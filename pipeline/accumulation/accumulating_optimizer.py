@@ -65,7 +65,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[keras.Variable]:
         """Return the count of gradients, their weight and sums, and the variables of the inner optimizer."""
-        return [*([self.parts, *self.accumulator.variables] if self.built else []), *self.inner.variables]
+        own = [self.parts, *self.accumulator.variables] if self.built else []
+        return [*own, *self.inner.variables]
 
     @property
     def inner_optimizer(self) -> keras.optimizers.Optimizer:
