@@ -44,6 +44,7 @@ class Parts:
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
     files: Files  # of `data`, with their states before they were read
+    inputs: Any  # of the first examples of the training split
     best: Best | None = None  # tracks the best evaluation, where its checkpoint is to be kept
     notes: Sequence[str] = ()  # lines about the data that are printed when the run begins
     reader: Reader | None = None  # with several workers the replicas that this one reads for
@@ -83,9 +84,6 @@ class Parts:
         size, node = self.plan.batching.effective_batch_size, self.spec.dataset
         keep = name == "validation" and cache.keeps_validation(node, self.data, self.spec.workers_on_machine)
         return evaluated(self.data, name, size, node.get("pad"), reader, keep)
-
-    def _inputs(self, name: str, count: int) -> Any:
-        return first_examples(self.data, name, count, self.spec.dataset.get("pad"))[0]
 
     def evaluate(self, name: str, **fields: Any) -> Evaluator | None:
         """Return the evaluator of a split, with these other `fields` of it; None without such a split."""
@@ -130,17 +128,16 @@ class Parts:
             return None
         return tokens.counter(self.data.train.element_spec[0], None if pad is None else pad["value"], masked)
 
-    @cached_property  # one reading and one trace: data or a layer may draw while they are
+    @cached_property  # one trace: a layer may draw while it is traced
     def forward(self) -> accumulation.Forward:
         """Return what a forward pass in training draws and assigns."""
-        return accumulation.trace_forward(self.model, self._inputs("train", 2), self.spec.same_noise)
+        return accumulation.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def example(self) -> Any:
-        """Return the inputs of four examples, as NumPy arrays; raise a TypeError for those that have no signature."""
-        inputs = self._inputs("train" if self.data.validation is None else "validation", 4)
-        if not all(map(tf.is_tensor, tf.nest.flatten(inputs))) or not isinstance(inputs, tf.Tensor | dict):
+        """Return a few of the inputs, as NumPy arrays; raise a TypeError for those that have no signature."""
+        if not all(map(tf.is_tensor, tf.nest.flatten(self.inputs))) or not isinstance(self.inputs, tf.Tensor | dict):
             raise TypeError("an input that is neither a dense tensor nor a dict of them has no signature")
-        return tf.nest.map_structure(lambda leaf: leaf.numpy(), inputs)
+        return tf.nest.map_structure(lambda leaf: leaf.numpy()[:4], self.inputs)
 
 
 def assemble(
@@ -191,7 +188,8 @@ def assemble(
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(spec.config.training.keep_best, goal.evaluation, data, list(accumulation.by_name(network, outputs)))
-    parts = Parts(spec, used, data, recorded_data, plan, batches, network, goal, files, best, notes, reader, scaled)
+    made = data, recorded_data, plan, batches, network, goal, files, first[0]
+    parts = Parts(spec, used, *made, best, notes, reader, scaled)
     if spec.config.accumulation.same_noise is True and (layers := parts.forward.cut_dependent_noise):
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
