@@ -90,10 +90,9 @@ def in_turns(names: Iterable[Any], rounds: int) -> Iterator[tuple[int, Any]]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that imports this checkout, as if installed, and prints little."""
-    # Without bytecode, which an installed package has, ours would be compiled at each start, and the libraries not.
-    own = {"TF_CPP_MIN_LOG_LEVEL": "3", "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONDONTWRITEBYTECODE": ""}
-    return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    """Return the environment of a process that imports this checkout and prints little."""
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def peer_versions() -> dict[str, str]:
