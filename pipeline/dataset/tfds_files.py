@@ -58,29 +58,33 @@ def read(builder: Any, download: bool, splits: Sequence[str | None], make: Calla
 
 
 def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
+    import tensorflow_datasets as tfds
+
+    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False, add_tfds_id=False)
     try:
-        split = builder.info.splits[name]
+        dataset = builder.as_dataset(split=name, shuffle_files=False, read_config=config)
     except ValueError as error:
         rule = f"must be a split of {builder.name}{'' if part == 'train' else ', or null for none'}"
         raise ConfigError(f"dataset.{part}_split", rule, name, sorted(builder.info.splits)) from error
+    dataset = dataset.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
     converted = tf.function(preprocess)  # as `map` does: the user's may have an `if` of a tensor
 
     @tf.autograph.experimental.do_not_convert
     def make(record: tf.Tensor) -> Any:
         return converted(builder.info.features.deserialize_example(record))
 
-    records, shuffled = _records(builder, split)
-    records = records.apply(tf.data.experimental.assert_cardinality(split.num_examples))
-    return Stored(records.map(make, tf.data.AUTOTUNE), records, make, shuffled if part == "train" else None)
+    records, shuffled = _records(builder, name)
+    records = records.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
+    return Stored(dataset, records, make, shuffled if part == "train" else None)
 
 
-def _records(builder: Any, split: Any) -> tuple[tf.data.Dataset, Callable[[tf.Tensor], tf.data.Dataset]]:
+def _records(builder: Any, name: str) -> tuple[tf.data.Dataset, Callable[[tf.Tensor], tf.data.Dataset]]:
     """Return the records of a split in the order of its files, and a function from a seed to them by shuffled files."""
     # TFDS would parse each record before it is shuffled, which is half of the total cost.
     from tensorflow_datasets.core import file_adapters
 
     adapter = file_adapters.ADAPTER_FOR_FORMAT[builder.info.file_format or file_adapters.DEFAULT_FILE_FORMAT]
-    of_files = split.file_instructions
+    of_files = builder.info.splits[name].file_instructions
     names, counts = [str(file.filename) for file in of_files], [(file.skip, file.take) for file in of_files]
 
     def files() -> tf.data.Dataset:
