@@ -44,7 +44,7 @@ class Parts:
     model: keras.Model  # compiled with its built optimizer
     objective: Objective
     files: Files  # of `data`, with their states before they were read
-    inputs: Any  # of the first examples of the training split
+    inputs: Any  # of the first four training examples at most, on the host
     best: Best | None = None  # tracks the best evaluation, where its checkpoint is to be kept
     notes: Sequence[str] = ()  # lines about the data that are printed when the run begins
     reader: Reader | None = None  # with several workers the replicas that this one reads for
@@ -134,10 +134,10 @@ class Parts:
         return accumulation.trace_forward(self.model, self.inputs, self.spec.same_noise)
 
     def example(self) -> Any:
-        """Return a few of the inputs, as NumPy arrays; raise a TypeError for those that have no signature."""
+        """Return the inputs as NumPy arrays; raise a TypeError for those that have no signature."""
         if not all(map(tf.is_tensor, tf.nest.flatten(self.inputs))) or not isinstance(self.inputs, tf.Tensor | dict):
             raise TypeError("an input that is neither a dense tensor nor a dict of them has no signature")
-        return tf.nest.map_structure(lambda leaf: leaf.numpy()[:4], self.inputs)
+        return tf.nest.map_structure(lambda leaf: leaf.numpy(), self.inputs)
 
 
 def assemble(
@@ -188,7 +188,9 @@ def assemble(
         stepping.build(network.trainable_variables)
     optimizer.check(stepping, network.trainable_variables)  # outside of the scope, as an update applies
     best = _best(spec.config.training.keep_best, goal.evaluation, data, list(accumulation.by_name(network, outputs)))
-    made = data, recorded_data, plan, batches, network, goal, files, first[0]
+    with tf.device("CPU:0"):
+        inputs = accumulation.slice_of(first[0], 0, 4)
+    made = data, recorded_data, plan, batches, network, goal, files, inputs
     parts = Parts(spec, used, *made, best, notes, reader, scaled)
     if spec.config.accumulation.same_noise is True and (layers := parts.forward.cut_dependent_noise):
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
