@@ -157,13 +157,13 @@ def assemble(
         spec = spec.changed({f"dataset.{key}": value for key, value in decided.items()})
         notes = [*filter(None, [kept, one_class(spec.dataset, data, seed)])]
         checksum = spec.dataset.get("checksum", "full")
-        recorded_data = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
+        recorded = provenance.dataset(data, checksum, files=files, of_files=check_dataset is not None)
     node, cut, stream = spec.dataset, spec.batching, None
     if data.shards:  # the training split in memory is read once, here; others as the run trains, kept or not
         held = ("train",) if node.get("in_memory", True) else ()
         files.reread = tuple({s.path for name, shards in data.shards.items() if name not in held for s in shards})
     if check_dataset is not None:
-        check_dataset(recorded_data)
+        check_dataset(recorded)
     if data.loaders:
         stream, spec, plan = _of_stream(spec, data)
     else:
@@ -190,8 +190,7 @@ def assemble(
     best = _best(spec.config.training.keep_best, goal.evaluation, data, list(accumulation.by_name(network, outputs)))
     with tf.device("CPU:0"):
         inputs = accumulation.slice_of(first[0], 0, 4)
-    made = data, recorded_data, plan, batches, network, goal, files, inputs
-    parts = Parts(spec, used, *made, best, notes, reader, scaled)
+    parts = Parts(spec, used, data, recorded, plan, batches, network, goal, files, inputs, best, notes, reader, scaled)
     if spec.config.accumulation.same_noise is True and (layers := parts.forward.cut_dependent_noise):
         rule = "must be auto, which names them, or false: some layers can only draw for each micro-batch"
         raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))

@@ -134,9 +134,8 @@ def from_tfds(
         if resize is None and len(sizes) == 3 and None in sizes:
             raise ConfigError("dataset.resize", f"must be [height, width]: the images of {made.name} differ in size")
         preprocess = _features(input_key, label_key, scale, resize)
-    splits = train_split, validation_split, test_split
     download = download and (gate.in_force is None or gate.in_force.downloads)
-    return tfds_files.read(made, download, splits, preprocess, label_key)
+    return tfds_files.read(made, download, (train_split, validation_split, test_split), preprocess, label_key)
 
 
 def _features(input_key: str, label_key: str, scale: float, resize: tuple[int, int] | None) -> Callable:

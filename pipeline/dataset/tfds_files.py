@@ -41,10 +41,15 @@ def _prepare(builder: Any, download: bool) -> None:
 
 def read(builder: Any, download: bool, splits: Sequence[str | None], make: Callable, label_key: str = "label") -> Data:
     """Prepare the dataset; return its splits for training, validation and test, with `make` mapped over them."""
+    import tensorflow_datasets as tfds
+
     _prepare(builder, download)
     named = {part: name for part, name in zip(("train", "validation", "test"), splits, strict=True) if name is not None}
-    stored = {part: _stored(builder, part, name, make) for part, name in named.items()}
+    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False, add_tfds_id=False)
+    stored = {part: _stored(builder, config, part, name, make) for part, name in named.items()}
     parts: dict[str, Any] = {"validation": None} | {part: each.split for part, each in stored.items()}
+    usual, own = tfds.core.GeneratorBasedBuilder, type(builder)
+    as_usual = (own.as_dataset, own._as_dataset) == (usual.as_dataset, usual._as_dataset)
     files = (path for path in Path(builder.data_dir).iterdir() if path.is_file() and path.name != "dataset_info.json")
     return Data(
         **parts,
@@ -53,14 +58,11 @@ def read(builder: Any, download: bool, splits: Sequence[str | None], make: Calla
         version=str(builder.version),
         files=tuple(sorted(files)),
         shards={part: _shards(builder, name) for part, name in named.items()},
-        stored=stored,
+        stored=stored if as_usual else {},  # else they do not show what it makes of them
     )
 
 
-def _stored(builder: Any, part: str, name: str, preprocess: Callable) -> Stored:
-    import tensorflow_datasets as tfds
-
-    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False, add_tfds_id=False)
+def _stored(builder: Any, config: Any, part: str, name: str, preprocess: Callable) -> Stored:
     try:
         dataset = builder.as_dataset(split=name, shuffle_files=False, read_config=config)
     except ValueError as error:

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from omegaconf import OmegaConf
 
+from pipeline.accumulation import Share
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes
 from pipeline.config.plan import Plan, plan_of
@@ -17,6 +18,7 @@ from pipeline.config.stages import Asked, Slice
 from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.batches import Reader
+from pipeline.dataset.builtin.digits import Digits
 from pipeline.dataset.class_weights import weigher
 from tests.parameters import mostly_slow
 from tests.running import ROOT, python
@@ -421,6 +423,28 @@ def test_a_training_split_of_ones_own_is_not_read_as_it_was_stored(digits, monke
     assert min(x.min() for x, _ in batches.as_numpy_iterator()) == 1
     assert data.made_of("train") is None
     assert data.made_of("validation") is not None
+
+
+class BrighterDigits(Digits):
+    """Makes its examples in a way of its own, which the stored records do not show."""
+
+    __module__ = Digits.__module__  # TFDS looks for a builder's files beside its module, in a package
+
+    def _as_dataset(self, *args, **options):
+        features = super()._as_dataset(*args, **options)
+        return features.map(lambda each: {**each, "image": each["image"] + 1})
+
+
+def test_a_builder_with_a_way_of_its_own_to_read_is_never_read_another_way(tmp_path):
+    data = load.from_tfds(builder=f"{__name__}.BrighterDigits", data_dir=str(tmp_path), validation_split="validation")
+    read = [batching.in_order(data.validation, 90, None, Reader(0, 1, 2), data.made_of("validation"))]
+    for in_memory in (True, False):
+        node = OmegaConf.create({"in_memory": in_memory, "shuffle_files": True, "shuffle_buffer": 200})
+        read.append(batching.effective_batches(node, data, [Slice(500, 1)], seed=0))
+        read.append(batching.effective_batches(node, data, [Slice(500, 1)], seed=0, reader=Reader(0, 1, 2)))
+    for batches in read:
+        images = [(each.batch if isinstance(each, Share) else each)[0] for each in batches.as_numpy_iterator()]
+        assert min(map(np.min, images)) == 1
 
 
 def test_the_digits_are_split_once_and_for_all(digits):
