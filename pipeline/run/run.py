@@ -184,7 +184,7 @@ def _train(
             # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
             recorder.cut(parts.plan.after(cuts, max([before.update, *before.past.updates])))
         recorder.restart_clock()
-        warming = threading.Thread(target=_warm_up, args=(tracker,), daemon=True)
+        warming = threading.Thread(target=_warm_up, args=(recorder.traced,), daemon=True)
         if parts.spec.config.tracking.log_model:
             warming.start()
         with workers.as_worker_error(), interruption.between_updates():
@@ -193,7 +193,7 @@ def _train(
         tracker.check_files()
         beginning.link(tracker)  # again: two runs that begin at one moment may have overwritten each other's link
         if parts.spec.config.tracking.log_model:
-            tracker.trains.set()  # also if there was nothing left to train
+            recorder.traced.set()  # also if there was nothing left to train
             warming.join()  # what it imports is not looked at meanwhile
             _log_model(parts, tracker)
     if unshipped:
@@ -230,9 +230,9 @@ def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
     return f"not all of the run is in the store{why}: {sync_command(str(run_dir), uri)}"
 
 
-def _warm_up(tracker: Tracker) -> None:
-    """Prepare MLflow for `_log_model` while the device trains, after the first update, which is traced here."""
-    tracker.trains.wait()
+def _warm_up(traced: threading.Event) -> None:
+    """Prepare MLflow for `_log_model` while the update is compiled and the device trains, after it is traced."""
+    traced.wait()
     # A failure is seen again when the model is logged.
     with suppress(Exception), imports.executed_on_use(), imports.without_collections():
         from pipeline.tracking import logged_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import threading
 import uuid
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -38,8 +37,7 @@ class Tracker:
 
     def __init__(self, journal: Journal, run_dir: Path, plan: Plan, files: Files | None = None):
         self.journal, self.run_dir, self.plan, self._files = journal, run_dir, plan, files or Files()
-        self.run_id = ""  # empty while the run is kept offline
-        self.begun, self.trains = False, threading.Event()  # set once there is a run, and a row of it
+        self.begun, self.run_id = False, ""  # the ID stays empty while the run is kept offline
         self._written: Mapping[str, Container[int]] = {}  # steps of rows from before the run was resumed, by kind
         self._late_checksums = False
 
@@ -103,7 +101,6 @@ class Tracker:
 
     def update(self, update: int, results: Mapping[str, float], performance: Mapping[str, float], at: float) -> None:
         """Write the row of one update: results (`train/`) and performance (`perf/`); `at` is in seconds since 1970."""
-        self.trains.set()
         plan, steps = self.plan, self.plan.micro_steps(update)
         counts = {"epoch": plan.epoch(update), "micro_steps": steps}
         counts |= {"effective_batch_size": plan.batch_size(update), "examples_seen": plan.examples_seen(update)}

@@ -204,6 +204,7 @@ class Trainer:
         results = self.update(batch) | ({} if count is None else {TOKENS: count(batch)})
         self.recorder.names = tuple(results)
         compiled = shapes_compiled(batch) if self.update.compiled else 0
+        self.recorder.traced.set()
         return tf.stack([tf.cast(value, tf.float64) for value in (*results.values(), compiled)])
 
     @contextmanager

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import tensorflow as tf
@@ -36,6 +37,7 @@ class Recorder:
     share_of_peak: float = 0.0  # of the devices' FLOP/s, that one example a second takes; 0 if unknown
     tokens: Callable[[Any], tf.Tensor] | None = None  # counts those of an effective batch, where examples are sequences
     names: tuple[str, ...] = ()  # of an update's results, in their order
+    traced: Event = field(default_factory=Event)  # set once the update is traced for the first time
     last: dict[str, float] = field(default_factory=dict)  # results of the latest update that was fetched
     compile_seconds: float = 0.0  # of all updates that were traced or compiled
     _compiled: set[tuple[int, float]] = field(default_factory=set)  # traces and `shapes_compiled` of updates so far
