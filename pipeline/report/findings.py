@@ -130,7 +130,7 @@ def _parting(pairs: list[Parting], precision: str) -> Finding:
         layers = ", ".join(sorted(named - {"none"}))
         text += " That is more than rounding, which cannot have been amplified yet at the first update: "
         other = "the jobs compute different things, as with dropout, of which each micro-batch draws its own."
-        text += f"{layers} depend on the micro-batch they see." if layers else other
+        text += f"what these layers do depends on the micro-batch: {layers}." if layers else other
     elif steps[0] == 1 and math.isfinite(largest):
         step, apart = int(steps[differences > 0][0]), float(differences[differences > 0][0])
         figures["amplified"] = largest / apart

@@ -138,7 +138,7 @@ def test_what_differs_at_the_first_update_is_not_called_rounding(store):
     finding = found(made)["trajectories"]
     assert not finding.figures["rounding"]
     assert finding.figures["above"] == {"1e-6": 1, "1e-3": 1, "1e-2": None}
-    assert "batch_normalization depend on the micro-batch" in finding.text
+    assert "depends on the micro-batch: batch_normalization." in finding.text
     assert "amplified it" not in finding.text
 
 
