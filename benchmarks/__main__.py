@@ -29,7 +29,17 @@ from benchmarks.figures import Figure, table
 from benchmarks.workloads import LARGE, NAMES
 from pipeline.common import imports
 
-PARTS = ("startup", "main", "auto", "memory", "update", "peers", "tracking", "checkpoints", "replicas")
+PARTS = (
+    "startup",
+    "main",
+    "auto",
+    "memory",
+    "update",
+    "peers",
+    "tracking",
+    "checkpoints",
+    "replicas",
+)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -56,41 +66,86 @@ def main() -> None:
     if set(options.parts) - {"startup", "main", "auto", "memory"}:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with imports.without_chatter():
-            from benchmarks import checkpoints, models, peers, replicas, tracking, update
+            from benchmarks import (
+                checkpoints,
+                models,
+                peers,
+                replicas,
+                tracking,
+                update,
+            )
 
         device = models.device()
         for name in options.models:
             if "update" in options.parts:
-                figures += update.measure(name, options.rounds, options.seconds, options.xla)
+                figures += update.measure(
+                    name, options.rounds, options.seconds, options.xla
+                )
             if "peers" in options.parts:
-                figures += peers.measure(name, options.rounds, options.seconds, options.xla)
-            if "tracking" in options.parts and name not in LARGE:  # a turn would be two updates
-                figures += tracking.measure(name, options.tracked_rounds, options.tracked_seconds)
+                figures += peers.measure(
+                    name, options.rounds, options.seconds, options.xla
+                )
+            if (
+                "tracking" in options.parts and name not in LARGE
+            ):  # a turn would be two updates
+                figures += tracking.measure(
+                    name, options.tracked_rounds, options.tracked_seconds
+                )
             if "checkpoints" in options.parts:
-                figures += checkpoints.measure(name, options.tracked_rounds, options.tracked_seconds)
+                figures += checkpoints.measure(
+                    name, options.tracked_rounds, options.tracked_seconds
+                )
             if "replicas" in options.parts and name in replicas.NAMES:
                 figures += replicas.measure(name, options.rounds, options.seconds)
         figures += peers.overall(figures)
     said = f"{device}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
     print(f"\n{said}\n{table(figures)}")
-    path = Path(options.output or RESULTS / time.strftime("%Y-%m-%d_%H-%M-%S.json", time.localtime(begun)))
+    path = Path(
+        options.output
+        or RESULTS / time.strftime("%Y-%m-%d_%H-%M-%S.json", time.localtime(begun))
+    )
     found = [figure.as_dict() for figure in figures]
     versions = processes.peer_versions()
-    processes.write(path, begun, options, versions, device=device, load=load, figures=found)
+    processes.write(
+        path, begun, options, versions, device=device, load=load, figures=found
+    )
     print(f"written to {path}", file=sys.stderr)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; all where none is given")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=", ".join(PARTS) + "; all where none is given",
+    )
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each contender")
-    parser.add_argument("--seconds", type=float, default=0.25, help="a contender's turn, at least")
-    parser.add_argument("--tracked-rounds", type=int, default=6, help="turns with and without tracking")
-    parser.add_argument("--tracked-seconds", type=float, default=2.0, help="such a turn, at least")
+    parser.add_argument(
+        "--rounds", type=int, default=11, help="turns of each contender"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.25, help="a contender's turn, at least"
+    )
+    parser.add_argument(
+        "--tracked-rounds", type=int, default=6, help="turns with and without tracking"
+    )
+    parser.add_argument(
+        "--tracked-seconds", type=float, default=2.0, help="such a turn, at least"
+    )
     parser.add_argument("--starts", type=int, default=3, help="starts of each command")
-    parser.add_argument("--xla", action="store_true", help="compile our forward+backward and the limit's with XLA")
-    parser.add_argument("--output", type=Path, help="of the JSON; by default a new file in benchmarks/results/")
+    parser.add_argument(
+        "--xla",
+        action="store_true",
+        help="compile our forward+backward and the limit's with XLA",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="of the JSON; by default a new file in benchmarks/results/",
+    )
     options = parser.parse_args()
     for part in options.parts:
         if part not in PARTS:

@@ -35,14 +35,30 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
         times = alternate(contenders, rounds)
         for contender in contenders.values():
             contender.close()
-    costs = [with_one - bare for with_one, bare in zip(times["with"], times["bare"], strict=True)]
+    costs = [
+        with_one - bare
+        for with_one, bare in zip(times["with"], times["bare"], strict=True)
+    ]
     shares = [AUTO_SECONDS / (AUTO_SECONDS + max(cost, 0)) for cost in costs]
     note = f"turns of {updates} updates"
-    share = Figure("checkpoints", name, "every five minutes ÷ bare", shares, at_least=0.99)
-    if median(costs) > median(times["bare"]):  # most of the turn is then the wait for the end of the writing
-        share.at_least, share.note = None, "at least: writing takes longer than a turn, which waits for it"
+    share = Figure(
+        "checkpoints", name, "every five minutes ÷ bare", shares, at_least=0.99
+    )
+    if median(costs) > median(
+        times["bare"]
+    ):  # most of the turn is then the wait for the end of the writing
+        share.at_least, share.note = (
+            None,
+            "at least: writing takes longer than a turn, which waits for it",
+        )
     return [
-        Figure("checkpoints", name, "stall", [1e3 * stall for stall in checkpoints.stalls], "ms"),
+        Figure(
+            "checkpoints",
+            name,
+            "stall",
+            [1e3 * stall for stall in checkpoints.stalls],
+            "ms",
+        ),
         Figure("checkpoints", name, "cost of one", costs, "s", note=note),
         share,
     ]
@@ -55,7 +71,9 @@ class Metered(Checkpoints):
         super().__init__(folder, every, plan)
         self.stalls: list[float] = []
 
-    def save(self, update: int, capture: Callable[[], State], *, best: bool = False) -> None:
+    def save(
+        self, update: int, capture: Callable[[], State], *, best: bool = False
+    ) -> None:
         begun = time.perf_counter()
         super().save(update, capture, best=best)
         self.stalls.append(time.perf_counter() - begun)

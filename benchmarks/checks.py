@@ -17,7 +17,12 @@ SMALL = 16  # examples of a micro-batch; its activations are still larger than 6
 
 
 def trajectory(
-    device: str, precision: str, tiny: bool, updates: int, deterministic: bool = False, whole: bool = False
+    device: str,
+    precision: str,
+    tiny: bool,
+    updates: int,
+    deterministic: bool = False,
+    whole: bool = False,
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield each network of `CHECKED` with its weights after so many updates.
 
@@ -27,22 +32,29 @@ def trajectory(
     for name in CHECKED[-1:] if tiny else CHECKED:
         of = workload(name, tiny)
         model = of.build()
-        generator = np.random.default_rng(0)  # Keras' initial weights are rounded differently on a GPU
+        generator = np.random.default_rng(
+            0
+        )  # Keras' initial weights are rounded differently on a GPU
         model.set_weights(
             [
-                generator.normal(size=weight.shape) / math.sqrt(weight.size / weight.shape[-1])
+                generator.normal(size=weight.shape)
+                / math.sqrt(weight.size / weight.shape[-1])
                 if weight.ndim > 1
                 else weight
                 for weight in model.get_weights()
             ]
         )
-        step = gpu_workloads.updates(model, of.examples(EXAMPLES), EXAMPLES if whole and of.tokens else MICRO)
+        step = gpu_workloads.updates(
+            model, of.examples(EXAMPLES), EXAMPLES if whole and of.tokens else MICRO
+        )
         for _ in range(updates):
             step()
         yield name, model.get_weights()
 
 
-def peak_memory(name: str, factor: int, updates: int, tiny: bool) -> Iterator[tuple[int, int]]:
+def peak_memory(
+    name: str, factor: int, updates: int, tiny: bool
+) -> Iterator[tuple[int, int]]:
     """Yield the peak of this process after some updates, and the size of their effective batch, in bytes."""
     machine = setup("float32")
     of = workload(name, tiny)

@@ -24,7 +24,9 @@ from typing import Any
 from pipeline.sweep.job_call import importing_only_this_package
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
-methods = ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]  # the first one is used
+methods = (
+    ["forkserver", "spawn"] if sys.platform == "linux" else ["spawn"]
+)  # the first one is used
 
 
 def prepare() -> None:
@@ -35,7 +37,9 @@ def prepare() -> None:
             forkserver.ensure_running()
 
 
-def run(function: str, arguments: Mapping[str, Any], seconds: float) -> tuple[list[Any], str]:
+def run(
+    function: str, arguments: Mapping[str, Any], seconds: float
+) -> tuple[list[Any], str]:
     """Call a generator in a process of its own.
 
     Args:
@@ -62,15 +66,24 @@ def run(function: str, arguments: Mapping[str, Any], seconds: float) -> tuple[li
     except (EOFError, OSError):  # it ended, maybe while sending
         process.join(GRACE)
         status = process.exitcode or 0
-        return found, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return (
+            found,
+            f"killed by {signal.Signals(-status).name}"
+            if status < 0
+            else f"ended with status {status}",
+        )
     finally:
         ours.close()
         _end(process)
 
 
-def _started(theirs: Connection, function: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+def _started(
+    theirs: Connection, function: str, arguments: Mapping[str, Any], seconds: float
+) -> Any:
     context: Any = multiprocessing.get_context(methods[0])
-    process = context.Process(target=_main, args=(theirs, function, dict(arguments), seconds))
+    process = context.Process(
+        target=_main, args=(theirs, function, dict(arguments), seconds)
+    )
     try:
         with importing_only_this_package():
             process.start()
@@ -82,7 +95,9 @@ def _started(theirs: Connection, function: str, arguments: Mapping[str, Any], se
     return process
 
 
-def _main(connection: Connection, function: str, arguments: dict[str, Any], seconds: float) -> None:
+def _main(
+    connection: Connection, function: str, arguments: dict[str, Any], seconds: float
+) -> None:
     """Run in the child: send (False, value) for each value, then (True, error message)."""
     os.setsid()  # a process group, to be killed with its own children
     signal.alarm(math.ceil(seconds + GRACE))  # in case the parent was killed

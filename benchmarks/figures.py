@@ -73,10 +73,24 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 def table(figures: Sequence[Figure | Missing]) -> str:
     """Format all figures as a table, one per line, with those that are missing."""
-    head = ("part", "of", "figure", "median", "quartiles", "target", "", "best round of each")
+    head = (
+        "part",
+        "of",
+        "figure",
+        "median",
+        "quartiles",
+        "target",
+        "",
+        "best round of each",
+    )
     rows = [head, *(_row(figure) for figure in figures)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
     return "\n".join([lines[0], "─" * max(len(line) for line in lines), *lines[1:]])
 
 
@@ -96,7 +110,9 @@ def _row(figure: Figure | Missing) -> tuple[str, ...]:
     return (
         figure.part,
         figure.subject,
-        figure.what if figure.over is None else f"{figure.what}, effective batch {figure.over}",
+        figure.what
+        if figure.over is None
+        else f"{figure.what}, effective batch {figure.over}",
         f"{_fixed(figure.median)}{unit}",
         f"{_fixed(first)} … {_fixed(third)}",
         target,

@@ -36,7 +36,9 @@ def updates_within(name: str, seconds: float, xla: bool = False) -> int:
 
 def plan(name: str) -> Plan:
     micro, factor = sizes(name)
-    return Plan(Batching(micro * factor, micro, factor), EPOCH * micro * factor, FOREVER)
+    return Plan(
+        Batching(micro * factor, micro, factor), EPOCH * micro * factor, FOREVER
+    )
 
 
 def ours(
@@ -48,13 +50,22 @@ def ours(
     strategy: tf.distribute.Strategy | None = None,
 ) -> Callable[[Callable[[], None]], object]:
     """`Trainer.fit`, which pauses after every `updates` updates with results fetched and checkpoints written."""
-    recorder = recorder or Recorder(None, plan(name), 1, lambda: 0, Progress(FOREVER, shown=False))
+    recorder = recorder or Recorder(
+        None, plan(name), 1, lambda: 0, Progress(FOREVER, shown=False)
+    )
 
     def body(pause: Callable[[], None]) -> object:
         with nullcontext() if strategy is None else strategy.scope():
             model, optimizer = models.build(name), models.optimizer()
             optimizer.build(model.trainable_variables)
-        update = Update(model, models.loss(), optimizer, sizes(name).micro, strategy=strategy, jit_compile=xla)
+        update = Update(
+            model,
+            models.loss(),
+            optimizer,
+            sizes(name).micro,
+            strategy=strategy,
+            jit_compile=xla,
+        )
 
         done = itertools.count(1)
 
@@ -68,20 +79,31 @@ def ours(
 
         batches = models.batches(name, sizes(name).effective)
         oom_retry = OomRetry(update, [], batches.element_spec)
-        trainer = Trainer(update, batches, recorder, checkpoints=checkpoints, oom_retry=oom_retry, stop=between)
+        trainer = Trainer(
+            update,
+            batches,
+            recorder,
+            checkpoints=checkpoints,
+            oom_retry=oom_retry,
+            stop=between,
+        )
         return trainer.fit()
 
     return body
 
 
-def keras_fit(name: str, updates: int, steps_per_execution: int) -> Callable[[Callable[[], None]], object]:
+def keras_fit(
+    name: str, updates: int, steps_per_execution: int
+) -> Callable[[Callable[[], None]], object]:
     """`fit`, which pauses after every `updates` updates, at the end of what it takes for an epoch."""
 
     def body(pause: Callable[[], None]) -> object:
         model, (micro, factor) = models.build(name), sizes(name)
         optimizer = models.optimizer(gradient_accumulation_steps=factor)
         model.compile(optimizer, models.loss(), steps_per_execution=steps_per_execution)
-        pausing = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: pause())
+        pausing = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: pause()
+        )
         return model.fit(
             models.batches(name, micro),
             epochs=FOREVER,

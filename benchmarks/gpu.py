@@ -40,8 +40,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-if not __package__:  # run as a file: its folder has modules with names that others have too
-    sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
+if (
+    not __package__
+):  # run as a file: its folder has modules with names that others have too
+    sys.path[:] = [
+        str(ROOT),
+        *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks"),
+    ]
 
 import numpy as np  # noqa: E402
 
@@ -50,7 +55,19 @@ from benchmarks.figures import Figure, Missing, table  # noqa: E402
 from pipeline.common import nvidia  # noqa: E402
 
 PARTS = (
-    *("found", "train", "equal", "repeatable", "memory", "update", "tf32", "two", "profile", "layers", "peak"),
+    *(
+        "found",
+        "train",
+        "equal",
+        "repeatable",
+        "memory",
+        "update",
+        "tf32",
+        "two",
+        "profile",
+        "layers",
+        "peak",
+    ),
     *("large", "beside", "limits", "sizes"),
 )
 UPDATES, UPDATES_TINY = 20, 4  # of a trajectory
@@ -58,7 +75,10 @@ UPDATES, UPDATES_TINY = 20, 4  # of a trajectory
 # factor 1 there is nothing to sum, and a gradient less in memory.
 CUTS = ({"factor": 2, "updates": 64}, {"factor": 64, "updates": 2})
 LIMIT = 1800.0  # seconds
-LATE, LATE_TINY = 2.5, 10.0  # times its expected seconds a piece may take: a CPU may be slow, and busy
+LATE, LATE_TINY = (
+    2.5,
+    10.0,
+)  # times its expected seconds a piece may take: a CPU may be slow, and busy
 START = 120.0  # seconds that TensorFlow may take to find a device
 
 Weights = list[tuple[str, list[np.ndarray]]]  # of each network
@@ -90,7 +110,9 @@ class Piece:
 def main() -> None:
     options = _options()
     begun, deadline = time.time(), time.monotonic() + options.seconds_limit
-    store = tempfile.TemporaryDirectory()  # which takes seconds to make: one for all runs
+    store = (
+        tempfile.TemporaryDirectory()
+    )  # which takes seconds to make: one for all runs
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{store.name}/mlflow.db"
     children.prepare()
     facts = _facts(options.tiny)
@@ -107,15 +129,24 @@ def main() -> None:
         if piece.part in COMPARED:
             both = sides.setdefault((piece.part, piece.subject), [])
             both.append(values)
-            values = COMPARED[piece.part](piece.subject, *both, options.tiny) if len(both) == 2 and all(both) else []
+            values = (
+                COMPARED[piece.part](piece.subject, *both, options.tiny)
+                if len(both) == 2 and all(both)
+                else []
+            )
         lines += values
         figures = [dataclasses.asdict(line) for line in lines[before:]]
-        taken = {"piece": f"{piece.part} {piece}".strip(), "seconds": round(time.monotonic() - since, 1)}
+        taken = {
+            "piece": f"{piece.part} {piece}".strip(),
+            "seconds": round(time.monotonic() - since, 1),
+        }
         print(json.dumps({**taken, "figures": figures}, default=str), flush=True)
         _write(options, facts, begun, found)
     lines = [line for part in found.values() for line in part]
     print(f"written to {options.output}", file=sys.stderr, flush=True)
-    said = f"{facts['device']}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
+    said = (
+        f"{facts['device']}, {os.cpu_count()} processors; {time.time() - begun:.0f} s"
+    )
     print(f"\n{said}\n{table(lines)}")
     sys.exit(any(isinstance(line, Missing) or line.met is False for line in lines))
 
@@ -124,28 +155,69 @@ def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piec
     """Return what is to be done, in order; a profile is left in `folder`."""
     trajectory = "benchmarks.checks:trajectory"
     updates = UPDATES_TINY if tiny else UPDATES
-    ours: dict[str, Any] = {"updates": updates, "device": "auto", "precision": "float64"}
+    ours: dict[str, Any] = {
+        "updates": updates,
+        "device": "auto",
+        "precision": "float64",
+    }
     theirs = {**ours, "device": "cpu", "whole": True}
-    again = {"updates": updates, "device": "auto", "precision": "float32", "deterministic": True}
-    large = {"name": "transformer350m", "precision": "bfloat16", "xla": True, "micro": 32}
+    again = {
+        "updates": updates,
+        "device": "auto",
+        "precision": "float32",
+        "deterministic": True,
+    }
+    large = {
+        "name": "transformer350m",
+        "precision": "bfloat16",
+        "xla": True,
+        "micro": 32,
+    }
     by_size = {"name": "transformer10m", "precision": "bfloat16"}
     resnet = {"name": "resnet50", "precision": "float32"}
     known = [
         Piece("found", "", "benchmarks.gpu_workloads:found", {}, 5),
-        *(Piece("train", p, "benchmarks.gpu_runs:train", {"precision": p}, 26) for p in ("float32", "bfloat16")),
+        *(
+            Piece("train", p, "benchmarks.gpu_runs:train", {"precision": p}, 26)
+            for p in ("float32", "bfloat16")
+        ),
         Piece("equal", "", trajectory, ours, 17, "in micro-batches"),
         Piece("equal", "", trajectory, theirs, 15, "on the CPU"),
-        *(Piece("repeatable", "", trajectory, again, 17, run) for run in ("first", "second")),
         *(
-            Piece("memory", name, "benchmarks.checks:peak_memory", {"name": name, **cut}, 25, f"factor {cut['factor']}")
+            Piece("repeatable", "", trajectory, again, 17, run)
+            for run in ("first", "second")
+        ),
+        *(
+            Piece(
+                "memory",
+                name,
+                "benchmarks.checks:peak_memory",
+                {"name": name, **cut},
+                25,
+                f"factor {cut['factor']}",
+            )
             for name in ("resnet50", "transformer10m")
             for cut in CUTS
         ),
-        Piece("update", "resnet50 float32", "benchmarks.throughput:of_limit", resnet, 53),
-        Piece("update", "transformer10m bfloat16", "benchmarks.throughput:of_limit", by_size, 38),
+        Piece(
+            "update", "resnet50 float32", "benchmarks.throughput:of_limit", resnet, 53
+        ),
+        Piece(
+            "update",
+            "transformer10m bfloat16",
+            "benchmarks.throughput:of_limit",
+            by_size,
+            38,
+        ),
         Piece("tf32", "", "benchmarks.gpu_layers:tf32", {}, 12),
         Piece("two", "", "benchmarks.gpu_layers:two", {}, 19),
-        Piece("profile", "", "benchmarks.gpu_runs:profile", {"folder": str(folder.absolute())}, 23),
+        Piece(
+            "profile",
+            "",
+            "benchmarks.gpu_runs:profile",
+            {"folder": str(folder.absolute())},
+            23,
+        ),
         Piece("layers", "", "benchmarks.gpu_layers:layers", {}, 15),
         Piece("peak", "", "benchmarks.peak:measure", {}, 5),
         Piece("large", "", "benchmarks.throughput:measure", large, 125),
@@ -153,14 +225,28 @@ def pieces(parts: Sequence[str], tiny: bool, folder: Path = Path()) -> list[Piec
         Piece("beside", "PyTorch", "benchmarks.gpu_beside:pytorch", {}, 30),
         Piece("limits", "out of memory", "benchmarks.gpu_runs:out_of_memory", {}, 16),
         Piece("limits", "auto", "benchmarks.micro_batches:measure", {}, 200),
-        Piece("sizes", "", "benchmarks.throughput:by_size", {**by_size, "xla": False}, 40),
-        Piece("sizes", "XLA", "benchmarks.throughput:by_size", {**by_size, "xla": True}, 250),
+        Piece(
+            "sizes", "", "benchmarks.throughput:by_size", {**by_size, "xla": False}, 40
+        ),
+        Piece(
+            "sizes",
+            "XLA",
+            "benchmarks.throughput:by_size",
+            {**by_size, "xla": True},
+            250,
+        ),
     ]
     # A small network will do in a test.
-    return [p for p in known if p.part in parts and not (tiny and p.arguments.get("name") == "resnet50")]
+    return [
+        p
+        for p in known
+        if p.part in parts and not (tiny and p.arguments.get("name") == "resnet50")
+    ]
 
 
-def _values(piece: Piece, options: argparse.Namespace, deadline: float) -> tuple[list[Any], str]:
+def _values(
+    piece: Piece, options: argparse.Namespace, deadline: float
+) -> tuple[list[Any], str]:
     """Return what a piece has yielded, and why it has no more; empty where it has all."""
     left, since = deadline - time.monotonic(), time.monotonic()
     if left <= 0:
@@ -169,7 +255,9 @@ def _values(piece: Piece, options: argparse.Namespace, deadline: float) -> tuple
     most = piece.seconds * (LATE_TINY if options.tiny else LATE)
     values, why = children.run(piece.function, arguments, min(left, most))
     took = f"{time.monotonic() - since:.1f} s, expected {piece.seconds:.0f}"
-    print(f"{piece.part} {piece}: {took}{why and f': {why}'}", file=sys.stderr, flush=True)
+    print(
+        f"{piece.part} {piece}: {took}{why and f': {why}'}", file=sys.stderr, flush=True
+    )
     return values, why
 
 
@@ -177,20 +265,36 @@ def _equal(_: str, ours: Weights, reference: Weights, tiny: bool) -> list[Figure
     def largest(pair: tuple[Any, Any]) -> float:
         (_, one), (_, other) = pair
         # Of NumPy, whose largest of anything and NaN is NaN.
-        return float(np.max([np.max(np.abs(a - b), initial=0.0) for a, b in zip(one, other, strict=True)]))
+        return float(
+            np.max(
+                [
+                    np.max(np.abs(a - b), initial=0.0)
+                    for a, b in zip(one, other, strict=True)
+                ]
+            )
+        )
 
     what = f"largest difference of a weight after {UPDATES_TINY if tiny else UPDATES} updates"
     pairs = zip(ours, reference, strict=True)
-    return [Figure("equal", pair[0][0], what, [largest(pair)], at_most=1e-10) for pair in pairs]
+    return [
+        Figure("equal", pair[0][0], what, [largest(pair)], at_most=1e-10)
+        for pair in pairs
+    ]
 
 
 def _repeatable(_: str, first: Weights, second: Weights, tiny: bool) -> list[Figure]:
     def differing(one: list[np.ndarray], other: list[np.ndarray]) -> int:
-        return sum(int(np.sum(a.view(np.uint32) != b.view(np.uint32))) for a, b in zip(one, other, strict=True))
+        return sum(
+            int(np.sum(a.view(np.uint32) != b.view(np.uint32)))
+            for a, b in zip(one, other, strict=True)
+        )
 
     what = f"weights that differ after {UPDATES_TINY if tiny else UPDATES} updates"
     pairs = zip(first, second, strict=True)
-    return [Figure("repeatable", name, what, [differing(a, b)], at_most=0) for (name, a), (_, b) in pairs]
+    return [
+        Figure("repeatable", name, what, [differing(a, b)], at_most=0)
+        for (name, a), (_, b) in pairs
+    ]
 
 
 def _memory(name: str, least: Sizes, most: Sizes, tiny: bool) -> list[Figure]:
@@ -201,10 +305,18 @@ def _memory(name: str, least: Sizes, most: Sizes, tiny: bool) -> list[Figure]:
     note = f"{peak / 1e6:,.0f} → {larger / 1e6:,.0f} MB; the batch is {own / 1e6:,.1f} MB larger"
     target = None if tiny else 1.0
     what = f"growth of the peak, factor {CUTS[0]['factor']} to {CUTS[1]['factor']}"
-    return [Figure("memory", name, what, [100 * beyond / peak], "%", at_most=target, note=note)]
+    return [
+        Figure(
+            "memory", name, what, [100 * beyond / peak], "%", at_most=target, note=note
+        )
+    ]
 
 
-COMPARED: dict[str, Callable[..., list[Figure]]] = {"equal": _equal, "repeatable": _repeatable, "memory": _memory}
+COMPARED: dict[str, Callable[..., list[Figure]]] = {
+    "equal": _equal,
+    "repeatable": _repeatable,
+    "memory": _memory,
+}
 
 
 def _facts(tiny: bool) -> dict[str, Any]:
@@ -212,7 +324,11 @@ def _facts(tiny: bool) -> dict[str, Any]:
     found, why = children.run("benchmarks.gpu_workloads:facts", {}, START)
     on_gpu = bool(found) and found[0]["on_gpu"]
     if not on_gpu and nvidia.visible() and len(children.methods) > 1:
-        print(f"a fork finds no GPU {why}: each process imports TensorFlow", file=sys.stderr, flush=True)
+        print(
+            f"a fork finds no GPU {why}: each process imports TensorFlow",
+            file=sys.stderr,
+            flush=True,
+        )
         del children.methods[0]
         return _facts(tiny)
     if not found or not (on_gpu or tiny):
@@ -221,25 +337,51 @@ def _facts(tiny: bool) -> dict[str, Any]:
     return found[0]
 
 
-def _write(options: argparse.Namespace, facts: Mapping[str, Any], begun: float, found: Mapping[str, list]) -> None:
+def _write(
+    options: argparse.Namespace,
+    facts: Mapping[str, Any],
+    begun: float,
+    found: Mapping[str, list],
+) -> None:
     """Write the results so far, in case the process is killed."""
     lines = [line for part in found.values() for line in part]
     figures = [line.as_dict() for line in lines if isinstance(line, Figure)]
     missing = [dataclasses.asdict(line) for line in lines if isinstance(line, Missing)]
-    processes.write(options.output, begun, options, **facts, figures=figures, missing=missing)
+    processes.write(
+        options.output, begun, options, **facts, figures=figures, missing=missing
+    )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu.py", description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; all where none is given")
-    parser.add_argument("--tiny", action="store_true", help="tiny networks and no targets of speed: a test")
-    parser.add_argument("--seconds-limit", type=float, default=LIMIT, metavar="S", help="after which nothing begins")
-    output = ROOT / "benchmarks" / "results" / time.strftime("gpu_%Y-%m-%d_%H-%M-%S.json")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=", ".join(PARTS) + "; all where none is given",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="tiny networks and no targets of speed: a test",
+    )
+    parser.add_argument(
+        "--seconds-limit",
+        type=float,
+        default=LIMIT,
+        metavar="S",
+        help="after which nothing begins",
+    )
+    output = (
+        ROOT / "benchmarks" / "results" / time.strftime("gpu_%Y-%m-%d_%H-%M-%S.json")
+    )
     parser.add_argument("--output", type=Path, default=output, help="of the JSON")
     options = parser.parse_args()
     for part in options.parts:
         if part not in PARTS:
-            parser.exit(2, f"gpu.py: PART must be one of {', '.join(PARTS)}. Received: {part}\n")
+            parser.exit(
+                2, f"gpu.py: PART must be one of {', '.join(PARTS)}. Received: {part}\n"
+            )
     options.parts = [part for part in PARTS if part in (options.parts or PARTS)]
     return options
 

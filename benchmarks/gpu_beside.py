@@ -28,7 +28,9 @@ def keras_fit(tiny: bool) -> Iterator[Figure]:
     on_gpu = setup("bfloat16").on_gpu
     of = workload("transformer10m", tiny)
     batch = of.examples(of.micro)
-    turns: dict[str, Callable[[], object]] = {"update": updates(of.build(), batch, of.micro, xla=on_gpu)}
+    turns: dict[str, Callable[[], object]] = {
+        "update": updates(of.build(), batch, of.micro, xla=on_gpu)
+    }
     model = of.build()
     model.compile(models.optimizer(), models.loss(), jit_compile="auto")
     with tf.device("CPU:0"):
@@ -47,7 +49,16 @@ def keras_fit(tiny: bool) -> Iterator[Figure]:
     best = {who: count * of.micro / min(seconds) for who, seconds in times.items()}
     note = f"jit_compile: {model.jit_compile}"
     over = ratios(times["fit"], times["update"])
-    yield Figure("beside", "fit", "update ÷ fit(jit_compile=auto)", over, "", best, "examples/s", note=note)
+    yield Figure(
+        "beside",
+        "fit",
+        "update ÷ fit(jit_compile=auto)",
+        over,
+        "",
+        best,
+        "examples/s",
+        note=note,
+    )
 
 
 def pytorch(tiny: bool) -> Iterator[Figure]:
@@ -59,12 +70,29 @@ def pytorch(tiny: bool) -> Iterator[Figure]:
     for interpreter in (sys.executable, str(processes.PEERS)):
         asked = [interpreter, "-c", "import torch"]
         try:
-            subprocess.run(asked, check=True, capture_output=True, env=processes.environment())
+            subprocess.run(
+                asked, check=True, capture_output=True, env=processes.environment()
+            )
         except (OSError, subprocess.CalledProcessError):
             continue
-        given = json.dumps({"sizes": sizes, "micro": of.micro, "seconds": 0.1 if tiny else 1.0})
+        given = json.dumps(
+            {"sizes": sizes, "micro": of.micro, "seconds": 0.1 if tiny else 1.0}
+        )
         said = processes.run([interpreter, "-m", "benchmarks.pytorch.device", given])
         for line in map(json.loads, said.splitlines()):
-            yield Figure("beside", line["what"], "examples per second", line["rates"], "1/s", note=line["note"])
+            yield Figure(
+                "beside",
+                line["what"],
+                "examples per second",
+                line["rates"],
+                "1/s",
+                note=line["note"],
+            )
         return
-    yield Figure("beside", "PyTorch", "installations found", [0], note=f"asked at {time.strftime('%H:%M')}")
+    yield Figure(
+        "beside",
+        "PyTorch",
+        "installations found",
+        [0],
+        note=f"asked at {time.strftime('%H:%M')}",
+    )

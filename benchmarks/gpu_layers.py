@@ -41,25 +41,43 @@ def tf32(tiny: bool) -> Iterator[Figure]:
 
         @tf.function(autograph=False)
         def gradient(model: keras.Model = model) -> list[tf.Tensor]:
-            found = accumulate_gradients(model, models.loss(), batch, MICRO // 2).gradients()
+            found = accumulate_gradients(
+                model, models.loss(), batch, MICRO // 2
+            ).gradients()
             return [tf.convert_to_tensor(each) for each in found if each is not None]
 
-        of_model = np.concatenate([each.numpy().astype("float64").ravel() for each in gradient()])
-        product = tf.matmul(tf.constant(left, precision), tf.constant(right, precision)).numpy()
+        of_model = np.concatenate(
+            [each.numpy().astype("float64").ravel() for each in gradient()]
+        )
+        product = tf.matmul(
+            tf.constant(left, precision), tf.constant(right, precision)
+        ).numpy()
         if precision == "float64":
             gradients, reference = {"": of_model}, product
             continue
-        for what, found, exact in (("product", product, reference), ("gradient", of_model, gradients[""])):
+        for what, found, exact in (
+            ("product", product, reference),
+            ("gradient", of_model, gradients[""]),
+        ):
             error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
-            yield Figure("tf32", f"TF32 {'on' if on else 'off'}", f"{what} − float64, relative", [error])
+            yield Figure(
+                "tf32",
+                f"TF32 {'on' if on else 'off'}",
+                f"{what} − float64, relative",
+                [error],
+            )
 
 
 def two(tiny: bool) -> Iterator[Figure]:
     """Yield an update on two logical devices of one: whether it equals that on one, how fast, and what is where."""
     gpus = tf.config.list_physical_devices("GPU")
-    kind, device = ("GPU", gpus[0]) if gpus else ("CPU", tf.config.list_physical_devices("CPU")[0])
+    kind, device = (
+        ("GPU", gpus[0]) if gpus else ("CPU", tf.config.list_physical_devices("CPU")[0])
+    )
     limit = {"memory_limit": 8192} if gpus else {}
-    tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration(**limit)] * 2)
+    tf.config.set_logical_device_configuration(
+        device, [tf.config.LogicalDeviceConfiguration(**limit)] * 2
+    )
     of = workload("transformer", tiny)
     examples = of.examples(4 * MICRO)
     turns: dict[str, Callable[[], Any]] = {}
@@ -69,16 +87,24 @@ def two(tiny: bool) -> Iterator[Figure]:
         ("two", tf.distribute.MirroredStrategy([f"{kind}:0", f"{kind}:1"])),
     ):
         keras.utils.set_random_seed(0)
-        with tf.distribute.get_strategy().scope() if strategy is None else strategy.scope():
+        with (
+            tf.distribute.get_strategy().scope()
+            if strategy is None
+            else strategy.scope()
+        ):
             model = of.build()
             optimizer = keras.optimizers.SGD(0.1)
             optimizer.build(model.trainable_variables)
         update = Update(model, models.loss(), optimizer, MICRO, strategy=strategy)
         with tf.device("CPU:0"):
-            batches = iter(tf.data.Dataset.from_tensors(tuple(map(tf.constant, examples))).repeat())
+            batches = iter(
+                tf.data.Dataset.from_tensors(tuple(map(tf.constant, examples))).repeat()
+            )
 
         @tf.function(autograph=False)
-        def step(batches: Iterator[Any], update: Update = update) -> dict[str, tf.Tensor]:
+        def step(
+            batches: Iterator[Any], update: Update = update
+        ) -> dict[str, tf.Tensor]:
             return update(next(batches))
 
         turns[name] = functools.partial(step, batches)
@@ -86,24 +112,52 @@ def two(tiny: bool) -> Iterator[Figure]:
         weights[name] = model.get_weights()
         if name == "two":
             yield from _placed(step.get_concrete_function(batches).graph)
-    largest = max(float(np.max(np.abs(a - b))) for a, b in zip(*weights.values(), strict=True))
+    largest = max(
+        float(np.max(np.abs(a - b))) for a, b in zip(*weights.values(), strict=True)
+    )
     # Sums of float32 in another order: 1e-6 of a weight's size, which is at most about 1.
-    yield Figure("two", kind, "largest difference of a weight after one update", [largest], at_most=1e-4)
+    yield Figure(
+        "two",
+        kind,
+        "largest difference of a weight after one update",
+        [largest],
+        at_most=1e-4,
+    )
     count = repeats(turns["two"], 0.02 if tiny else 0.3)
-    times = alternate({name: repeated(call, count) for name, call in turns.items()}, ROUNDS)
-    yield Figure("two", kind, "one ÷ two logical devices, seconds", ratios(times["one"], times["two"]))
+    times = alternate(
+        {name: repeated(call, count) for name, call in turns.items()}, ROUNDS
+    )
+    yield Figure(
+        "two",
+        kind,
+        "one ÷ two logical devices, seconds",
+        ratios(times["one"], times["two"]),
+    )
 
 
 def _placed(graph: tf.Graph) -> Iterator[Figure]:
     """Yield where the sums over replicas are, and which collectives there are, in the traced graph."""
     definition = graph.as_graph_def()
-    functions = (node for function in definition.library.function for node in function.node_def)
+    functions = (
+        node for function in definition.library.function for node in function.node_def
+    )
     found = Counter[str]()
     for node in (*definition.node, *functions):
         if node.op == "AddN" or "Collective" in node.op or "Nccl" in node.op:
             found[f"{node.op} on {node.device.rpartition('/')[2] or 'any device'}"] += 1
-    on_host = sum(count for where, count in found.items() if where.startswith("AddN on device:CPU:0"))
-    yield Figure("two", "graph", "sums on the host", [on_host], best=dict(found), best_unit="operations")
+    on_host = sum(
+        count
+        for where, count in found.items()
+        if where.startswith("AddN on device:CPU:0")
+    )
+    yield Figure(
+        "two",
+        "graph",
+        "sums on the host",
+        [on_host],
+        best=dict(found),
+        best_unit="operations",
+    )
 
 
 def layers(tiny: bool) -> Iterator[Figure]:
@@ -113,15 +167,24 @@ def layers(tiny: bool) -> Iterator[Figure]:
     x = np.random.default_rng(0).integers(0, rows, (4 * MICRO, length), np.int32)
     y = np.zeros(len(x), np.int32)
     networks = {
-        "dropout": lambda tokens: keras.layers.Dropout(0.1)(keras.layers.Dense(width, activation="relu")(tokens)),
+        "dropout": lambda tokens: keras.layers.Dropout(0.1)(
+            keras.layers.Dense(width, activation="relu")(tokens)
+        ),
         "LSTM": keras.layers.LSTM(width, return_sequences=True),
         "embedding": lambda tokens: tokens,
     }
     turns: dict[str, Callable[[], object]] = {}
     for name, of in networks.items():
         inputs = keras.Input((length,), dtype="int32")
-        hidden = of(keras.layers.Embedding(rows if name == "embedding" else 256, width)(inputs % 256))
-        model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(hidden)))
+        hidden = of(
+            keras.layers.Embedding(rows if name == "embedding" else 256, width)(
+                inputs % 256
+            )
+        )
+        model = keras.Model(
+            inputs,
+            keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(hidden)),
+        )
         for same_noise in (False, True) if name == "dropout" else (False,):
             label = f"{name}, same_noise" if same_noise else name
             turns[label] = updates(model, (x, y), MICRO, same_noise=same_noise)
@@ -129,4 +192,6 @@ def layers(tiny: bool) -> Iterator[Figure]:
         count = repeats(call, 0.02 if tiny else 0.3)
         seconds = alternate({name: repeated(call, count)}, ROUNDS)[name]
         rates = [count * len(x) / each for each in seconds]
-        yield Figure("layers", name, "examples per second", rates, "1/s", note=f"{MICRO} × 4")
+        yield Figure(
+            "layers", name, "examples per second", rates, "1/s", note=f"{MICRO} × 4"
+        )

@@ -48,7 +48,9 @@ class Workload:
             x = generator.integers(0, self.classes, (count, *self.shape), np.int32)
         else:
             x = generator.random((count, *self.shape), np.float32)
-        return x, generator.integers(0, self.classes, x.shape if self.tokens else count, np.int32)
+        return x, generator.integers(
+            0, self.classes, x.shape if self.tokens else count, np.int32
+        )
 
 
 def workload(name: str, tiny: bool) -> Workload:
@@ -60,7 +62,13 @@ def workload(name: str, tiny: bool) -> Workload:
         }[name]
         if tiny:
             depth, side, classes, micro = 10, 8, 10, 2
-        return Workload(lambda: networks.resnet(depth, side, classes), (side, side, 3), 0, classes, micro)
+        return Workload(
+            lambda: networks.resnet(depth, side, classes),
+            (side, side, 3),
+            0,
+            classes,
+            micro,
+        )
     layers, width, heads, vocabulary, length, micro = {
         "transformer": (2, 64, 4, 256, 64, 32),
         "transformer10m": (8, 256, 4, 8192, 256, 64),  # 10.6 million weights
@@ -69,14 +77,22 @@ def workload(name: str, tiny: bool) -> Workload:
     if tiny:
         layers, width, heads, vocabulary, length, micro = 1, 16, 2, 32, 8, 2
     return Workload(
-        lambda: networks.transformer(layers, width, heads, vocabulary, length), (length,), length, vocabulary, micro
+        lambda: networks.transformer(layers, width, heads, vocabulary, length),
+        (length,),
+        length,
+        vocabulary,
+        micro,
     )
 
 
-def setup(precision: str, device: str = "auto", deterministic: bool = False) -> devices.Devices:
+def setup(
+    precision: str, device: str = "auto", deterministic: bool = False
+) -> devices.Devices:
     """Set this process' global state as a run does. `precision` is one of a GPU's, such as `bfloat16`."""
     policy = precision if precision in ("float32", "float64") else f"mixed_{precision}"
-    config = HardwareConfig(device=Device[device], precision=Precision[policy], deterministic=deterministic)
+    config = HardwareConfig(
+        device=Device[device], precision=Precision[policy], deterministic=deterministic
+    )
     return devices.setup(config, seed=0)
 
 
@@ -84,18 +100,33 @@ def facts() -> Iterator[dict[str, Any]]:
     """Yield what is known of the device, once it has computed something."""
     machine = setup("float32")
     tf.linalg.matmul(*[tf.random.normal([64, 64])] * 2).numpy()
-    tf.nn.conv2d(tf.random.normal([1, 8, 8, 4]), tf.random.normal([3, 3, 4, 4]), 1, "SAME").numpy()
+    tf.nn.conv2d(
+        tf.random.normal([1, 8, 8, 4]), tf.random.normal([3, 3, 4, 4]), 1, "SAME"
+    ).numpy()
     details = {}
     if machine.on_gpu:
-        details = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
-    yield {"device": machine.description.partition(",")[0], "on_gpu": machine.on_gpu, "details": details}
+        details = tf.config.experimental.get_device_details(
+            tf.config.list_physical_devices("GPU")[0]
+        )
+    yield {
+        "device": machine.description.partition(",")[0],
+        "on_gpu": machine.on_gpu,
+        "details": details,
+    }
 
 
 def found(tiny: bool) -> Iterator[Figure]:
     """Yield the seconds in which this process got the device and its first result, and the device's name."""
     begun = time.perf_counter()
     (seen,) = facts()
-    yield Figure("found", seen["device"], "first result", [time.perf_counter() - begun], "s", note=str(seen["details"]))
+    yield Figure(
+        "found",
+        seen["device"],
+        "first result",
+        [time.perf_counter() - begun],
+        "s",
+        note=str(seen["details"]),
+    )
 
 
 def optimizer() -> keras.optimizers.Optimizer:
@@ -115,9 +146,18 @@ def updates(
     """Return a function that makes one update of `batch`, which comes from the host each time, as in training."""
     stepping = optimizer()
     stepping.build(model.trainable_variables)
-    update = Update(model, models.loss(), stepping, micro_batch_size, jit_compile=xla, same_noise=same_noise)
+    update = Update(
+        model,
+        models.loss(),
+        stepping,
+        micro_batch_size,
+        jit_compile=xla,
+        same_noise=same_noise,
+    )
     with tf.device("CPU:0"):
-        batches = iter(tf.data.Dataset.from_tensors(tuple(map(tf.constant, batch))).repeat())
+        batches = iter(
+            tf.data.Dataset.from_tensors(tuple(map(tf.constant, batch))).repeat()
+        )
 
     @tf.function(autograph=False)
     def step(batches: Iterator[Any]) -> dict[str, tf.Tensor]:

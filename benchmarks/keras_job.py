@@ -16,15 +16,23 @@ EPOCHS, MICRO, FACTOR, TRAINING = 10, 32, 4, 1437
 def main() -> None:
     digits = load_digits()
     x, y = digits.images[..., None].astype("float32") / 16, digits.target
-    training = tf.data.Dataset.from_tensor_slices((x[:TRAINING], y[:TRAINING])).cache().shuffle(TRAINING)
-    validation = tf.data.Dataset.from_tensor_slices((x[TRAINING : TRAINING + 180], y[TRAINING : TRAINING + 180]))
+    training = (
+        tf.data.Dataset.from_tensor_slices((x[:TRAINING], y[:TRAINING]))
+        .cache()
+        .shuffle(TRAINING)
+    )
+    validation = tf.data.Dataset.from_tensor_slices(
+        (x[TRAINING : TRAINING + 180], y[TRAINING : TRAINING + 180])
+    )
     network = model.cnn((8, 8, 1), 10)
     steps = EPOCHS * -(-TRAINING // MICRO)  # Keras' schedule counts micro-steps
     rate = keras.optimizers.schedules.CosineDecay(
         0.001, steps - steps // 20, warmup_target=0.01, warmup_steps=steps // 20
     )
     network.compile(
-        keras.optimizers.AdamW(rate, weight_decay=0.004, gradient_accumulation_steps=FACTOR),
+        keras.optimizers.AdamW(
+            rate, weight_decay=0.004, gradient_accumulation_steps=FACTOR
+        ),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy()],
     )
@@ -38,7 +46,9 @@ def main() -> None:
             callbacks=[MlflowCallback(log_every_epoch=False, log_every_n_steps=1)],
             verbose=0,
         )
-        mlflow.keras.log_model(network, name="model", pip_requirements=["keras", "tensorflow"])
+        mlflow.keras.log_model(
+            network, name="model", pip_requirements=["keras", "tensorflow"]
+        )
 
 
 if __name__ == "__main__":

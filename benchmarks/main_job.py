@@ -22,7 +22,11 @@ def measure(rounds: int) -> list[Figure]:
         commands = {"ours": [sys.executable, "-m", "pipeline", "train"]}
         commands["Keras"] = [sys.executable, "-m", "benchmarks.keras_job"]
         if processes.PEERS.exists():
-            commands["Lightning"] = [str(processes.PEERS), "-m", "benchmarks.pytorch.job"]
+            commands["Lightning"] = [
+                str(processes.PEERS),
+                "-m",
+                "benchmarks.pytorch.job",
+            ]
         seconds: dict[str, list[float]] = {who: [] for who in commands}
         for who, command in commands.items():  # makes the stores
             (Path(folder) / who).mkdir()
@@ -30,7 +34,16 @@ def measure(rounds: int) -> list[Figure]:
         for _, who in processes.in_turns(commands, rounds):
             seconds[who].append(processes.seconds(commands[who], Path(folder) / who))
     best = {who: min(values) for who, values in seconds.items()}
-    figures = [Figure("main", "digits", "start to end", seconds["ours"], "s", best, "s")]
+    figures = [
+        Figure("main", "digits", "start to end", seconds["ours"], "s", best, "s")
+    ]
     for who in list(commands)[1:]:
-        figures.append(Figure("main", "digits", f"speed ÷ {who} with MLflow", ratios(seconds[who], seconds["ours"])))
+        figures.append(
+            Figure(
+                "main",
+                "digits",
+                f"speed ÷ {who} with MLflow",
+                ratios(seconds[who], seconds["ours"]),
+            )
+        )
     return figures

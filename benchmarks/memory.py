@@ -25,19 +25,35 @@ ACCUMULATED, WHOLE, KERAS = "accumulated", "at factor 1", "Keras' fit, accumulat
 
 def measure(name: str, starts: int) -> list[Figure]:
     """Return the peaks by factor, by effective batch and of `fit`, and what grows beyond the batch's own bytes."""
-    cases = {(ACCUMULATED, factor): ("update", MICRO * factor, MICRO) for factor in FACTORS}
-    cases |= {(WHOLE, factor): ("update", MICRO * factor, MICRO * factor) for factor in FACTORS}
-    cases |= {(KERAS, factor): ("fit", MICRO * factor, MICRO) for factor in FACTORS[1:]}  # it refuses one
+    cases = {
+        (ACCUMULATED, factor): ("update", MICRO * factor, MICRO) for factor in FACTORS
+    }
+    cases |= {
+        (WHOLE, factor): ("update", MICRO * factor, MICRO * factor)
+        for factor in FACTORS
+    }
+    cases |= {
+        (KERAS, factor): ("fit", MICRO * factor, MICRO) for factor in FACTORS[1:]
+    }  # it refuses one
     peaks: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     for _, case in processes.in_turns(cases, starts):
         peaks[case].append(_peak(name, *cases[case]))
     figures = [
-        Figure("memory", name, what, [peak / MiB for peak in values], "MiB", over=MICRO * factor)
+        Figure(
+            "memory",
+            name,
+            what,
+            [peak / MiB for peak in values],
+            "MiB",
+            over=MICRO * factor,
+        )
         for (what, factor), values in peaks.items()
     ]
     least, most = peaks[ACCUMULATED, FACTORS[0]], peaks[ACCUMULATED, FACTORS[-1]]
     own = MICRO * (FACTORS[-1] - FACTORS[0]) * _bytes(name)
-    growth = [100 * (high - low - own) / low for low, high in zip(least, most, strict=True)]
+    growth = [
+        100 * (high - low - own) / low for low, high in zip(least, most, strict=True)
+    ]
     what = f"growth from factor 1 to {FACTORS[-1]} beyond the batch"
     note = f"the batch's own: {own / MiB:.1f} MiB"
     return [*figures, Figure("memory", name, what, growth, "%", at_most=1.0, note=note)]
@@ -49,7 +65,15 @@ def _bytes(name: str) -> int:
 
 
 def _peak(name: str, who: str, effective: int, micro: int) -> int:
-    command = [sys.executable, "-m", "benchmarks.memory", who, name, str(effective), str(micro)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.memory",
+        who,
+        name,
+        str(effective),
+        str(micro),
+    ]
     return int(processes.run(command).splitlines()[-1])
 
 
@@ -64,9 +88,14 @@ def _run(who: str, name: str, effective: int, micro: int) -> int:
     y = tf.zeros(effective, tf.int64)
     model = models.build(name)
     if who == "fit":
-        model.compile(models.optimizer(gradient_accumulation_steps=effective // micro), models.loss())
+        model.compile(
+            models.optimizer(gradient_accumulation_steps=effective // micro),
+            models.loss(),
+        )
         batches = tf.data.Dataset.from_tensors((x, y)).unbatch().batch(micro).repeat()
-        model.fit(batches, steps_per_epoch=effective // micro, epochs=UPDATES, verbose=0)
+        model.fit(
+            batches, steps_per_epoch=effective // micro, epochs=UPDATES, verbose=0
+        )
     else:
         optimizer = models.optimizer()
         optimizer.build(model.trainable_variables)

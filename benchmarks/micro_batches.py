@@ -35,11 +35,16 @@ def examples(count: int) -> tuple[tf.data.Dataset, None]:
     """Return noise as a training split: images with labels."""
     generator = np.random.default_rng(0)
     x = generator.random((count, SIDE, SIDE, 3), np.float32)
-    return tf.data.Dataset.from_tensor_slices((x, generator.integers(0, 10, count))), None
+    return tf.data.Dataset.from_tensor_slices(
+        (x, generator.integers(0, 10, count))
+    ), None
 
 
 def measure(
-    tiny: bool, effective: int = 1024, filters: Sequence[int] = (64, 128, 256), rounds: int = 1
+    tiny: bool,
+    effective: int = 1024,
+    filters: Sequence[int] = (64, 128, 256),
+    rounds: int = 1,
 ) -> Iterator[Figure]:
     """Yield the speed with what `auto_fastest` finds ÷ that of the best by hand.
 
@@ -66,7 +71,13 @@ def measure(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train = _train_here if tiny else _train
-        train(folder, *common, f"{key}=auto_fastest", "training.updates=1", "hydra.run.dir=search")
+        train(
+            folder,
+            *common,
+            f"{key}=auto_fastest",
+            "training.updates=1",
+            "hydra.run.dir=search",
+        )
         table = json.loads((folder / "search" / TABLE).read_text())
         tries = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
         fastest = min(row["update_seconds"] for row in tries if row["update_seconds"])
@@ -75,24 +86,50 @@ def measure(
         turns = ["auto_fastest", *sizes]
         order = [turn for _, turn in processes.in_turns(turns, rounds)]
         swept = ",".join(map(str, order))
-        train(folder, "-m", *common, f"{key}={swept}", f"training.updates={updates}", "hydra.sweep.dir=sweep")
+        train(
+            folder,
+            "-m",
+            *common,
+            f"{key}={swept}",
+            f"training.updates={updates}",
+            "hydra.sweep.dir=sweep",
+        )
         speeds: dict[Any, list[float]] = {turn: [] for turn in turns}
         for job, turn in enumerate(order):
             speeds[turn].append(_speed(folder / "sweep" / str(job)))
-        taken = OmegaConf.load(folder / "sweep" / "0" / "config.yaml").accumulation.micro_batch_size
+        taken = OmegaConf.load(
+            folder / "sweep" / "0" / "config.yaml"
+        ).accumulation.micro_batch_size
     found, *by_hand = speeds.values()
     best = max(by_hand, key=median)
-    shown = {f"auto {taken}": median(found), **dict(zip(map(str, sizes), map(median, by_hand), strict=True))}
+    shown = {
+        f"auto {taken}": median(found),
+        **dict(zip(map(str, sizes), map(median, by_hand), strict=True)),
+    }
     target = None if tiny else 0.97
     yield Figure(
-        "limits", "cnn", "auto_fastest ÷ best by hand", ratios(found, best), "", shown, "examples/s", at_least=target
+        "limits",
+        "cnn",
+        "auto_fastest ÷ best by hand",
+        ratios(found, best),
+        "",
+        shown,
+        "examples/s",
+        at_least=target,
     )
 
 
 def _train(folder: Path, *arguments: str) -> None:
     """Run `pipeline train` in `folder`, with its cache there."""
-    ours = {"PYTHONPATH": imports.path_of_processes(), "XDG_CACHE_HOME": str(folder / "cache")}
-    processes.run([sys.executable, "-P", "-m", "pipeline", "train", *arguments], folder, variables=ours)
+    ours = {
+        "PYTHONPATH": imports.path_of_processes(),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    processes.run(
+        [sys.executable, "-P", "-m", "pipeline", "train", *arguments],
+        folder,
+        variables=ours,
+    )
 
 
 def _train_here(folder: Path, *arguments: str) -> None:
@@ -101,11 +138,20 @@ def _train_here(folder: Path, *arguments: str) -> None:
 
     os.chdir(folder)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    if main(["train", *arguments, *(["hydra/launcher=basic"] if "-m" in arguments else [])]):
+    if main(
+        ["train", *arguments, *(["hydra/launcher=basic"] if "-m" in arguments else [])]
+    ):
         raise RuntimeError(f"pipeline train {' '.join(arguments)} failed")
 
 
 def _speed(run_dir: Path) -> float:
-    rows: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
-    speeds = [row["metrics"]["perf/examples_per_second"] for row in rows if "train/loss" in row.get("metrics", {})]
+    rows: list[dict[str, Any]] = [
+        json.loads(line)
+        for line in (run_dir / "journal.jsonl").read_text().splitlines()
+    ]
+    speeds = [
+        row["metrics"]["perf/examples_per_second"]
+        for row in rows
+        if "train/loss" in row.get("metrics", {})
+    ]
     return median(speeds[1:])

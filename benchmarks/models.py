@@ -7,7 +7,17 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from benchmarks import networks
-from benchmarks.workloads import CLASSES, EPOCH, INTEGERS, RATE, ROWS, SHAPES, TRANSFORMER, examples, sizes
+from benchmarks.workloads import (
+    CLASSES,
+    EPOCH,
+    INTEGERS,
+    RATE,
+    ROWS,
+    SHAPES,
+    TRANSFORMER,
+    examples,
+    sizes,
+)
 from pipeline.config.stages import Slice
 from pipeline.dataset import Data
 from pipeline.dataset import batches as batching
@@ -22,10 +32,14 @@ def build(name: str) -> keras.Model:
     inputs = keras.Input(SHAPES[name], dtype="int32" if name in INTEGERS else "float32")
     hidden = inputs
     if name == "embedding":
-        hidden = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(ROWS, 64)(hidden))
+        hidden = keras.layers.GlobalAveragePooling1D()(
+            keras.layers.Embedding(ROWS, 64)(hidden)
+        )
     elif name == "cnn":
         for filters in (32, 64):
-            hidden = keras.layers.Conv2D(filters, 3, padding="same", activation="relu")(hidden)
+            hidden = keras.layers.Conv2D(filters, 3, padding="same", activation="relu")(
+                hidden
+            )
             hidden = keras.layers.MaxPooling2D()(hidden)
         hidden = keras.layers.Conv2D(64, 3, padding="same", activation="relu")(hidden)
         hidden = keras.layers.GlobalAveragePooling2D()(hidden)
@@ -37,20 +51,31 @@ def build(name: str) -> keras.Model:
 
 def weights(model: keras.Model) -> int:
     """Count the trainable weights."""
-    return sum(variable.value.shape.num_elements() for variable in model.trainable_variables)
+    return sum(
+        variable.value.shape.num_elements() for variable in model.trainable_variables
+    )
 
 
 def loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def optimizer(gradient_accumulation_steps: int | None = None) -> keras.optimizers.Optimizer:
-    return keras.optimizers.Adam(RATE, gradient_accumulation_steps=gradient_accumulation_steps)
+def optimizer(
+    gradient_accumulation_steps: int | None = None,
+) -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(
+        RATE, gradient_accumulation_steps=gradient_accumulation_steps
+    )
 
 
 def batches(name: str, size: int) -> tf.data.Dataset:
     """Shuffled batches of `size` out of memory, epoch after epoch, by the pipeline's own `tf.data`, without end."""
-    data = Data(tf.data.Dataset.from_tensor_slices(examples(name, EPOCH * sizes(name).effective)), None)
+    data = Data(
+        tf.data.Dataset.from_tensor_slices(
+            examples(name, EPOCH * sizes(name).effective)
+        ),
+        None,
+    )
     node = OmegaConf.create({"in_memory": True})
     return batching.effective_batches(node, data, [Slice(size, 10**9)], seed=0)
 
@@ -62,4 +87,6 @@ def device() -> str:
         return "CPU"
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
-    return str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU"))
+    return str(
+        tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU")
+    )

@@ -23,22 +23,34 @@ def resnet(depth: int, side: int, classes: int) -> keras.Model:
     for stage, blocks in enumerate(RESNETS[depth]):
         for block in range(blocks):
             strides = 2 if stage and not block else 1
-            hidden = (_bottleneck if depth >= 50 else _basic)(hidden, 64 * 2**stage, strides)
+            hidden = (_bottleneck if depth >= 50 else _basic)(
+                hidden, 64 * 2**stage, strides
+            )
     hidden = keras.layers.GlobalAveragePooling2D()(hidden)
-    return keras.Model(inputs, keras.layers.Dense(classes)(hidden), name=f"resnet{depth}")
+    return keras.Model(
+        inputs, keras.layers.Dense(classes)(hidden), name=f"resnet{depth}"
+    )
 
 
-def transformer(layers: int, width: int, heads: int, vocabulary: int, length: int) -> keras.Model:
+def transformer(
+    layers: int, width: int, heads: int, vocabulary: int, length: int
+) -> keras.Model:
     """Build a causal transformer: tokens (examples, length) → logits (examples, length, vocabulary)."""
     inputs = keras.Input((length,), dtype="int32")
     hidden = Positions()(keras.layers.Embedding(vocabulary, width)(inputs))
     for _ in range(layers):
         normed = keras.layers.LayerNormalization()(hidden)
-        hidden += keras.layers.MultiHeadAttention(heads, width // heads)(normed, normed, use_causal_mask=True)
+        hidden += keras.layers.MultiHeadAttention(heads, width // heads)(
+            normed, normed, use_causal_mask=True
+        )
         normed = keras.layers.LayerNormalization()(hidden)
-        hidden += keras.layers.Dense(width)(keras.layers.Dense(4 * width, activation="gelu")(normed))
+        hidden += keras.layers.Dense(width)(
+            keras.layers.Dense(4 * width, activation="gelu")(normed)
+        )
     hidden = keras.layers.LayerNormalization()(hidden)
-    return keras.Model(inputs, keras.layers.Dense(vocabulary)(hidden), name="transformer")
+    return keras.Model(
+        inputs, keras.layers.Dense(vocabulary)(hidden), name="transformer"
+    )
 
 
 @keras.saving.register_keras_serializable("benchmarks")
@@ -46,16 +58,24 @@ class Positions(keras.layers.Layer):
     """Adds a learned vector of its place to each token: (examples, length, width) → the same."""
 
     def build(self, shape: tuple[int | None, ...]) -> None:
-        self.table = self.add_weight(shape=shape[1:], initializer="random_normal", name="table")
+        self.table = self.add_weight(
+            shape=shape[1:], initializer="random_normal", name="table"
+        )
 
     def call(self, tokens: keras.KerasTensor) -> keras.KerasTensor:
         return tokens + keras.ops.convert_to_tensor(self.table, tokens.dtype)
 
 
 def _convolved(
-    hidden: keras.KerasTensor, filters: int, size: int, strides: int = 1, relu: bool = False
+    hidden: keras.KerasTensor,
+    filters: int,
+    size: int,
+    strides: int = 1,
+    relu: bool = False,
 ) -> keras.KerasTensor:
-    hidden = keras.layers.Conv2D(filters, size, strides, padding="same", use_bias=False)(hidden)
+    hidden = keras.layers.Conv2D(
+        filters, size, strides, padding="same", use_bias=False
+    )(hidden)
     hidden = keras.layers.BatchNormalization()(hidden)
     return keras.layers.ReLU()(hidden) if relu else hidden
 
@@ -65,12 +85,16 @@ def _basic(hidden: keras.KerasTensor, filters: int, strides: int) -> keras.Keras
     return keras.layers.ReLU()(made + _shortcut(hidden, filters, strides))
 
 
-def _bottleneck(hidden: keras.KerasTensor, filters: int, strides: int) -> keras.KerasTensor:
+def _bottleneck(
+    hidden: keras.KerasTensor, filters: int, strides: int
+) -> keras.KerasTensor:
     made = _convolved(hidden, filters, 1, relu=True)
     made = _convolved(_convolved(made, filters, 3, strides, relu=True), 4 * filters, 1)
     return keras.layers.ReLU()(made + _shortcut(hidden, 4 * filters, strides))
 
 
-def _shortcut(hidden: keras.KerasTensor, filters: int, strides: int) -> keras.KerasTensor:
+def _shortcut(
+    hidden: keras.KerasTensor, filters: int, strides: int
+) -> keras.KerasTensor:
     same = strides == 1 and hidden.shape[-1] == filters
     return hidden if same else _convolved(hidden, filters, 1, strides)

@@ -36,7 +36,8 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
         bodies["fit"] = fit.keras_fit(name, updates, 1)
     with ExitStack() as opened:
         turns: dict[str, Callable[[], object]] = {
-            who: opened.enter_context(closing(Coroutine(body))) for who, body in bodies.items()
+            who: opened.enter_context(closing(Coroutine(body)))
+            for who, body in bodies.items()
         }
         for loop in (LOOPS[:1] if name in LARGE else LOOPS) if PEERS.exists() else ():
             turns[loop] = opened.enter_context(closing(_process(loop, name, updates)))
@@ -47,10 +48,15 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     for who in list(times)[1:]:
         best = {each: examples / min(times[each]) for each in ("train", who)}
         over = ratios(times[who], times["train"])
-        figures.append(Figure("peers", name, f"train ÷ {who}", over, "", best, "examples/s"))
+        figures.append(
+            Figure("peers", name, f"train ÷ {who}", over, "", best, "examples/s")
+        )
     nearest = min(figures, key=lambda figure: figure.median)
     note = nearest.what.removeprefix("train ÷ ")
-    return [*figures, Figure("peers", name, BEST, nearest.values, at_least=1.0, note=note)]
+    return [
+        *figures,
+        Figure("peers", name, BEST, nearest.values, at_least=1.0, note=note),
+    ]
 
 
 def overall(figures: Sequence[Figure]) -> list[Figure]:
@@ -59,14 +65,26 @@ def overall(figures: Sequence[Figure]) -> list[Figure]:
     if len(found) < 2:
         return []
     mean = statistics.geometric_mean(found)
-    return [Figure("peers", f"{len(found)} models", f"{BEST}, geometric mean", [mean], at_least=1.2)]
+    return [
+        Figure(
+            "peers",
+            f"{len(found)} models",
+            f"{BEST}, geometric mean",
+            [mean],
+            at_least=1.2,
+        )
+    ]
 
 
 def _process(loop: str, name: str, updates: int) -> Process:
     threads = str(len(os.sched_getaffinity(0)))  # as TensorFlow has
-    process = Process([str(PEERS), "-m", "benchmarks.pytorch", loop, name, threads], updates)
+    process = Process(
+        [str(PEERS), "-m", "benchmarks.pytorch", loop, name, threads], updates
+    )
     ours = models.weights(models.build(name))
     if process.said["weights"] != ours:
         process.close()
-        raise RuntimeError(f"{name} has {process.said['weights']} weights in PyTorch, not {ours}")
+        raise RuntimeError(
+            f"{name} has {process.said['weights']} weights in PyTorch, not {ours}"
+        )
     return process

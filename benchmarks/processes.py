@@ -45,7 +45,9 @@ class Process:
         self.said = json.loads(self._answer())
 
     def __call__(self) -> None:
-        with suppress(BrokenPipeError):  # it has ended, and the answer that does not come says why
+        with suppress(
+            BrokenPipeError
+        ):  # it has ended, and the answer that does not come says why
             print(self.updates, file=self._process.stdin, flush=True)
         self._answer()
 
@@ -58,19 +60,34 @@ class Process:
         if not line:
             status = self._process.wait()
             self._errors.seek(0)
-            raise RuntimeError(f"{self._command} ended with {status}: {self._errors.read()[-2000:]}")
+            raise RuntimeError(
+                f"{self._command} ended with {status}: {self._errors.read()[-2000:]}"
+            )
         return line
 
 
-def run(command: Sequence[str], cwd: Path = ROOT, status: int = 0, variables: Mapping[str, str] = _NONE) -> str:
+def run(
+    command: Sequence[str],
+    cwd: Path = ROOT,
+    status: int = 0,
+    variables: Mapping[str, str] = _NONE,
+) -> str:
     """Run a command with further environment variables and return its output.
 
     Raises:
         RuntimeError: its exit status is not `status`; the message has the end of its standard error.
     """
-    done = subprocess.run(command, cwd=cwd, env=environment() | {**variables}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment() | {**variables},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != status:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
@@ -92,23 +109,44 @@ def in_turns(names: Iterable[Any], rounds: int) -> Iterator[tuple[int, Any]]:
 def environment() -> dict[str, str]:
     """Return the environment of a process that imports this checkout and prints little."""
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    return (
+        os.environ
+        | quiet
+        | {
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+            )
+        }
+    )
 
 
 def peer_versions() -> dict[str, str]:
     """Return the versions of the other environment's libraries; empty if it does not exist."""
     names = ("torch", "accelerate", "lightning")
     asked = f"from importlib import metadata; print(*map(metadata.version, {names}))"
-    return dict(zip(names, run([str(PEERS), "-c", asked]).split(), strict=True)) if PEERS.exists() else {}
+    return (
+        dict(zip(names, run([str(PEERS), "-c", asked]).split(), strict=True))
+        if PEERS.exists()
+        else {}
+    )
 
 
-def write(path: Path, begun: float, options: object, peers: Mapping[str, str] = _NONE, **found: Any) -> None:
+def write(
+    path: Path,
+    begun: float,
+    options: object,
+    peers: Mapping[str, str] = _NONE,
+    **found: Any,
+) -> None:
     """Write what was found to a JSON file, with the conditions of the measurement; `peers` are further versions."""
     result = {
         "processors": os.cpu_count(),
         "platform": platform.platform(),
         "processor": processor(),
-        "versions": {name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")} | {**peers},
+        "versions": {
+            name: metadata.version(name) for name in ("tensorflow", "keras", "mlflow")
+        }
+        | {**peers},
         "begun": begun,
         "seconds": time.time() - begun,
         "options": vars(options),
@@ -122,11 +160,21 @@ def processor() -> str:
     """Return the processor's name in Linux."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+        return next(
+            (
+                line.split(":")[1].strip()
+                for line in lines
+                if line.startswith("model name")
+            ),
+            "",
+        )
     return platform.processor()
 
 
 def check_peers() -> None:
     """Print how to set up the environment of the other libraries if it does not exist."""
     if not PEERS.exists():
-        print("PyTorch, Accelerate and Lightning are left out: `make peers` sets them up", file=sys.stderr)
+        print(
+            "PyTorch, Accelerate and Lightning are left out: `make peers` sets them up",
+            file=sys.stderr,
+        )

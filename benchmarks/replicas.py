@@ -29,16 +29,36 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
     turns: dict[str, Process] = {}
     with ExitStack() as opened:
         for count in COUNTS:
-            command = [sys.executable, "-m", "benchmarks.replicas", str(count), name, str(updates)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.replicas",
+                str(count),
+                name,
+                str(updates),
+            ]
             turns[str(count)] = opened.enter_context(closing(Process(command, 1)))
         alternate(turns, 2)
         times = alternate(turns, rounds)
     rate = sizes(name).effective * updates
     figures = []
     for count in COUNTS[1:]:
-        best = {f"{each} replicas": rate / min(times[str(each)]) for each in (COUNTS[0], count)}
+        best = {
+            f"{each} replicas": rate / min(times[str(each)])
+            for each in (COUNTS[0], count)
+        }
         over = ratios(times[str(COUNTS[0])], times[str(count)])
-        figures.append(Figure("replicas", name, f"speed of {count} logical ÷ 1", over, "", best, "examples/s"))
+        figures.append(
+            Figure(
+                "replicas",
+                name,
+                f"speed of {count} logical ÷ 1",
+                over,
+                "",
+                best,
+                "examples/s",
+            )
+        )
     return figures
 
 
@@ -46,8 +66,12 @@ def main() -> None:
     count, name, updates = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     child = Child()
     (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)])
-    strategy = tf.distribute.MirroredStrategy([f"/CPU:{index}" for index in range(count)])
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    )
+    strategy = tf.distribute.MirroredStrategy(
+        [f"/CPU:{index}" for index in range(count)]
+    )
     child.ready(replicas=strategy.num_replicas_in_sync)
     fit.ours(name, updates, strategy=strategy)(child.updated)
 

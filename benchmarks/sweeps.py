@@ -20,7 +20,12 @@ from pathlib import Path
 from benchmarks import processes
 from benchmarks.figures import Figure, ratios, table
 
-TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.system_metrics=false")
+TINY = (
+    "model=mlp",
+    "training.epochs=1",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+)
 
 
 def measure(jobs: int, rounds: int) -> list[Figure]:
@@ -30,11 +35,22 @@ def measure(jobs: int, rounds: int) -> list[Figure]:
 
         def by_hand(turn: str) -> None:
             for seed in range(jobs):
-                _pipeline(["train", *TINY, uri, f"seed={seed}", f"hydra.run.dir={folder}/{turn}/{seed}"])
+                _pipeline(
+                    [
+                        "train",
+                        *TINY,
+                        uri,
+                        f"seed={seed}",
+                        f"hydra.run.dir={folder}/{turn}/{seed}",
+                    ]
+                )
 
         def sweep(turn: str, at_once: int) -> None:
             seeds = ",".join(map(str, range(jobs)))
-            more = [f"hardware.parallel_jobs={at_once}", f"hydra.sweep.dir={folder}/{turn}"]
+            more = [
+                f"hardware.parallel_jobs={at_once}",
+                f"hydra.sweep.dir={folder}/{turn}",
+            ]
             _pipeline(["train", "-m", *TINY, uri, f"seed={seeds}", *more])
 
         contenders: dict[str, Callable[[str], None]] = {
@@ -53,8 +69,24 @@ def measure(jobs: int, rounds: int) -> list[Figure]:
     over = ratios(seconds["sweep"], seconds["by hand"])
     parallel = ratios(seconds["two at once"], seconds["by hand"])
     return [
-        Figure("sweeps", subject, "sweep ÷ by hand", over, best=best, best_unit="s", at_most=1.1),
-        Figure("sweeps", subject, "two at once ÷ by hand", parallel, best=best, best_unit="s", at_most=0.75),
+        Figure(
+            "sweeps",
+            subject,
+            "sweep ÷ by hand",
+            over,
+            best=best,
+            best_unit="s",
+            at_most=1.1,
+        ),
+        Figure(
+            "sweeps",
+            subject,
+            "two at once ÷ by hand",
+            parallel,
+            best=best,
+            best_unit="s",
+            at_most=0.75,
+        ),
     ]
 
 
@@ -63,7 +95,9 @@ def _pipeline(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweeps", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sweeps", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()

@@ -32,7 +32,9 @@ APPLY = 28  # bytes a weight
 SHARE = {"transformer350m bfloat16": 0.45}  # of the matrix-product peak, at least
 
 
-def measure(name: str, precision: str, xla: bool, tiny: bool, micro: int | None = None) -> Iterator[Figure]:
+def measure(
+    name: str, precision: str, xla: bool, tiny: bool, micro: int | None = None
+) -> Iterator[Figure]:
     """Yield the speed of training `name`, whose best is in examples/s, as share of the matrix-product peak.
 
     `micro` is the micro-batch size, halved until it fits. The first update, which is traced and compiled, is apart.
@@ -47,15 +49,32 @@ def measure(name: str, precision: str, xla: bool, tiny: bool, micro: int | None 
     fitting, rates = _rates(of, model, xla, 0.1 if tiny else SECONDS)
     compiled = time.perf_counter() - begun - ROUNDS * FACTOR * fitting / max(rates)
     memory = devices.peak_memory(machine)
-    yield Figure("large", subject, "seconds before it is measured: traced, compiled, tried", [max(0.0, compiled)], "s")
+    yield Figure(
+        "large",
+        subject,
+        "seconds before it is measured: traced, compiled, tried",
+        [max(0.0, compiled)],
+        "s",
+    )
     possible = max(peak.products(precision, tiny))
     flops, unknown = training_flops(model, models.loss(), of.examples(2))
     assert not unknown, unknown
-    best = {"examples/s": max(rates)} | ({"tokens/s": of.tokens * max(rates)} if of.tokens else {})
+    best = {"examples/s": max(rates)} | (
+        {"tokens/s": of.tokens * max(rates)} if of.tokens else {}
+    )
     note = f"{fitting} × {FACTOR}, {weights / 1e6:.1f} M weights, {readable(memory)}, {possible / 1e12:.4g} TFLOP/s"
     target = None if tiny else SHARE.get(f"{name} {precision}")
     shares = [rate * flops / possible for rate in rates]
-    yield Figure("large", subject, "share of matrix-product peak", shares, "", best, at_least=target, note=note)
+    yield Figure(
+        "large",
+        subject,
+        "share of matrix-product peak",
+        shares,
+        "",
+        best,
+        at_least=target,
+        note=note,
+    )
 
 
 def by_size(name: str, precision: str, xla: bool, tiny: bool) -> Iterator[Figure]:
@@ -72,7 +91,15 @@ def by_size(name: str, precision: str, xla: bool, tiny: bool) -> Iterator[Figure
         times = alternate({"": update.repeated(step, count)}, ROUNDS)[""]
         subject = f"{name} {precision}{', XLA' if xla else ''}, micro-batch {micro}"
         rates = [count * micro / each for each in times]
-        yield Figure("sizes", subject, "examples per second", rates, "1/s", {"first update": first}, "s")
+        yield Figure(
+            "sizes",
+            subject,
+            "examples per second",
+            rates,
+            "1/s",
+            {"first update": first},
+            "s",
+        )
 
 
 def of_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
@@ -84,8 +111,13 @@ def of_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
     known = update.contenders(model, x, y, of.micro, xla=False)
     parts = {part: known[part] for part in ("update", "strict", "apply")}
     count = repeats(parts["update"], 0.05 if tiny else 0.5)
-    times = alternate({part: update.repeated(call, count) for part, call in parts.items()}, ROUNDS)
-    limit = [passes + apply for passes, apply in zip(times["strict"], times["apply"], strict=True)]
+    times = alternate(
+        {part: update.repeated(call, count) for part, call in parts.items()}, ROUNDS
+    )
+    limit = [
+        passes + apply
+        for passes, apply in zip(times["strict"], times["apply"], strict=True)
+    ]
     examples = count * len(x)
     best = {"update": examples / min(times["update"]), "limit": examples / min(limit)}
     subject, target = f"{name} {precision}", None if tiny else 0.97
@@ -106,7 +138,9 @@ def of_limit(name: str, precision: str, tiny: bool) -> Iterator[Figure]:
     yield Figure("update", subject, "apply, share of copy bandwidth", shares, note=note)
 
 
-def _rates(of: Workload, model: keras.Model, xla: bool, seconds: float) -> tuple[int, list[float]]:
+def _rates(
+    of: Workload, model: keras.Model, xla: bool, seconds: float
+) -> tuple[int, list[float]]:
     """Return the micro-batch size, halved until it fits, and examples/s of each turn."""
     micro = of.micro
     while (rates := _tried(of, model, micro, xla, seconds)) is None:
@@ -115,10 +149,14 @@ def _rates(of: Workload, model: keras.Model, xla: bool, seconds: float) -> tuple
     return micro, rates
 
 
-def _tried(of: Workload, model: keras.Model, micro: int, xla: bool, seconds: float) -> list[float] | None:
+def _tried(
+    of: Workload, model: keras.Model, micro: int, xla: bool, seconds: float
+) -> list[float] | None:
     """Return examples/s of each turn; None where it does not fit into memory."""
     if tf.config.list_logical_devices("GPU"):
-        tf.config.experimental.reset_memory_stats("GPU:0")  # the peak of a try that did not fit
+        tf.config.experimental.reset_memory_stats(
+            "GPU:0"
+        )  # the peak of a try that did not fit
     step = updates(model, of.examples(FACTOR * micro), micro, xla)
     try:
         count = repeats(step, seconds / ROUNDS)

@@ -41,9 +41,17 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
         journal = Journal(f"sqlite:///{store}", "benchmark")
         journal.ready()
         tracker = Tracker(journal, Path(folder), fit.plan(name))
-        run = {"experiment": "benchmark", "name": name, "params": {}, "tags": {}, "system_metrics": True}
+        run = {
+            "experiment": "benchmark",
+            "name": name,
+            "params": {},
+            "tags": {},
+            "system_metrics": True,
+        }
         run_id = journal.start(Path(folder) / "journal.jsonl", run)["run_id"]
-        recorder = Metered(tracker, fit.plan(name), 1, lambda: 0, Progress(fit.FOREVER, shown=False))
+        recorder = Metered(
+            tracker, fit.plan(name), 1, lambda: 0, Progress(fit.FOREVER, shown=False)
+        )
         contenders = {
             "tracked": Coroutine(fit.ours(name, updates, recorder)),
             "bare": Coroutine(fit.ours(name, updates)),
@@ -51,24 +59,53 @@ def measure(name: str, rounds: int, seconds: float) -> list[Figure]:
         try:
             alternate(contenders, 1)
             _wait(store, run_id, recorder.logged)
-            first, cpu = recorder.logged, recorder.cpu + _cpu(journal.shipper.process.pid)
-            turns = contenders | {"bare": _stopped(journal.shipper.process.pid, contenders["bare"])}
+            first, cpu = (
+                recorder.logged,
+                recorder.cpu + _cpu(journal.shipper.process.pid),
+            )
+            turns = contenders | {
+                "bare": _stopped(journal.shipper.process.pid, contenders["bare"])
+            }
             times = alternate(turns, rounds)
             _wait(store, run_id, recorder.logged)
-            each = (recorder.cpu + _cpu(journal.shipper.process.pid) - cpu) / (recorder.logged - first)
+            each = (recorder.cpu + _cpu(journal.shipper.process.pid) - cpu) / (
+                recorder.logged - first
+            )
         finally:
             for contender in contenders.values():
                 contender.close()
             journal.close("FINISHED")
-    best = {who: sizes(name).effective * updates / min(values) for who, values in times.items()}
-    ratio = Figure("tracking", name, "tracked ÷ bare", ratios(times["bare"], times["tracked"]), "", best, "examples/s")
+    best = {
+        who: sizes(name).effective * updates / min(values)
+        for who, values in times.items()
+    }
+    ratio = Figure(
+        "tracking",
+        name,
+        "tracked ÷ bare",
+        ratios(times["bare"], times["tracked"]),
+        "",
+        best,
+        "examples/s",
+    )
     update = min(times["bare"]) / updates
     if update >= SLOW:
         ratio.at_least = 0.98
     else:
         ratio.note = f"an update takes {1e3 * update:.1f} ms: no target under {1e3 * SLOW:.0f} ms"
     logged = f"over {recorder.logged - first} updates of {1e3 * update:.1f} ms"
-    return [ratio, Figure("tracking", name, "CPU of a logged update", [1e3 * each], "ms", at_most=1.0, note=logged)]
+    return [
+        ratio,
+        Figure(
+            "tracking",
+            name,
+            "CPU of a logged update",
+            [1e3 * each],
+            "ms",
+            at_most=1.0,
+            note=logged,
+        ),
+    ]
 
 
 class Metered(Recorder):
@@ -109,4 +146,6 @@ def _wait(store: Path, run_id: str, rows: int) -> None:
             if connection.execute(query, (run_id,)).fetchone()[0] >= rows:
                 return
         time.sleep(0.2)
-    raise RuntimeError(f"the shipper did not bring {rows} updates to the store within a minute")
+    raise RuntimeError(
+        f"the shipper did not bring {rows} updates to the store within a minute"
+    )

@@ -65,7 +65,9 @@ class Coroutine:
             self._paused.release()
 
 
-def alternate(contenders: Mapping[str, Callable[[], object]], rounds: int, rest: float = 0.0) -> dict[str, list[float]]:
+def alternate(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, rest: float = 0.0
+) -> dict[str, list[float]]:
     """Return the seconds of every contender in every round; every other round has them in reverse.
 
     Args:

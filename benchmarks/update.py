@@ -38,26 +38,65 @@ def measure(name: str, rounds: int, seconds: float, xla: bool) -> list[Figure]:
     x, y = map(tf.constant, examples(name, effective))
     parts = contenders(models.build(name), x, y, micro, xla)
     count = repeats(parts["update"], seconds)
-    times = alternate({part: repeated(call, count) for part, call in parts.items()}, rounds)
+    times = alternate(
+        {part: repeated(call, count) for part, call in parts.items()}, rounds
+    )
     best = {part: min(values) / count for part, values in times.items()}
     figures = []
     for form in ("calls", "strict"):
-        limit = [passes + apply for passes, apply in zip(times[form], times["apply"], strict=True)]
-        shown = {"update": effective / best["update"], "limit": effective * count / min(limit)}
+        limit = [
+            passes + apply
+            for passes, apply in zip(times[form], times["apply"], strict=True)
+        ]
+        shown = {
+            "update": effective / best["update"],
+            "limit": effective * count / min(limit),
+        }
         what = f"update ÷ limit, {form}"
-        figures.append(Figure("update", name, what, ratios(limit, times["update"]), "", shown, "examples/s"))
+        figures.append(
+            Figure(
+                "update",
+                name,
+                what,
+                ratios(limit, times["update"]),
+                "",
+                shown,
+                "examples/s",
+            )
+        )
     figures[-1].at_least = 0.95  # of the strict one
     shown = {part: effective / best[part] for part in ("update", "with noise")}
     every = TrackingConfig.noise_every
-    over = [1 + (ratio - 1) / every for ratio in ratios(times["with noise"], times["update"])]
+    over = [
+        1 + (ratio - 1) / every
+        for ratio in ratios(times["with noise"], times["update"])
+    ]
     what = f"with noise scale, 1 in {every} ÷ without"
-    figures.append(Figure("update", name, what, over, "", shown, "examples/s", at_most=1.03))
+    figures.append(
+        Figure("update", name, what, over, "", shown, "examples/s", at_most=1.03)
+    )
     shown = {part: effective / best[part] for part in ("update", "whole")}
     what = "time accumulated ÷ at factor 1"
-    at_most = 1.3 if name == "embedding" else None  # of others it is what smaller products of matrices cost
-    figures.append(Figure("update", name, what, ratios(times["update"], times["whole"]), "", shown, "examples/s"))
+    at_most = (
+        1.3 if name == "embedding" else None
+    )  # of others it is what smaller products of matrices cost
+    figures.append(
+        Figure(
+            "update",
+            name,
+            what,
+            ratios(times["update"], times["whole"]),
+            "",
+            shown,
+            "examples/s",
+        )
+    )
     figures[-1].at_most = at_most
-    return figures if name in LARGE else [*figures, _at_same_micro_batch(name, rounds, seconds, xla)]
+    return (
+        figures
+        if name in LARGE
+        else [*figures, _at_same_micro_batch(name, rounds, seconds, xla)]
+    )
 
 
 def _at_same_micro_batch(name: str, rounds: int, seconds: float, xla: bool) -> Figure:
@@ -66,15 +105,37 @@ def _at_same_micro_batch(name: str, rounds: int, seconds: float, xla: bool) -> F
     model, optimizer = models.build(name), models.optimizer()
     optimizer.build(model.trainable_variables)
     x, y = map(tf.constant, examples(name, MANY * micro))
-    update = traced(Update(model, models.loss(), optimizer, micro, jit_compile=xla), x, y)
-    cut = [(x[start : start + micro], y[start : start + micro]) for start in range(0, MANY * micro, micro)]
-    turns = {"many": lambda: update(x, y), "one": lambda: [update(*part) for part in cut][-1]}
+    update = traced(
+        Update(model, models.loss(), optimizer, micro, jit_compile=xla), x, y
+    )
+    cut = [
+        (x[start : start + micro], y[start : start + micro])
+        for start in range(0, MANY * micro, micro)
+    ]
+    turns = {
+        "many": lambda: update(x, y),
+        "one": lambda: [update(*part) for part in cut][-1],
+    }
     count = repeats(turns["many"], seconds)
-    times = alternate({who: repeated(call, count) for who, call in turns.items()}, rounds)
+    times = alternate(
+        {who: repeated(call, count) for who, call in turns.items()}, rounds
+    )
     rate = MANY * micro * count
-    shown = {f"factor {MANY}": rate / min(times["many"]), "factor 1": rate / min(times["one"])}
+    shown = {
+        f"factor {MANY}": rate / min(times["many"]),
+        "factor 1": rate / min(times["one"]),
+    }
     what = f"speed at factor {MANY} ÷ at factor 1, same micro-batch"
-    return Figure("update", name, what, ratios(times["one"], times["many"]), "", shown, "examples/s", at_least=1.0)
+    return Figure(
+        "update",
+        name,
+        what,
+        ratios(times["one"], times["many"]),
+        "",
+        shown,
+        "examples/s",
+        at_least=1.0,
+    )
 
 
 def contenders(
@@ -89,33 +150,66 @@ def contenders(
         host = tf.identity(x), tf.identity(y)  # where the training loop has its batch
     x, y = tf.identity(x), tf.identity(y)  # the limit waits for no copy
 
-    def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor | None]]:
-        with tf.GradientTape() as tape, transposed_gradients([] if xla else wide_layers(model, size)):
+    def gradients(
+        x: tf.Tensor, y: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor | None]]:
+        with (
+            tf.GradientTape() as tape,
+            transposed_gradients([] if xla else wide_layers(model, size)),
+        ):
             value = loss(y, model(x, training=True))
         found = tape.gradient(value, variables)
         # The rows of an embedding that a micro-batch looks up, not the table.
-        rows = [each.indices if isinstance(each, tf.IndexedSlices) else None for each in found]
+        rows = [
+            each.indices if isinstance(each, tf.IndexedSlices) else None
+            for each in found
+        ]
         for each, row, variable in zip(found, rows, variables, strict=True):
             if row is None:
                 each.set_shape(variable.shape)
-        return value, [each if row is None else each.values for each, row in zip(found, rows, strict=True)], rows
+        return (
+            value,
+            [
+                each if row is None else each.values
+                for each, row in zip(found, rows, strict=True)
+            ],
+            rows,
+        )
 
     passes = tf.function(gradients, jit_compile=xla or None)
     specs = passes.get_concrete_function(x[:size], y[:size]).structured_outputs[1]
 
     @tf.function
     def strict(x: tf.Tensor, y: tf.Tensor) -> Any:
-        def body(index: tf.Tensor, _: tf.Tensor, __: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        def body(
+            index: tf.Tensor, _: tf.Tensor, __: list[tf.Tensor]
+        ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
             start = index * size
             value, found, _ = passes(x[start : start + size], y[start : start + size])
-            return index + 1, value, [tf.ensure_shape(one, spec.shape) for one, spec in zip(found, specs, strict=True)]
+            return (
+                index + 1,
+                value,
+                [
+                    tf.ensure_shape(one, spec.shape)
+                    for one, spec in zip(found, specs, strict=True)
+                ],
+            )
 
         zeros = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-        return tf.while_loop(lambda index, *_: index < count // size, body, (0, 0.0, zeros), parallel_iterations=1)
+        return tf.while_loop(
+            lambda index, *_: index < count // size,
+            body,
+            (0, 0.0, zeros),
+            parallel_iterations=1,
+        )
 
-    _, found, rows = passes(x[:size], y[:size])  # as they come: a dense gradient of a table has to be made first
+    _, found, rows = passes(
+        x[:size], y[:size]
+    )  # as they come: a dense gradient of a table has to be made first
     some = [
-        tf.random.normal(each.shape, stddev=1e-3) if row is None else tf.IndexedSlices(each, row, tf.shape(variable))
+        tf.random.normal(each.shape, stddev=1e-3)
+        if row is None
+        else tf.IndexedSlices(each, row, tf.shape(variable))
         for variable, each, row in zip(variables, found, rows, strict=True)
     ]
 
@@ -125,11 +219,21 @@ def contenders(
             optimizer.apply(some, model.trainable_variables)
 
     def update(noise_every: int = 0, micro_batch_size: int = size) -> Callable[[], Any]:
-        update = Update(model, loss, optimizer, micro_batch_size, noise_every=noise_every, jit_compile=xla)
+        update = Update(
+            model,
+            loss,
+            optimizer,
+            micro_batch_size,
+            noise_every=noise_every,
+            jit_compile=xla,
+        )
         whole = traced(update, x, y)
         return lambda: whole(*host)
 
-    cut = [(x[start : start + size], y[start : start + size]) for start in range(0, count, size)]
+    cut = [
+        (x[start : start + size], y[start : start + size])
+        for start in range(0, count, size)
+    ]
     return {
         "calls": lambda: [passes(*part) for part in cut][-1],
         "strict": lambda: strict(x, y),
@@ -140,10 +244,14 @@ def contenders(
     }
 
 
-def traced(update: Update, x: tf.Tensor, y: tf.Tensor) -> Callable[..., dict[str, tf.Tensor]]:
+def traced(
+    update: Update, x: tf.Tensor, y: tf.Tensor
+) -> Callable[..., dict[str, tf.Tensor]]:
     """Return the update as the training loop traces it: the number of examples is not known."""
 
-    @tf.function(input_signature=[tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)])
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)]
+    )
     def whole(x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
         return update((x, y))
 

@@ -35,10 +35,16 @@ SHAPES = {
     "transformer10m": (64,),
 }
 NAMES = tuple(SHAPES)
-LARGE = {"resnet18": Sizes(8, 4), "transformer10m": Sizes(8, 4)}  # so that an update takes seconds on two cores
+LARGE = {
+    "resnet18": Sizes(8, 4),
+    "transformer10m": Sizes(8, 4),
+}  # so that an update takes seconds on two cores
 CLASSES = 10
 ROWS, BYTES = 1_000_000, 256  # of the two embeddings
-INTEGERS = {"embedding": ROWS, "transformer10m": BYTES}  # what the inputs of these are less than
+INTEGERS = {
+    "embedding": ROWS,
+    "transformer10m": BYTES,
+}  # what the inputs of these are less than
 TRANSFORMER = {"layers": 6, "width": 384, "heads": 6, "vocabulary": BYTES, "length": 64}
 RATE = 1e-4  # of Adam
 EPOCH = 32  # effective batches

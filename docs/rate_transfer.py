@@ -32,9 +32,15 @@ def draw(store: str, sweep: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = [plot for plot in plots.draw(comparison.read(store, sweep)) if plot.key.startswith("loss_by_rate")]
+    drawn = [
+        plot
+        for plot in plots.draw(comparison.read(store, sweep))
+        if plot.key.startswith("loss_by_rate")
+    ]
     size = (3.6 * len(drawn), 3.8)
-    figure, [row] = pyplot.subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, [row] = pyplot.subplots(
+        1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
     for axes, plot in zip(row, drawn, strict=True):
         for trace in plot.data:
             name, bars = trace["name"], trace.get("error_y", {}).get("array")
@@ -45,8 +51,15 @@ def draw(store: str, sweep: str) -> None:
                 "label": name.split()[-1],
             }
             if name == "best rate":
-                style |= {"linestyle": ":", "marker": "*", "markersize": 11, "label": name}
-            axes.errorbar(trace["x"], trace["y"], bars, capsize=2, linewidth=1.2, **style)
+                style |= {
+                    "linestyle": ":",
+                    "marker": "*",
+                    "markersize": 11,
+                    "label": name,
+                }
+            axes.errorbar(
+                trace["x"], trace["y"], bars, capsize=2, linewidth=1.2, **style
+            )
         axes.set_xscale("log", base=2)
         ticks = plot.layout["xaxis"]["tickvals"]
         axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks], fontsize=8)

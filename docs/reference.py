@@ -39,10 +39,15 @@ def _fill(app: Sphinx, page: str, content: list[str]) -> None:
 
 def config_keys() -> str:
     """Return a table of keys for each typed group of the schema, and one for the keys outside of groups."""
-    groups = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
+    groups = {
+        name: kind
+        for name, kind in get_type_hints(Config).items()
+        if is_dataclass(kind)
+    }
     top = [row for row in _rows(Config, "", _defaults("")) if row[1] == "int"]
     tables = {"top level": top} | {
-        name: list(_rows(kind, f"{name}.", _defaults(name))) for name, kind in groups.items()
+        name: list(_rows(kind, f"{name}.", _defaults(name)))
+        for name, kind in groups.items()
     }
     return "\n\n".join(f"### {name}\n\n{_table(rows)}" for name, rows in tables.items())
 
@@ -50,13 +55,26 @@ def config_keys() -> str:
 def dataset_keys() -> str:
     """Return a table of the keys of conf/dataset/tfds.yaml with their comments."""
     lines = (CONF / "dataset" / "tfds.yaml").read_text(encoding="utf-8").splitlines()
-    found = [match for line in lines if (match := re.fullmatch(r"(\w+): (.*?)(?: +# (.*))?", line))]
-    return _table([(f"dataset.{key}", "", default, text or "") for key, default, text in (m.groups() for m in found)])
+    found = [
+        match
+        for line in lines
+        if (match := re.fullmatch(r"(\w+): (.*?)(?: +# (.*))?", line))
+    ]
+    return _table(
+        [
+            (f"dataset.{key}", "", default, text or "")
+            for key, default, text in (m.groups() for m in found)
+        ]
+    )
 
 
 def config_groups() -> str:
     """Return a table of the choices of each group in conf/, with the first sentence of each file."""
-    folders = {folder.name: sorted(folder.glob("*.yaml")) for folder in sorted(CONF.iterdir()) if folder.is_dir()}
+    folders = {
+        folder.name: sorted(folder.glob("*.yaml"))
+        for folder in sorted(CONF.iterdir())
+        if folder.is_dir()
+    }
     return "\n\n".join(
         f"### Choices for {name}\n\n| choice | description |\n| --- | --- |\n"
         + "\n".join(f"| `{name}={file.stem}` | {_header(file)} |" for file in files)
@@ -71,8 +89,13 @@ def modules() -> str:
 
     parts = []
     for folder in (ROOT / "pipeline" / room for room in ROOMS if room != "__main__"):
-        files = sorted(file for file in folder.rglob("*.py") if file.name != "__init__.py")
-        lines = [f"| `{file.relative_to(folder).with_suffix('').as_posix()}` | {_first(file)} |" for file in files]
+        files = sorted(
+            file for file in folder.rglob("*.py") if file.name != "__init__.py"
+        )
+        lines = [
+            f"| `{file.relative_to(folder).with_suffix('').as_posix()}` | {_first(file)} |"
+            for file in files
+        ]
         parts.append(
             f"### {folder.name}\n\n{_docstring(folder / '__init__.py')}\n\n| module | description |\n| --- | --- |"
         )
@@ -98,12 +121,21 @@ def _rows(kind: Any, prefix: str, defaults: dict[str, Any]) -> Iterator[Row]:
     comments, hints = _comments(kind), get_type_hints(kind)
     for field in fields(kind):
         hint, key = hints[field.name], f"{prefix}{field.name}"
-        nested = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
+        nested = next(
+            (part for part in (hint, *get_args(hint)) if is_dataclass(part)), None
+        )
         if nested is not None and prefix:
             yield from _rows(nested, f"{key}.", defaults.get(field.name) or {})
         elif nested is None:
-            typed, text = re.fullmatch(r"(?:\((.*?)\) )?(.*)", comments.get(field.name, ""), re.DOTALL).groups()  # type: ignore[union-attr]
-            yield key, typed or _type(hint), _shown(defaults.get(field.name, _default(field))), text
+            typed, text = re.fullmatch(
+                r"(?:\((.*?)\) )?(.*)", comments.get(field.name, ""), re.DOTALL
+            ).groups()  # type: ignore[union-attr]
+            yield (
+                key,
+                typed or _type(hint),
+                _shown(defaults.get(field.name, _default(field))),
+                text,
+            )
 
 
 def _comments(kind: type) -> dict[str, str]:
@@ -113,7 +145,11 @@ def _comments(kind: type) -> dict[str, str]:
     for line in getsource(kind).splitlines():
         if match := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
             found[match[1]] = match[2] or " ".join(above)
-        above = [*above, line.strip().removeprefix("# ")] if line.strip().startswith("#") else []
+        above = (
+            [*above, line.strip().removeprefix("# ")]
+            if line.strip().startswith("#")
+            else []
+        )
     return found
 
 
@@ -122,16 +158,29 @@ def _defaults(group: str) -> dict[str, Any]:
     config: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
     if not group:
         return config
-    chosen = {key: value for entry in config["defaults"] if isinstance(entry, dict) for key, value in entry.items()}
-    folders = [group, "objective"] if group == "training" else [group]  # `objective` is packaged into `training`
+    chosen = {
+        key: value
+        for entry in config["defaults"]
+        if isinstance(entry, dict)
+        for key, value in entry.items()
+    }
+    folders = (
+        [group, "objective"] if group == "training" else [group]
+    )  # `objective` is packaged into `training`
     found = dict(config.get(group) or {})
     for folder in (folder for folder in folders if folder in chosen):
-        found |= OmegaConf.to_container(OmegaConf.load(CONF / folder / f"{chosen[folder]}.yaml"))  # type: ignore[arg-type]
+        found |= OmegaConf.to_container(
+            OmegaConf.load(CONF / folder / f"{chosen[folder]}.yaml")
+        )  # type: ignore[arg-type]
     return found
 
 
 def _default(field: Field) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    return (
+        field.default_factory()
+        if field.default_factory is not MISSING
+        else field.default
+    )
 
 
 def _type(hint: Any) -> str:
@@ -162,14 +211,19 @@ def _table(rows: list[Row]) -> str:
     ]
     used = [column for column in range(len(head)) if any(row[column] for row in cells)]
     lines = [head, ("---",) * len(head), *cells]
-    return "\n".join("| " + " | ".join(line[column].replace("|", "\\|") for column in used) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(line[column].replace("|", "\\|") for column in used) + " |"
+        for line in lines
+    )
 
 
 def _header(file: Path) -> str:
     """Return the first sentence of a config file's first comment, without its command."""
     text = file.read_text(encoding="utf-8").partition("\n\n")[0]
     lines = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    prose = " ".join(line for line in lines if not line.startswith(("@package", "Run:")))
+    prose = " ".join(
+        line for line in lines if not line.startswith(("@package", "Run:"))
+    )
     return re.split(r"(?<=[.]) (?=[A-Z])", prose)[0]
 
 

@@ -41,15 +41,31 @@ def main(of: str = "run") -> None:
         verb = {
             "run": ["train"],
             "sweep": ["sweep", "factor_at_fixed_micro_batch"],
-            "trajectories": ["sweep", "factor_at_fixed_effective_batch", "hardware.precision=float32,float64"],
+            "trajectories": [
+                "sweep",
+                "factor_at_fixed_effective_batch",
+                "hardware.precision=float32,float64",
+            ],
         }[of]
         overrides = ["tracking.log_model=false", "tracking.system_metrics=false"]
-        subprocess.run([sys.executable, "-m", "pipeline", *verb, *overrides], cwd=folder, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "pipeline", *verb, *overrides],
+            cwd=folder,
+            check=True,
+        )
         client = MlflowClient(store)
         (experiment,) = client.search_experiments(filter_string="name = 'pipeline'")
         if of == "trajectories":
-            (parent,) = client.search_runs([experiment.experiment_id], "tags.`sweep.name` != ''")
-            photograph_trajectories(Path(client.download_artifacts(parent.info.run_id, "report/report.html", folder)))
+            (parent,) = client.search_runs(
+                [experiment.experiment_id], "tags.`sweep.name` != ''"
+            )
+            photograph_trajectories(
+                Path(
+                    client.download_artifacts(
+                        parent.info.run_id, "report/report.html", folder
+                    )
+                )
+            )
             return
         with server(store) as address, browser() as chrome:
             photograph = {"run": photograph_run, "sweep": photograph_sweep}[of]
@@ -60,30 +76,59 @@ def photograph_trajectories(page: Path) -> None:
     """Save the report's plot of the differences between trajectories."""
     with browser(900, 640) as chrome:
         chrome.get(page.as_uri())
-        WebDriverWait(chrome, 120).until(lambda c: c.execute_script("return document.body.dataset.drawn"))
+        WebDriverWait(chrome, 120).until(
+            lambda c: c.execute_script("return document.body.dataset.drawn")
+        )
         plot = chrome.find_element(By.ID, "difference")
         # Let the plot fill the window: on the page two or three are side by side.
-        chrome.execute_script("document.querySelector('.plots:has(#difference)').style.display = 'block'")
-        chrome.execute_script("arguments[0].style.height = '480px'; Plotly.Plots.resize(arguments[0])", plot)
+        chrome.execute_script(
+            "document.querySelector('.plots:has(#difference)').style.display = 'block'"
+        )
+        chrome.execute_script(
+            "arguments[0].style.height = '480px'; Plotly.Plots.resize(arguments[0])",
+            plot,
+        )
         time.sleep(SETTLE)
-        (HERE / "trajectories.png").write_bytes(plot.find_element(By.XPATH, "..").screenshot_as_png)
+        (HERE / "trajectories.png").write_bytes(
+            plot.find_element(By.XPATH, "..").screenshot_as_png
+        )
 
 
-def photograph_run(chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str) -> None:
+def photograph_run(
+    chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str
+) -> None:
     """Save the charts of the only run."""
     (run,) = client.search_runs([experiment_id])
-    chrome.get(f"{address}/#/experiments/{experiment_id}/runs/{run.info.run_id}/model-metrics")
+    chrome.get(
+        f"{address}/#/experiments/{experiment_id}/runs/{run.info.run_id}/model-metrics"
+    )
     wait = WebDriverWait(chrome, 120)
-    boxes = wait.until(lambda c: c.find_elements(By.CSS_SELECTOR, 'input[placeholder="Search metric charts"]'))
+    boxes = wait.until(
+        lambda c: c.find_elements(
+            By.CSS_SELECTOR, 'input[placeholder="Search metric charts"]'
+        )
+    )
     boxes[0].send_keys(CHARTS)
     photograph_charts(chrome, range(6, 7), HERE / "run.png")
 
 
-def photograph_sweep(chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str) -> None:
+def photograph_sweep(
+    chrome: webdriver.Chrome, address: str, client: MlflowClient, experiment_id: str
+) -> None:
     """Save the page that the link of the only sweep opens."""
     (parent,) = client.search_runs([experiment_id], "tags.`sweep.name` != ''")
-    name, varied = parent.data.tags["sweep.name"], json.loads(parent.data.tags["sweep.varied"])
-    sweep = ParentRun(address, parent.info.run_id, experiment_id, name, varied=varied, metrics=["accuracy"])
+    name, varied = (
+        parent.data.tags["sweep.name"],
+        json.loads(parent.data.tags["sweep.varied"]),
+    )
+    sweep = ParentRun(
+        address,
+        parent.info.run_id,
+        experiment_id,
+        name,
+        varied=varied,
+        metrics=["accuracy"],
+    )
     chrome.get(f"{address}/{mlflow_view.saved_view(sweep)}")
     photograph_charts(chrome, range(5, 20), HERE / "sweep.png")
 

@@ -10,19 +10,47 @@ from contextlib import suppress
 from pkgutil import resolve_name
 from typing import NoReturn
 
-from pipeline.common.errors import NOT_SHIPPED, QUIET, ConfigError, NotShippedError, RunError, say
+from pipeline.common.errors import (
+    NOT_SHIPPED,
+    QUIET,
+    ConfigError,
+    NotShippedError,
+    RunError,
+    say,
+)
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 
 VERBS = {  # name → function in this package, and help text
-    "train": ("cli.train:train", "train one run, or with -m a Hydra multirun; print where the run is stored"),
-    "sweep": ("cli.train:sweep", "run the multirun in sweeps/NAME.yaml; with --again SWEEP only its unfinished jobs"),
-    "resume": ("cli.resume:resume", "resume an interrupted run from its last checkpoint"),
+    "train": (
+        "cli.train:train",
+        "train one run, or with -m a Hydra multirun; print where the run is stored",
+    ),
+    "sweep": (
+        "cli.train:sweep",
+        "run the multirun in sweeps/NAME.yaml; with --again SWEEP only its unfinished jobs",
+    ),
+    "resume": (
+        "cli.resume:resume",
+        "resume an interrupted run from its last checkpoint",
+    ),
     "sync": ("cli.sync:sync", "upload to MLflow what a run could not"),
-    "rerun": ("rerun.command:rerun", "repeat a run from its record in MLflow, then compare the two"),
-    "verify": ("verify.command:verify", "check, for this config, that accumulation equals the large batch"),
-    "critical": ("cli.critical:critical", "measure the critical batch by branches of a checkpoint, RUN@UPDATE"),
-    "report": ("report.writer:report", "write the report of a sweep: findings, a table and plots"),
+    "rerun": (
+        "rerun.command:rerun",
+        "repeat a run from its record in MLflow, then compare the two",
+    ),
+    "verify": (
+        "verify.command:verify",
+        "check, for this config, that accumulation equals the large batch",
+    ),
+    "critical": (
+        "cli.critical:critical",
+        "measure the critical batch by branches of a checkpoint, RUN@UPDATE",
+    ),
+    "report": (
+        "report.writer:report",
+        "write the report of a sweep: findings, a table and plots",
+    ),
     "ui": ("cli.ui:ui", "serve MLflow's UI for the configured store on 127.0.0.1"),
 }
 
@@ -42,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complete(arguments)
         return _run(arguments)
     except (ConfigError, RunError, NotShippedError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" and not isinstance(error, NotShippedError):
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" and not isinstance(
+            error, NotShippedError
+        ):
             say(*mask(traceback.format_exc()).splitlines(), always=True)
         say(f"pipeline: {error}", always=True)
         return {ConfigError: 2, NotShippedError: NOT_SHIPPED}.get(type(error), 1)
@@ -60,15 +90,25 @@ def _run(arguments: list[str]) -> int:
     from pipeline import __version__
 
     about = "Exact gradient accumulation: Hydra configs, Keras training, every update in MLflow."
-    verbs = "\n".join(["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())])
+    verbs = "\n".join(
+        ["verbs:", *(f"  {verb:9}{does}" for verb, (_, does) in VERBS.items())]
+    )
     end = f"{verbs}\n\nEverything after the verb is Hydra's grammar: pipeline train --help lists the config groups."
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="pipeline", description=about, epilog=end, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        prog="pipeline", description=about, epilog=end, formatter_class=form
+    )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("verb", choices=VERBS, metavar="VERB")
-    parser.add_argument("--quiet", action="store_true", help="with any verb: print errors and the run's ID alone")
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="with any verb: print errors and the run's ID alone",
+    )
     if "--version" in arguments or not arguments or arguments[0].startswith("-"):
-        parser.parse_args(["--version"] if "--version" in arguments else arguments or ["--help"])
+        parser.parse_args(
+            ["--version"] if "--version" in arguments else arguments or ["--help"]
+        )
     verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError("VERB", "must be a verb of pipeline", verb, VERBS)
@@ -92,21 +132,30 @@ def _complete(arguments: list[str]) -> int:
         return 0
     rest = words[3 if named else 2 :]
     os.environ["COMP_LINE"] = " ".join([words[0], *rest])
-    flags = [index for index, word in enumerate(rest[:-2]) if word in ("--config-dir", "-cd")]
+    flags = [
+        index for index, word in enumerate(rest[:-2]) if word in ("--config-dir", "-cd")
+    ]
     folders = [rest[index + 1] for index in flags if os.path.isdir(rest[index + 1])]
     return train([*arguments, *(["--config-dir", folders[-1]] if folders else [])])
 
 
 def command() -> None:
     """Run one verb and end the process; the destructors of TensorFlow and MLflow, which take seconds, are left out."""
-    for number in range(3):  # closed streams: what is opened next would be taken for them
+    for number in range(
+        3
+    ):  # closed streams: what is opened next would be taken for them
         with suppress(OSError):
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    sys.stdout, sys.stderr = (
+        sys.stdout or os.fdopen(1, "w"),
+        sys.stderr or os.fdopen(2, "w"),
+    )
     status: list[int] = []
-    atexit.register(lambda: status and _leave(status[0]))  # registered first, so that it runs after all others
+    atexit.register(
+        lambda: status and _leave(status[0])
+    )  # registered first, so that it runs after all others
     status.append(main())
     sys.exit(status[0])
 

@@ -47,8 +47,21 @@ def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
     """
     port = _free_port()
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    environment = {
+        **os.environ,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
     with tempfile.TemporaryFile() as log:
         # A session of its own: the server starts others, and ending the first leaves some behind.
         process = subprocess.Popen(
@@ -62,7 +75,9 @@ def server(store_uri: str, seconds: float = 90) -> Iterator[str]:
         try:
             if not _answers(f"{address}/health", process, seconds):
                 log.seek(0)
-                raise RuntimeError(f"mlflow server did not answer:\n{log.read().decode(errors='replace')[-4000:]}")
+                raise RuntimeError(
+                    f"mlflow server did not answer:\n{log.read().decode(errors='replace')[-4000:]}"
+                )
             yield address
         finally:
             _end_group(process)
@@ -73,7 +88,9 @@ def browser(width: int = 1600, height: int = 1000) -> Iterator[webdriver.Chrome]
     """Headless Chromium with a new profile and a page of `width` × `height`."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        raise RuntimeError("chromium and chromedriver are needed (Debian's chromium and chromium-driver)")
+        raise RuntimeError(
+            "chromium and chromedriver are needed (Debian's chromium and chromium-driver)"
+        )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = Options()
         options.binary_location = chromium
@@ -88,7 +105,9 @@ def browser(width: int = 1600, height: int = 1000) -> Iterator[webdriver.Chrome]
 
 
 @contextmanager
-def window(chrome: webdriver.Chrome, width: int = 1600, height: int = 1000) -> Iterator[webdriver.Chrome]:
+def window(
+    chrome: webdriver.Chrome, width: int = 1600, height: int = 1000
+) -> Iterator[webdriver.Chrome]:
     """A new window of `chrome` with a page of `width` × `height`; `chrome` is in it until it is closed."""
     before = chrome.current_window_handle
     _new_window(chrome, width, height)
@@ -96,7 +115,9 @@ def window(chrome: webdriver.Chrome, width: int = 1600, height: int = 1000) -> I
     try:
         yield chrome
     finally:
-        chrome.switch_to.window(opened)  # a test may have ended in a window that the page opened
+        chrome.switch_to.window(
+            opened
+        )  # a test may have ended in a window that the page opened
         chrome.close()
         chrome.switch_to.window(before)
 
@@ -105,7 +126,9 @@ def _new_window(chrome: webdriver.Chrome, width: int, height: int) -> None:
     chrome.switch_to.new_window("window")
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
+    chrome.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES}
+    )
     chrome.get_log("browser")  # what others have logged
 
 

@@ -23,7 +23,12 @@ ROOT = Path(__file__).parents[1]
 
 # Workers with trainers and shippers of their own share two cores: more threads only wait for each other. No test
 # asserts a speed.
-ONE_THREAD = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ONE_THREAD = (
+    "TF_NUM_INTRAOP_THREADS",
+    "TF_NUM_INTEROP_THREADS",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 for _name in ONE_THREAD:
     os.environ.setdefault(_name, "1")
@@ -48,14 +53,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return  # one process leaves a module once, with its fixtures
-    listed = set(re.findall(r"`([\w/]+\.py::\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    listed = set(
+        re.findall(
+            r"`([\w/]+\.py::\w+)`",
+            (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"),
+        )
+    )
     until = os.environ.get("PIPELINE_TEST_UNTIL")
     file_of = {item: str(item.nodeid).partition("::")[0] for item in items}
-    sizes = Counter(file for item, file in file_of.items() if _shares(file) and item.get_closest_marker("slow"))
+    sizes = Counter(
+        file
+        for item, file in file_of.items()
+        if _shares(file) and item.get_closest_marker("slow")
+    )
 
     def place(item: pytest.Item) -> tuple[bool, int, int]:
-        test, file = str(item.nodeid).partition("[")[0].removeprefix("tests/"), file_of[item]
-        return test not in listed, -sizes[file], zlib.crc32(f"{until} {file}".encode()) if until else 0
+        test, file = (
+            str(item.nodeid).partition("[")[0].removeprefix("tests/"),
+            file_of[item],
+        )
+        return (
+            test not in listed,
+            -sizes[file],
+            zlib.crc32(f"{until} {file}".encode()) if until else 0,
+        )
 
     items.sort(key=place)
 
@@ -64,7 +85,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out the rest of what `make test-all` adds where the check's time is up; `make test` is always whole."""
     until = os.environ.get("PIPELINE_TEST_UNTIL")  # seconds since the epoch
-    if until is not None and time.time() > float(until) and item.get_closest_marker("slow"):
+    if (
+        until is not None
+        and time.time() > float(until)
+        and item.get_closest_marker("slow")
+    ):
         pytest.skip("the time of the check was up on this machine")
 
 
@@ -83,7 +108,13 @@ class Scheduling(LoadScopeScheduling):
 @cache
 def _shares(file: str) -> bool:
     text = (ROOT / file).read_text(encoding="utf-8")
-    return bool(re.search(r'scope="module"|mlflow_server|^(import|from) (tensorflow|keras)\b', text, re.MULTILINE))
+    return bool(
+        re.search(
+            r'scope="module"|mlflow_server|^(import|from) (tensorflow|keras)\b',
+            text,
+            re.MULTILINE,
+        )
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -125,14 +156,18 @@ def three_devices() -> None:
 
         tf.config.set_visible_devices([], "GPU")
         (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 3
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def open_streams() -> None:
     """Let absl, which comes with TensorFlow, keep no stream of pytest's: it closes it when Hydra sets up logging."""
     if "absl.logging" in sys.modules:
-        sys.modules["absl.logging"].get_absl_handler().python_handler.stream = sys.__stderr__
+        sys.modules[
+            "absl.logging"
+        ].get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ def disk(folder: Path, size: str = "3m") -> Iterator[Path]:
     """A tmpfs at `folder`; the test is skipped where none can be mounted."""
     folder.mkdir(exist_ok=True)
     mounted = os.geteuid() == 0 and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+        capture_output=True,
     )
     if not mounted or mounted.returncode:
         pytest.skip("only root may mount a tmpfs")

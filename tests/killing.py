@@ -24,20 +24,53 @@ SHIPPER = "pipeline.tracking.shipper"
 # Kinds of call by who makes them, each with about how often a small run does.
 CALLS = {
     "trainer": {
-        **{"os.write": 45, "os.fsync": 25, "os.rename": 5, "os.ftruncate": 1, "os.mkdir": 6, "fcntl.lockf": 1},
-        **{"Path.write_text": 15, "shutil.rmtree": 16, "Checkpoint.write": 4, "Checkpoint.read": 5, MOMENT: 12_000},
+        **{
+            "os.write": 45,
+            "os.fsync": 25,
+            "os.rename": 5,
+            "os.ftruncate": 1,
+            "os.mkdir": 6,
+            "fcntl.lockf": 1,
+        },
+        **{
+            "Path.write_text": 15,
+            "shutil.rmtree": 16,
+            "Checkpoint.write": 4,
+            "Checkpoint.read": 5,
+            MOMENT: 12_000,
+        },
     },
     "shipper": {
-        **{"client.create_run": 1, "client.log_batch": 4, "client.set_tag": 2, "client.log_inputs": 2},
-        **{"client.log_artifact": 6, "client.set_terminated": 1, "client.update_run": 1, "os.pread": 6},
+        **{
+            "client.create_run": 1,
+            "client.log_batch": 4,
+            "client.set_tag": 2,
+            "client.log_inputs": 2,
+        },
+        **{
+            "client.log_artifact": 6,
+            "client.set_terminated": 1,
+            "client.update_run": 1,
+            "os.pread": 6,
+        },
         **{"fcntl.lockf": 1, MOMENT: 8_000},
     },
     "sync": {
-        **{"client.create_run": 1, "client.log_batch": 1, "client.set_tag": 2, "client.set_terminated": 1},
+        **{
+            "client.create_run": 1,
+            "client.log_batch": 1,
+            "client.set_tag": 2,
+            "client.set_terminated": 1,
+        },
         **{"client.update_run": 1, "os.pread": 3, "fcntl.lockf": 3, MOMENT: 3_000},
     },
     "parent": {
-        **{"client.create_run": 1, "client.log_batch": 1, "client.set_tag": 8, "client.set_terminated": 1},
+        **{
+            "client.create_run": 1,
+            "client.log_batch": 1,
+            "client.set_tag": 8,
+            "client.set_terminated": 1,
+        },
         **{MOMENT: 30_000},
     },
 }
@@ -75,7 +108,11 @@ class Plan:
     @property
     def kind(self) -> str:
         """Return who is killed, and where, as a table has it."""
-        where = self.call if self.call == MOMENT else f"{'after' if self.after else 'before'} {self.call}"
+        where = (
+            self.call
+            if self.call == MOMENT
+            else f"{'after' if self.after else 'before'} {self.call}"
+        )
         return f"{self.who + (' and the other' if self.both else ''):22} {where}"
 
     def __str__(self) -> str:
@@ -87,7 +124,13 @@ def arm(arguments: Sequence[str]) -> None:
     if VARIABLE not in os.environ or ("-P" in arguments and SHIPPER not in arguments):
         return
     plan = Plan(**json.loads(os.environ[VARIABLE]))
-    role = "shipper" if SHIPPER in arguments else "trainer" if plan.who == "shipper" else plan.who
+    role = (
+        "shipper"
+        if SHIPPER in arguments
+        else "trainer"
+        if plan.who == "shipper"
+        else plan.who
+    )
     (Path(plan.folder) / f"{role}.pid").write_text(str(os.getpid()))
     if role != plan.who:
         return
@@ -108,7 +151,13 @@ def _owner(call: str) -> tuple[Any, str]:
     import tensorflow as tf
 
     place, name = call.split(".")
-    owners = {"os": os, "fcntl": fcntl, "shutil": shutil, "Path": Path, "client": mlflow.tracking.MlflowClient}
+    owners = {
+        "os": os,
+        "fcntl": fcntl,
+        "shutil": shutil,
+        "Path": Path,
+        "client": mlflow.tracking.MlflowClient,
+    }
     return owners.get(place, tf.train.Checkpoint), name
 
 
@@ -142,6 +191,14 @@ def _kill(plan: Plan) -> None:
         return
     if plan.both:
         with suppress(OSError, ValueError):
-            os.kill(int((folder / f"{'trainer' if plan.who == 'shipper' else 'shipper'}.pid").read_text()), 9)
+            os.kill(
+                int(
+                    (
+                        folder
+                        / f"{'trainer' if plan.who == 'shipper' else 'shipper'}.pid"
+                    ).read_text()
+                ),
+                9,
+            )
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)

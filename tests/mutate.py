@@ -16,23 +16,45 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("pipeline", "hydra_plugins", "conf", "sweeps", "tests", "examples", "docs", "benchmarks")
+COPIED = (
+    "pipeline",
+    "hydra_plugins",
+    "conf",
+    "sweeps",
+    "tests",
+    "examples",
+    "docs",
+    "benchmarks",
+)
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
 
 
 def main() -> int:
-    mutations = yaml.safe_load((Path(__file__).parent / "mutations.yaml").read_text(encoding="utf-8"))
-    asked = [each for each in mutations if all(text in each["file"] + each["test"] for text in sys.argv[1:])]
+    mutations = yaml.safe_load(
+        (Path(__file__).parent / "mutations.yaml").read_text(encoding="utf-8")
+    )
+    asked = [
+        each
+        for each in mutations
+        if all(text in each["file"] + each["test"] for text in sys.argv[1:])
+    ]
     with tempfile.TemporaryDirectory(prefix="mutate-") as name:
         folder = Path(name)
         for top in COPIED:
-            shutil.copytree(ROOT / top, folder / top, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+            shutil.copytree(
+                ROOT / top,
+                folder / top,
+                ignore=shutil.ignore_patterns("__pycache__", "_build"),
+            )
         for file in FILES:
             shutil.copy(ROOT / file, folder)
         verdicts = []
         for number, each in enumerate(asked, 1):
             verdicts.append(verdict(folder, **each))
-            print(f"| {number} | `{each['file']}` | {each['breaks']} | `{each['test']}` | {verdicts[-1]} |", flush=True)
+            print(
+                f"| {number} | `{each['file']}` | {each['breaks']} | `{each['test']}` | {verdicts[-1]} |",
+                flush=True,
+            )
     print(f"{verdicts.count('caught')} of {len(asked)} caught")
     return int(verdicts.count("caught") != len(asked))
 
@@ -47,8 +69,19 @@ def verdict(folder: Path, file: str, breaks: str, old: str, new: str, test: str)
     try:
         chosen = ["-m", "not slow and not soak", f"tests/{test}"]  # as `make test` does
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *chosen]
-        environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(folder),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
     finally:
         path.write_text(text, encoding="utf-8")
     last = (done.stdout.strip().splitlines() or [""])[-1]

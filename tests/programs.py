@@ -12,7 +12,9 @@ PACKAGES = {  # program → Debian's package
     "chromedriver": "chromium-driver",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
-    **dict.fromkeys(("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol"), "slurm-client"),
+    **dict.fromkeys(
+        ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol"), "slurm-client"
+    ),
     "initdb": "postgresql",
     "ss": "iproute2",
 }
@@ -28,7 +30,9 @@ def need(*programs: str, path: str | None = None) -> None:
     searched = f"{os.environ.get('PATH', '')}:/usr/sbin" if path is None else path
     for program in programs:
         if shutil.which(program, path=searched) is None:
-            said = f"{program} is not on this machine: apt-get install {PACKAGES[program]}"
+            said = (
+                f"{program} is not on this machine: apt-get install {PACKAGES[program]}"
+            )
             if PACKAGES[program] in os.environ.get(INSTALLED, "").split():
                 pytest.fail(f"{said}, which is installed")
             pytest.skip(said)

@@ -31,7 +31,9 @@ def run(line: str) -> dict:
         try:
             status = main(shlex.split(line))
         finally:
-            for stream, descriptor, real in zip((sys.stdout, sys.stderr), (1, 2), kept, strict=True):
+            for stream, descriptor, real in zip(
+                (sys.stdout, sys.stderr), (1, 2), kept, strict=True
+            ):
                 stream.flush()
                 os.dup2(real, descriptor)
                 os.close(real)
@@ -50,7 +52,9 @@ def run(line: str) -> dict:
 def tree(folder: Path) -> dict[str, str]:
     """Every file with the hash of what is in it, and every folder."""
     return {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
         for path in sorted(folder.rglob("*"))
         if "__pycache__" not in path.parts
     }

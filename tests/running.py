@@ -19,17 +19,32 @@ from tests import shared
 from tests.warm import Python
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ("model=mlp", "training.epochs=1", "tracking.log_model=false", "tracking.system_metrics=false")
+TINY = (
+    "model=mlp",
+    "training.epochs=1",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+)
 
 
 def environment(**more: str) -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    here = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}  # MLflow exports it
-    return {**here, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
+    here = {
+        key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"
+    }  # MLflow exports it
+    return {
+        **here,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        **more,
+    }
 
 
 def python(
-    *arguments: str, cwd: Path, warm: bool = True, stdin: int = subprocess.DEVNULL, **more: str
+    *arguments: str,
+    cwd: Path,
+    warm: bool = True,
+    stdin: int = subprocess.DEVNULL,
+    **more: str,
 ) -> subprocess.Popen[str] | Python:
     """`python …` as a process group of its own, with its output kept apart.
 
@@ -55,7 +70,9 @@ def python(
     )
 
 
-def start(*arguments: str, cwd: Path, warm: bool = True, **more: str) -> subprocess.Popen[str] | Python:
+def start(
+    *arguments: str, cwd: Path, warm: bool = True, **more: str
+) -> subprocess.Popen[str] | Python:
     """`pipeline …`, see `python`."""
     return python("-m", "pipeline", *arguments, cwd=cwd, warm=warm, **more)
 
@@ -75,7 +92,12 @@ def pipeline(
         warm: see `python`.
         new_store: let it make the store of `cwd`, in place of finding an empty one there.
     """
-    if arguments[0] in ("train", "sweep") and "--cfg" not in arguments and status != 2 and not new_store:
+    if (
+        arguments[0] in ("train", "sweep")
+        and "--cfg" not in arguments
+        and status != 2
+        and not new_store
+    ):
         shared.place_store(cwd)
     process = start(*arguments, cwd=cwd, warm=warm, **more)
     try:
@@ -87,14 +109,18 @@ def pipeline(
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def one_process(lines: dict[str, str], cwd: Path, *, warm: bool = True, **more: str) -> dict[str, dict]:
+def one_process(
+    lines: dict[str, str], cwd: Path, *, warm: bool = True, **more: str
+) -> dict[str, dict]:
     """What each command line does: its status, what it wrote to either stream, and what it changed in `cwd`.
 
     Args:
         warm: see `python`.
         more: environment variables.
     """
-    process = python("-m", "tests.refused", cwd=cwd, warm=warm, stdin=subprocess.PIPE, **more)
+    process = python(
+        "-m", "tests.refused", cwd=cwd, warm=warm, stdin=subprocess.PIPE, **more
+    )
     out, err = process.communicate(json.dumps(list(lines.values())))
     assert process.returncode == 0, err
     return dict(zip(lines, json.loads(out), strict=True))
@@ -118,11 +144,21 @@ class Store:
     def runs(self, experiment: str = "pipeline") -> list[Run]:
         """Oldest first."""
         found = self.client.get_experiment_by_name(experiment)
-        return list(self.client.search_runs([found.experiment_id], order_by=["start_time ASC"])) if found else []
+        return (
+            list(
+                self.client.search_runs(
+                    [found.experiment_id], order_by=["start_time ASC"]
+                )
+            )
+            if found
+            else []
+        )
 
     def trained(self, experiment: str = "pipeline") -> list[Run]:
         """Those that trained something: all but the parents of sweeps."""
-        return [run for run in self.runs(experiment) if "sweep.name" not in run.data.tags]
+        return [
+            run for run in self.runs(experiment) if "sweep.name" not in run.data.tags
+        ]
 
     def run(self, experiment: str = "pipeline") -> Run:
         (run,) = self.runs(experiment)
@@ -136,7 +172,11 @@ class Store:
         return dict(sorted(by_step.items()))
 
     def histories(self, run: Run, *prefixes: str) -> dict[str, dict[int, float]]:
-        keys = [key for key in run.data.metrics if key.startswith(prefixes or ("train/", "val/"))]
+        keys = [
+            key
+            for key in run.data.metrics
+            if key.startswith(prefixes or ("train/", "val/"))
+        ]
         return {key: self.history(run, key) for key in sorted(keys)}
 
     def by_param(self, runs: list[Run], *keys: str) -> dict[tuple[str, ...], Run]:

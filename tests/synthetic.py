@@ -40,7 +40,11 @@ class Made:
     def __post_init__(self) -> None:
         self.client = self.store.client()
         self.experiment_id = self.store.experiment("made")
-        run = self.client.create_run(self.experiment_id, tags={"sweep.name": self.name}, run_name=f"sweep {self.name}")
+        run = self.client.create_run(
+            self.experiment_id,
+            tags={"sweep.name": self.name},
+            run_name=f"sweep {self.name}",
+        )
         self.run_id = run.info.run_id
         sweep = self.store.uri, self.run_id, self.experiment_id, self.name
         self.planned = ParentRun(*sweep, varied=list(self.varied), metrics=["accuracy"])
@@ -66,11 +70,28 @@ class Made:
             seconds: of each update; the jobs follow each other on the clock.
             memory: bytes at the peak.
         """
-        updates = max((len(c) for c in curves.values() if not isinstance(c, Mapping)), default=0)
-        parent = {"mlflow.parentRunId": self.run_id, "sweep": self.run_id, "sweep.job": name}
-        run = self.client.create_run(self.experiment_id, self.clock, {**parent, **tags}, name).info.run_id
-        given = {"accumulation.factor": factor, "derived.factor": factor, "derived.effective_batch_size": batch}
-        given |= {"derived.micro_batch_size": batch // factor, "seed": seed, "hardware.precision": "float32", **params}
+        updates = max(
+            (len(c) for c in curves.values() if not isinstance(c, Mapping)), default=0
+        )
+        parent = {
+            "mlflow.parentRunId": self.run_id,
+            "sweep": self.run_id,
+            "sweep.job": name,
+        }
+        run = self.client.create_run(
+            self.experiment_id, self.clock, {**parent, **tags}, name
+        ).info.run_id
+        given = {
+            "accumulation.factor": factor,
+            "derived.factor": factor,
+            "derived.effective_batch_size": batch,
+        }
+        given |= {
+            "derived.micro_batch_size": batch // factor,
+            "seed": seed,
+            "hardware.precision": "float32",
+            **params,
+        }
         every = {
             "train/examples_seen": [batch * (update + 1) for update in range(updates)],
             "train/effective_batch_size": [batch] * updates,
@@ -81,9 +102,18 @@ class Made:
         }
         points = []
         for key, curve in {**every, **curves}.items():
-            rows = curve.items() if isinstance(curve, Mapping) else enumerate(curve, start=1)
-            points += [Metric(key, float(value), self.clock + update, update) for update, value in rows]
-        self.client.log_batch(run, params=[Param(key, str(value)) for key, value in given.items()])
+            rows = (
+                curve.items()
+                if isinstance(curve, Mapping)
+                else enumerate(curve, start=1)
+            )
+            points += [
+                Metric(key, float(value), self.clock + update, update)
+                for update, value in rows
+            ]
+        self.client.log_batch(
+            run, params=[Param(key, str(value)) for key, value in given.items()]
+        )
         for first in range(0, len(points), MOST):
             self.client.log_batch(run, metrics=points[first : first + MOST])
         self.clock += 1000 + int(1000 * seconds * updates)
@@ -95,7 +125,9 @@ class Made:
         self.client.set_terminated(self.run_id, status)
 
     def tag(self, run: str, **tags: str) -> None:
-        self.client.log_batch(run, tags=[RunTag(key, value) for key, value in tags.items()])
+        self.client.log_batch(
+            run, tags=[RunTag(key, value) for key, value in tags.items()]
+        )
 
 
 def job(
@@ -114,11 +146,23 @@ def job(
     """
     steps = 1024 // batch * np.arange(1, epochs + 1)
     losses = start + (ends - start) * np.arange(1, epochs + 1) / epochs
-    curves = {"train/loss": losses, "val/loss": losses, "train/examples_seen": batch * steps.astype(float)}
+    curves = {
+        "train/loss": losses,
+        "val/loss": losses,
+        "train/examples_seen": batch * steps.astype(float),
+    }
     curves["perf/update_seconds"] = np.full(epochs, seconds * batch / 8)
     curves["perf/peak_memory_bytes"] = np.full(epochs, (100 + factor) * 2.0**20)
     made = {key: Curve(steps, values) for key, values in curves.items()}
-    return JobResult(name, name, "FINISHED", curves=made, factor=factor, batch=batch, micro=batch // factor)
+    return JobResult(
+        name,
+        name,
+        "FINISHED",
+        curves=made,
+        factor=factor,
+        batch=batch,
+        micro=batch // factor,
+    )
 
 
 def swept(jobs: list[JobResult]) -> Comparison:
@@ -133,7 +177,10 @@ def store(folder: Path) -> Store:
 
 
 def at_fixed_micro_batch(
-    store: Store, seeds: Sequence[int] = (0, 1, 2), critical: float = 200.0, noise_scale: float = 190.0
+    store: Store,
+    seeds: Sequence[int] = (0, 1, 2),
+    critical: float = 200.0,
+    noise_scale: float = 190.0,
 ) -> Made:
     """Batches of 32 to 512 whose examples to a loss follow E = 3200 · (1 + B / critical), in units of 2 − loss.
 
@@ -143,24 +190,45 @@ def at_fixed_micro_batch(
     negative until a loss of 1.4, as an estimate may be, `noise_scale` until 0.8, then ten times that.
     """
     factors = (1, 2, 4, 8, 16)
-    names = [f"factor={f} batch={32 * f} seed={seed}" for f in factors for seed in seeds]
-    made = Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
+    names = [
+        f"factor={f} batch={32 * f} seed={seed}" for f in factors for seed in seeds
+    ]
+    made = Made(
+        store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch"
+    )
     horizon = 512 * int(np.ceil(3200 * (1 + 512 / critical) * 1.03 / 512))
     for factor in factors:
         for seed in seeds:
-            batch, name = 32 * factor, f"factor={factor} batch={32 * factor} seed={seed}"
+            batch, name = (
+                32 * factor,
+                f"factor={factor} batch={32 * factor} seed={seed}",
+            )
             examples = batch * np.arange(1, horizon // batch + 1)
             loss = np.maximum(2 - examples / cost_of(batch, seed, critical), 0.01)
             steps = np.unique(np.linspace(1, len(loss), 40).astype(int))
             validated = {int(step): float(loss[step - 1]) for step in steps}
             wave = 1 + 0.03 * np.sin(np.arange(len(loss)) * 2.4) / np.sqrt(factor)
-            curves: dict[str, Any] = {"train/loss": loss * wave, "train/accuracy": 1 - loss / 2, "val/loss": validated}
-            curves["val/accuracy"] = {step: 1 - value / 2 for step, value in validated.items()}
+            curves: dict[str, Any] = {
+                "train/loss": loss * wave,
+                "train/accuracy": 1 - loss / 2,
+                "val/loss": validated,
+            }
+            curves["val/accuracy"] = {
+                step: 1 - value / 2 for step, value in validated.items()
+            }
             if factor > 1:
                 scales = np.where(loss > 0.8, noise_scale, 10 * noise_scale)
                 curves["train/gradient_noise_scale"] = np.where(loss > 1.4, -5, scales)
             seconds, memory = 0.01 * factor, (300 + factor) * 2**20
-            made.job(name, curves, factor=factor, batch=batch, seed=seed, seconds=seconds, memory=memory)
+            made.job(
+                name,
+                curves,
+                factor=factor,
+                batch=batch,
+                seed=seed,
+                seconds=seconds,
+                memory=memory,
+            )
     made.end()
     return made
 
@@ -178,12 +246,25 @@ def at_fixed_batch(store: Store, precision: str, updates: int = 120) -> Made:
     are apart by 1e-15 throughout.
     """
     names = [f"factor={factor}" for factor in (1, 2, 4)]
-    made = Made(store, names, ["accumulation.factor"], f"factor_at_fixed_effective_batch {precision}")
+    made = Made(
+        store,
+        names,
+        ["accumulation.factor"],
+        f"factor_at_fixed_effective_batch {precision}",
+    )
     steps = np.arange(updates)
     for factor, share in ((1, 0.0), (2, 1.0), (4, 0.5)):
-        apart = share * (1e-7 * 1.1**steps if precision == "float32" else 1e-15 + 0 * steps)
+        apart = share * (
+            1e-7 * 1.1**steps if precision == "float32" else 1e-15 + 0 * steps
+        )
         curves = {"train/loss": 2 * 0.99 ** (steps + 1) * (1 - apart)}
         settings = {"hardware.precision": precision}
-        made.job(f"factor={factor}", curves, factor=factor, seconds=0.01 * (1 + factor / 10), params=settings)
+        made.job(
+            f"factor={factor}",
+            curves,
+            factor=factor,
+            seconds=0.01 * (1 + factor / 10),
+            params=settings,
+        )
     made.end()
     return made

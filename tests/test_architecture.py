@@ -13,15 +13,43 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the top of the house to its ground: a room imports from rooms below it, and from none above.
 ROOMS = (
-    *("__main__", "cli", "rerun", "verify", "sweep", "report", "run", "distributed", "components"),
-    *("training", "checkpoints", "tracking", "dataset", "accumulation", "trust", "config", "common"),
+    *(
+        "__main__",
+        "cli",
+        "rerun",
+        "verify",
+        "sweep",
+        "report",
+        "run",
+        "distributed",
+        "components",
+    ),
+    *(
+        "training",
+        "checkpoints",
+        "tracking",
+        "dataset",
+        "accumulation",
+        "trust",
+        "config",
+        "common",
+    ),
 )
 
 
 def modules(root: Path) -> dict[str, Path]:
     """Every module of both packages by its dotted name."""
-    files = [file for top in ("pipeline", "hydra_plugins") for file in sorted((root / top).rglob("*.py"))]
-    names = {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    files = [
+        file
+        for top in ("pipeline", "hydra_plugins")
+        for file in sorted((root / top).rglob("*.py"))
+    ]
+    names = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): file
+        for file in files
+    }
     return {name: file for name, file in names.items() if name != "pipeline"}
 
 
@@ -29,26 +57,39 @@ def modules(root: Path) -> dict[str, Path]:
 def arrows(root: Path) -> dict[str, set[str]]:
     """The modules that each module imports, also inside of functions; what only a type checker reads is left out."""
     known = modules(root)
-    return {name: set(_imported(name, file, known)) - {name} for name, file in known.items()}
+    return {
+        name: set(_imported(name, file, known)) - {name} for name, file in known.items()
+    }
 
 
 def _imported(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     branches = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]
     for_types = {id(inner) for branch in branches for inner in ast.walk(branch)}
     for node in ast.walk(tree):
         if id(node) in for_types:
             continue
         if isinstance(node, ast.Import):
-            yield from (known_part(alias.name, known) for alias in node.names if known_part(alias.name, known))
+            yield from (
+                known_part(alias.name, known)
+                for alias in node.names
+                if known_part(alias.name, known)
+            )
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parts = package.split(".")
-                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+                base = ".".join(
+                    [
+                        *parts[: len(parts) - node.level + 1],
+                        *filter(None, [node.module]),
+                    ]
+                )
             for alias in node.names:
                 found = known_part(f"{base}.{alias.name}", known)
                 if found:
@@ -90,7 +131,9 @@ def circles(root: Path) -> list[str]:
 def _rooms(root: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, others in arrows(root).items():
-        found.setdefault(room(name), set()).update({room(other) for other in others} - {room(name)})
+        found.setdefault(room(name), set()).update(
+            {room(other) for other in others} - {room(name)}
+        )
     return found
 
 
@@ -121,7 +164,12 @@ def test_no_circle():
 
 
 def test_accumulation_can_be_copied_into_any_project():
-    outside = {other for name, others in arrows(ROOT).items() if room(name) == "accumulation" for other in others}
+    outside = {
+        other
+        for name, others in arrows(ROOT).items()
+        if room(name) == "accumulation"
+        for other in others
+    }
     assert {room(other) for other in outside} <= {"accumulation"}
 
 
@@ -131,14 +179,20 @@ def test_who_comes_from_outside_uses_the_door():
         f"{name} -> {other}"
         for name, others in arrows(ROOT).items()
         for other in sorted(others)
-        if other.count(".") > 1 and room(other) != room(name) and other.split(".")[2] not in _door(room(other))
+        if other.count(".") > 1
+        and room(other) != room(name)
+        and other.split(".")[2] not in _door(room(other))
     ]
     assert entered == []
 
 
 def _door(name: str) -> list[str]:
-    tree = ast.parse((ROOT / "pipeline" / name / "__init__.py").read_text(encoding="utf-8"))
-    values = [n.value for n in tree.body if ast.unparse(n).startswith("__all__ ")]  # by = and +=
+    tree = ast.parse(
+        (ROOT / "pipeline" / name / "__init__.py").read_text(encoding="utf-8")
+    )
+    values = [
+        n.value for n in tree.body if ast.unparse(n).startswith("__all__ ")
+    ]  # by = and +=
     return [name for value in values for name in ast.literal_eval(value)]
 
 

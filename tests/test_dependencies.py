@@ -26,57 +26,115 @@ def imported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in (path for folder in OURS for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            for name in {name.split(".")[0] for name in names} - OURS - sys.stdlib_module_names:
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
+            names += (
+                [node.module]
+                if isinstance(node, ast.ImportFrom) and node.module and not node.level
+                else []
+            )
+            for name in (
+                {name.split(".")[0] for name in names} - OURS - sys.stdlib_module_names
+            ):
                 found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     return found
 
 
 def test_every_import_is_of_a_declared_dependency():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
-    declared = {normal(requirement) for requirement in [*project["dependencies"], *extras]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    extras = [
+        requirement
+        for extra in project["optional-dependencies"].values()
+        for requirement in extra
+    ]
+    declared = {
+        normal(requirement) for requirement in [*project["dependencies"], *extras]
+    }
     providers = metadata.packages_distributions()
     assert "tensorflow" in imported()
     undeclared = {
-        name: files for name, files in imported().items() if not declared & set(map(normal, providers.get(name, [])))
+        name: files
+        for name, files in imported().items()
+        if not declared & set(map(normal, providers.get(name, [])))
     }
     assert undeclared == {}
 
 
 def test_both_locks_pin_every_dependency_without_an_address():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     for lock in ("requirements.lock", "requirements-gpu.lock"):
         text = (ROOT / lock).read_text(encoding="utf-8")
-        pinned = {normal(line) for line in text.splitlines() if re.match(r"[\w.\-]+(\[.*\])?==", line)}
-        assert {normal(requirement) for requirement in project["dependencies"]} <= pinned
+        pinned = {
+            normal(line)
+            for line in text.splitlines()
+            if re.match(r"[\w.\-]+(\[.*\])?==", line)
+        }
+        assert {
+            normal(requirement) for requirement in project["dependencies"]
+        } <= pinned
         assert "://" not in text
 
 
-@pytest.mark.parametrize(("version", "refused"), [((3, 10), True), ((3, 14), True), ((3, 13), False)])
-def test_make_refuses_a_python_that_tensorflow_has_no_wheel_for(tmp_path, version, refused):
-    for name in ("Makefile", "pyproject.toml", "requirements.lock", "requirements-gpu.lock"):
+@pytest.mark.parametrize(
+    ("version", "refused"), [((3, 10), True), ((3, 14), True), ((3, 13), False)]
+)
+def test_make_refuses_a_python_that_tensorflow_has_no_wheel_for(
+    tmp_path, version, refused
+):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "requirements.lock",
+        "requirements-gpu.lock",
+    ):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"))
     python = tmp_path / "python"  # that makes no environment
     code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
-    python.write_text(f"#!/bin/sh\n[ $1 = -c ] && exec {sys.executable} -c '{code}' \"$2\"\nexit 9\n")
+    python.write_text(
+        f"#!/bin/sh\n[ $1 = -c ] && exec {sys.executable} -c '{code}' \"$2\"\nexit 9\n"
+    )
     python.chmod(0o755)
-    done = subprocess.run(["make", "setup", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={python}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     line = f"Python 3.11 to 3.13 is needed, for which TensorFlow has wheels, this is 3.{version[1]}: make PYTHON=…"
     assert done.returncode == 2
     assert (line in done.stderr.splitlines()) == refused
     assert ("Setting up .venv" in done.stdout) != refused
-    rest = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"^cp (requirements(-gpu)?\.lock) \.venv/\1\.installed$", rest, re.MULTILINE)  # a run records it
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rest = subprocess.run(
+        ["make", "-n", "setup"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert re.search(
+        r"^cp (requirements(-gpu)?\.lock) \.venv/\1\.installed$", rest, re.MULTILINE
+    )  # a run records it
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     assert project["requires-python"] == ">=3.11,<3.14"
 
 
 def test_the_peers_have_a_lock_of_their_own_that_shares_versions():
     """`make bench` runs MLflow in both environments."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
-    peers, ours = (versions(lock) for lock in ("requirements-peers.lock", "requirements.lock"))
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "dependency-groups"
+    ]
+    peers, ours = (
+        versions(lock) for lock in ("requirements-peers.lock", "requirements.lock")
+    )
     assert {normal(requirement) for requirement in groups["peers"]} <= set(peers)
     assert {name: peers[name] for name in peers.keys() & ours.keys()} == {
         name: ours[name] for name in peers.keys() & ours.keys()
@@ -91,7 +149,9 @@ def versions(lock: str) -> dict[str, set[str]]:
     """The pinned versions of each distribution: there may be one for each version of Python."""
     found: dict[str, set[str]] = {}
     for name, version in re.findall(
-        r"^([\w.\-]+)(?:\[.*\])?==(\S+)", (ROOT / lock).read_text(encoding="utf-8"), re.MULTILINE
+        r"^([\w.\-]+)(?:\[.*\])?==(\S+)",
+        (ROOT / lock).read_text(encoding="utf-8"),
+        re.MULTILINE,
     ):
         found.setdefault(normal(name), set()).add(version)
     return found

@@ -32,10 +32,23 @@ from tests import killing
 
 # The first sets what MLflow reads when it is imported.
 IMPORTS = (
-    *("pipeline.tracking.store", "mlflow.store.tracking.sqlalchemy_store", "mlflow.models", "mlflow.keras"),
+    *(
+        "pipeline.tracking.store",
+        "mlflow.store.tracking.sqlalchemy_store",
+        "mlflow.models",
+        "mlflow.keras",
+    ),
     *("tensorflow", "keras", "tensorflow_datasets", "sklearn.datasets", "hydra.main"),
-    *("hydra_plugins.hydra_submitit_launcher.submitit_launcher", "hydra_plugins.pipeline_launcher"),
-    *("pipeline.cli.train", "pipeline.run.run", "pipeline.components.fitting", "pipeline.tracking.sync_run"),
+    *(
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher",
+        "hydra_plugins.pipeline_launcher",
+    ),
+    *(
+        "pipeline.cli.train",
+        "pipeline.run.run",
+        "pipeline.components.fitting",
+        "pipeline.tracking.sync_run",
+    ),
 )
 PATIENCE = 180  # seconds for the imports, on a busy machine
 
@@ -153,7 +166,9 @@ class Python:
             self._connection.close()
         return self.returncode
 
-    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+    def communicate(
+        self, input: Any = None, timeout: float | None = None
+    ) -> tuple[Any, Any]:
         """Return what it wrote to its pipes once both are closed and it has ended."""
         if self.stdin is not None:
             with contextlib.suppress(BrokenPipeError), self.stdin:
@@ -165,8 +180,14 @@ class Python:
         def read(index: int, stream: IO) -> None:
             texts[index] = stream.read()
 
-        streams = [(index, stream) for index, stream in enumerate((self.stdout, self.stderr)) if stream is not None]
-        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
+        streams = [
+            (index, stream)
+            for index, stream in enumerate((self.stdout, self.stderr))
+            if stream is not None
+        ]
+        readers = [
+            threading.Thread(target=read, args=each, daemon=True) for each in streams
+        ]
         for reader in readers:
             reader.start()
         for reader in readers:
@@ -213,7 +234,9 @@ def _connected(address: str) -> socket.socket:
         except OSError:  # it still imports
             connection.close()
             if time.monotonic() > until:
-                raise RuntimeError(f"no warm process: {Path(address).with_suffix('.log').read_text()}") from None
+                raise RuntimeError(
+                    f"no warm process: {Path(address).with_suffix('.log').read_text()}"
+                ) from None
             time.sleep(0.05)
 
 
@@ -223,7 +246,9 @@ def main() -> None:
     before = dict(os.environ)
     for name in IMPORTS:
         importlib.import_module(name)
-    set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
+    set_by_imports = {
+        name: value for name, value in os.environ.items() if name not in before
+    }
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -271,7 +296,9 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 _say(connection, pid)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+                selector.register(
+                    os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection)
+                )
 
 
 def _say(connection: socket.socket, number: int) -> None:
@@ -297,7 +324,9 @@ def _become(address: str, request: dict[str, Any], descriptors: list[int]) -> No
     sys.path[1:1] = [folder for folder in searched if folder and folder not in sys.path]
     if arguments[0] == "-P":
         del arguments[0], sys.path[0]
-    with contextlib.suppress(OSError):  # its name in the table of processes, of 15 characters
+    with contextlib.suppress(
+        OSError
+    ):  # its name in the table of processes, of 15 characters
         Path("/proc/self/comm").write_text(arguments[1][-15:])
     how, what, *rest = arguments
     sys.argv = [how, *rest]
@@ -319,7 +348,9 @@ def fork_children(address: str) -> None:
     def popen(command: Sequence[str], *more: Any, **options: Any) -> Any:
         if isinstance(command, str) or list(command[:2]) != [sys.executable, "-P"]:
             return start(command, *more, **options)
-        kept = {key: options.get(key) for key in ("cwd", "env", "stdin", "stdout", "stderr")}
+        kept = {
+            key: options.get(key) for key in ("cwd", "env", "stdin", "stdout", "stderr")
+        }
         return Python(address, command[1:], **kept, text=options.get("text", False))
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
@@ -329,13 +360,17 @@ def _fork_forkserver() -> None:
     """Have the forkserver of a sweep forked from this process where it would be started: it imports TensorFlow."""
     start = multiprocessing.util.spawnv_passfds
 
-    def spawnv_passfds(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    def spawnv_passfds(
+        path: bytes, arguments: Sequence[str], descriptors: Sequence[int]
+    ) -> int:
         if not arguments[-1].startswith("from multiprocessing.forkserver"):
             return start(path, arguments, descriptors)
         pid = os.fork()
         if pid == 0:
             try:
-                for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
+                for descriptor in {
+                    int(name) for name in os.listdir("/proc/self/fd")
+                } - {0, 1, 2, *descriptors}:
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
                 for number in (signal.SIGTERM, signal.SIGHUP):

@@ -25,25 +25,39 @@ from benchmarks.report import filled
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.conformance", description=__doc__.splitlines()[0]
+    )
     names = [library.module for library in LIBRARIES]
-    parser.add_argument("libraries", nargs="*", metavar="LIBRARY", help=f"of {', '.join(names)}; all if none is named")
+    parser.add_argument(
+        "libraries",
+        nargs="*",
+        metavar="LIBRARY",
+        help=f"of {', '.join(names)}; all if none is named",
+    )
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     options = parser.parse_args()
     if unknown := sorted(set(options.libraries) - set(names)):
-        parser.error(f"LIBRARY must be one of {', '.join(names)}. Received: {', '.join(unknown)}")
+        parser.error(
+            f"LIBRARY must be one of {', '.join(names)}. Received: {', '.join(unknown)}"
+        )
     path, document = options.docs / "conformance.json", options.docs / "conformance.md"
     results = json.loads(path.read_text()) if path.exists() else {}
     for library in LIBRARIES:
         if library.module not in (options.libraries or names):
             continue
         if library.peer and not PEERS.exists():
-            print(f"{library.module} is left out: `make peers` sets it up", file=sys.stderr)
+            print(
+                f"{library.module} is left out: `make peers` sets it up",
+                file=sys.stderr,
+            )
             continue
         print(library.module, file=sys.stderr, flush=True)
         results[library.module] = measure(library)
     path.write_text(json.dumps(results, indent=1) + "\n")
-    document.write_text(filled(document.read_text(), page.text(results), page.BEGIN, page.END))
+    document.write_text(
+        filled(document.read_text(), page.text(results), page.BEGIN, page.END)
+    )
     print(page.outcomes(results, []))
 
 
@@ -55,12 +69,29 @@ def measure(library: Library) -> dict[str, Any]:
         output = Path(folder) / "outcomes.json"
         for devices in sorted({case.devices for case in CASES}):
             launcher = _launcher(devices) if library.processes and devices > 1 else []
-            run([python, *launcher, "-m", "benchmarks.conformance.run", library.module, str(devices), str(output)])
+            run(
+                [
+                    python,
+                    *launcher,
+                    "-m",
+                    "benchmarks.conformance.run",
+                    library.module,
+                    str(devices),
+                    str(output),
+                ]
+            )
             for name, found in json.loads(output.read_text()).items():
                 outcomes[name].update(found)
     asked = f"from importlib import metadata; print(*map(metadata.version, {library.packages}))"
-    versions = dict(zip(library.packages, run([python, "-c", asked]).split(), strict=True))
-    return {"begun": begun, "seconds": time.time() - begun, "versions": versions, "outcomes": outcomes}
+    versions = dict(
+        zip(library.packages, run([python, "-c", asked]).split(), strict=True)
+    )
+    return {
+        "begun": begun,
+        "seconds": time.time() - begun,
+        "versions": versions,
+        "outcomes": outcomes,
+    }
 
 
 def _launcher(processes: int) -> list[str]:

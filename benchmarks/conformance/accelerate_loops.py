@@ -42,20 +42,36 @@ def variable_size(case: Case) -> Outcome:
         remainder = len(loader) % FACTOR or FACTOR
         updates = -(-len(loader) // FACTOR)
         for update in range(updates):
-            now = [next(batches) for _ in range(FACTOR if update < updates - 1 else remainder)]
+            now = [
+                next(batches)
+                for _ in range(FACTOR if update < updates - 1 else remainder)
+            ]
             items = torch.stack([size(case, *rest) for _, *rest in now]).sum()
             items = accelerator.gather(items).sum().item()
             for number, (x, *rest) in enumerate(now, 1):
                 several = accelerator.num_processes > 1
-                with model.no_sync() if several and number < len(now) else contextlib.nullcontext():
-                    loss = total(model(x), *rest) * FACTOR * accelerator.num_processes / items
+                with (
+                    model.no_sync()
+                    if several and number < len(now)
+                    else contextlib.nullcontext()
+                ):
+                    loss = (
+                        total(model(x), *rest)
+                        * FACTOR
+                        * accelerator.num_processes
+                        / items
+                    )
                     accelerator.backward(loss + penalty(case, model))
             if case.clip is not None:
                 accelerator.clip_grad_norm_(model.parameters(), case.clip)
             sgd.step()
             scheduler.step()
             sgd.zero_grad()
-    note = "with Σw in place of the number of tokens" if case.divided_by == "weights" else ""
+    note = (
+        "with Σw in place of the number of tokens"
+        if case.divided_by == "weights"
+        else ""
+    )
     return by_weights(weights(model.parameters()), in_torch.large(case)[0], note)
 
 
@@ -63,7 +79,9 @@ def _prepared(case: Case) -> Any:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=FACTOR)
     network = Network()
     optimizer, scheduler = in_torch.sgd(case, network)
-    return accelerator, *accelerator.prepare(network, optimizer, scheduler, in_torch.loader(case))
+    return accelerator, *accelerator.prepare(
+        network, optimizer, scheduler, in_torch.loader(case)
+    )
 
 
 WAYS: dict[str, Way] = {"accumulate": accumulate, "variable_size": variable_size}

@@ -6,7 +6,15 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.conformance import in_keras
-from benchmarks.conformance.cases import FACTOR, IGNORED, MICRO, Arrays, Case, effective_batches, examples
+from benchmarks.conformance.cases import (
+    FACTOR,
+    IGNORED,
+    MICRO,
+    Arrays,
+    Case,
+    effective_batches,
+    examples,
+)
 from benchmarks.conformance.cases import micro_batches as cut
 from benchmarks.conformance.outcome import Outcome, Way, by_weights
 from pipeline.accumulation import AccumulatingOptimizer
@@ -19,7 +27,9 @@ def in_fit(case: Case) -> Outcome:
         return Outcome(note="an optimizer logs nothing")
     with in_keras.strategy(case).scope():
         model = in_keras.network(case)
-        model.compile(AccumulatingOptimizer(in_keras.optimizer(case), FACTOR), in_keras.loss(case))
+        model.compile(
+            AccumulatingOptimizer(in_keras.optimizer(case), FACTOR), in_keras.loss(case)
+        )
     x, y, *weight = examples(case)
     model.fit(
         x,
@@ -45,12 +55,23 @@ def in_a_loop(case: Case) -> Outcome:
 
     def part(x: tf.Tensor, y: tf.Tensor, *weight: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
-            value = value_of(y, model(x, training=True), *weight) + sum(model.losses) / case.devices
-        gradients = tape.gradient(value, [variable.value for variable in model.trainable_variables])
-        counts = tf.reduce_sum(weight[0]) if case.divided_by == "weights" else tf.math.count_nonzero(y != IGNORED)
+            value = (
+                value_of(y, model(x, training=True), *weight)
+                + sum(model.losses) / case.devices
+            )
+        gradients = tape.gradient(
+            value, [variable.value for variable in model.trainable_variables]
+        )
+        counts = (
+            tf.reduce_sum(weight[0])
+            if case.divided_by == "weights"
+            else tf.math.count_nonzero(y != IGNORED)
+        )
         optimizer.apply(gradients, model.trainable_variables, weight=counts)
 
-    step = tf.function(lambda parts: strategy.run(part, parts), autograph=False, reduce_retracing=True)
+    step = tf.function(
+        lambda parts: strategy.run(part, parts), autograph=False, reduce_retracing=True
+    )
     per_epoch = -(-sum(case.sizes) // MICRO)
     for number, batch in enumerate(cut(case), 1):
         step(_shares(strategy, batch))
@@ -68,7 +89,12 @@ def _shares(strategy: tf.distribute.Strategy, batch: Arrays) -> tuple:
     replicas = strategy.num_replicas_in_sync
 
     def share(context: tf.distribute.ValueContext) -> tuple:
-        return tuple(tf.constant(np.array_split(each, replicas)[context.replica_id_in_sync_group]) for each in batch)
+        return tuple(
+            tf.constant(
+                np.array_split(each, replicas)[context.replica_id_in_sync_group]
+            )
+            for each in batch
+        )
 
     return strategy.experimental_distribute_values_from_function(share)
 

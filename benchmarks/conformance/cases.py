@@ -57,7 +57,11 @@ class Case:
 
 
 CASES = (
-    Case("equal", "equal micro-batches", "nothing: the control, which all should get right"),
+    Case(
+        "equal",
+        "equal micro-batches",
+        "nothing: the control, which all should get right",
+    ),
     Case(
         "ragged",
         "a smaller last micro-batch",

@@ -38,9 +38,14 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.logits = nn.Linear(FEATURES, HIDDEN).double(), nn.Linear(HIDDEN, CLASSES).double()
+        self.hidden, self.logits = (
+            nn.Linear(FEATURES, HIDDEN).double(),
+            nn.Linear(HIDDEN, CLASSES).double(),
+        )
         with torch.no_grad():
-            for parameter, value in zip(self.parameters(), initial_weights(), strict=True):
+            for parameter, value in zip(
+                self.parameters(), initial_weights(), strict=True
+            ):
                 parameter.copy_(torch.from_numpy(value.T))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,17 +54,25 @@ class Network(nn.Module):
 
 def total(logits: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
     """Return Σ w·loss over examples or tokens."""
-    values = functional.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=IGNORED, reduction="none")
+    values = functional.cross_entropy(
+        logits.flatten(0, -2), y.flatten(), ignore_index=IGNORED, reduction="none"
+    )
     return (values if w is None else values * w).sum()
 
 
 def size(case: Case, y: Tensor, w: Tensor | None = None) -> Tensor:
     """Return what the mean divides by."""
-    return w.sum() if w is not None and case.divided_by == "weights" else (y != IGNORED).sum()
+    return (
+        w.sum()
+        if w is not None and case.divided_by == "weights"
+        else (y != IGNORED).sum()
+    )
 
 
 def penalty(case: Case, network: nn.Module) -> Tensor | float:
-    return case.penalty and case.penalty * sum((parameter**2).sum() for parameter in network.parameters())
+    return case.penalty and case.penalty * sum(
+        (parameter**2).sum() for parameter in network.parameters()
+    )
 
 
 def mean(case: Case, network: nn.Module, batch: Batch) -> Tensor:
@@ -68,14 +81,18 @@ def mean(case: Case, network: nn.Module, batch: Batch) -> Tensor:
     return total(network(x), *rest) / size(case, *rest) + penalty(case, network)
 
 
-def sgd(case: Case, network: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def sgd(
+    case: Case, network: nn.Module
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     optimizer = torch.optim.SGD(network.parameters(), RATE)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, case.decay)
 
 
 def loader(case: Case) -> DataLoader:
     """Return the micro-batches of one device, in order."""
-    return DataLoader(TensorDataset(*map(torch.from_numpy, examples(case))), MICRO // case.devices)
+    return DataLoader(
+        TensorDataset(*map(torch.from_numpy, examples(case))), MICRO // case.devices
+    )
 
 
 def large(case: Case) -> tuple[Arrays, list[float]]:

@@ -7,7 +7,14 @@ import dataclasses
 import keras
 
 from benchmarks.conformance import in_keras
-from benchmarks.conformance.cases import FACTOR, MICRO, Arrays, Case, effective_batches, examples
+from benchmarks.conformance.cases import (
+    FACTOR,
+    MICRO,
+    Arrays,
+    Case,
+    effective_batches,
+    examples,
+)
 from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 
 prepare = in_keras.prepare
@@ -16,7 +23,9 @@ prepare = in_keras.prepare
 def fit(case: Case) -> Outcome:
     weights, losses = in_keras.large(case, list(effective_batches(case)))
     logged: list[float] = []
-    watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: logged.append(logs["loss"]))
+    watching = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: logged.append(logs["loss"])
+    )
     trained = _trained(case, watching)
     if case.logged:
         note = "what callbacks get at the end of each batch, and MLflow's logs: the mean over the epoch so far"

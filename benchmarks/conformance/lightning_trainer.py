@@ -61,14 +61,24 @@ def accumulate_grad_batches(case: Case) -> Outcome:
             use_distributed_sampler=False,
             logger=logger if case.logged else False,
             default_root_dir=folder,
-            **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+            **dict.fromkeys(
+                ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+                False,
+            ),
         )
         trainer.fit(module)
         expected, losses = in_torch.large(case)
         if case.logged:
             with (Path(logger.log_dir) / "metrics.csv").open() as file:
-                logged = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-            return by_log(logged, len(logged), losses, "`self.log` in `training_step`: that of the last micro-batch")
+                logged = [
+                    float(row["loss"]) for row in csv.DictReader(file) if row["loss"]
+                ]
+            return by_log(
+                logged,
+                len(logged),
+                losses,
+                "`self.log` in `training_step`: that of the last micro-batch",
+            )
     return by_weights(weights(module.parameters()), expected)
 
 

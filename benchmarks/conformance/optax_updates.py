@@ -39,7 +39,9 @@ def total(weights: Any, x: Any, y: Any, w: Any) -> Any:
     """Return Σ w·loss over examples or tokens."""
     kernel, bias, *logits = weights
     outputs = jnp.tanh(x @ kernel + bias) @ logits[0] + logits[1]
-    values = optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.where(y == IGNORED, 0, y))
+    values = optax.softmax_cross_entropy_with_integer_labels(
+        outputs, jnp.where(y == IGNORED, 0, y)
+    )
     return jnp.sum(jnp.where(y == IGNORED, 0, values * w))
 
 
@@ -53,11 +55,17 @@ def penalty(case: Case, weights: Any) -> Any:
 
 
 def mean_gradient(case: Case) -> Callable[..., Any]:
-    return jax.grad(lambda weights, x, y, w: total(weights, x, y, w) / size(case, y, w) + penalty(case, weights))
+    return jax.grad(
+        lambda weights, x, y, w: (
+            total(weights, x, y, w) / size(case, y, w) + penalty(case, weights)
+        )
+    )
 
 
 def sgd(case: Case) -> optax.GradientTransformation:
-    clip = optax.identity() if case.clip is None else optax.clip_by_global_norm(case.clip)
+    clip = (
+        optax.identity() if case.clip is None else optax.clip_by_global_norm(case.clip)
+    )
     return optax.chain(clip, optax.sgd(optax.exponential_decay(RATE, 1, case.decay)))
 
 
@@ -68,7 +76,9 @@ def multi_steps(case: Case) -> Outcome:
     constant = bool((factors == FACTOR).all())
 
     def trained(every: Any) -> Arrays:
-        optimizer = optax.MultiSteps(sgd(case), every_k_schedule=every, accumulator_dtype=jnp.float64)
+        optimizer = optax.MultiSteps(
+            sgd(case), every_k_schedule=every, accumulator_dtype=jnp.float64
+        )
         return _trained(case, optimizer, mean_gradient(case), micro_batches(case))
 
     expected = _large(case)
@@ -76,26 +86,36 @@ def multi_steps(case: Case) -> Outcome:
         return by_weights(trained(FACTOR), expected)
     leaked = by_weights(trained(FACTOR), expected).error
     note = f"`every_k_schedule` is a function that gives 4 and 2 in turn; with 4 throughout: {leaked:.2g}"
-    return by_weights(trained(lambda update: factors[update % len(factors)]), expected, note)
+    return by_weights(
+        trained(lambda update: factors[update % len(factors)]), expected, note
+    )
 
 
 def microbatch(case: Case) -> Outcome:
     if case.logged:
         return NO_LOG
-    summed = optax.microbatching.microbatch(jax.grad(total), argnums=(1, 2, 3), microbatch_size=MICRO)
+    summed = optax.microbatching.microbatch(
+        jax.grad(total), argnums=(1, 2, 3), microbatch_size=MICRO
+    )
 
     def gradient(weights: Any, x: Any, y: Any, w: Any) -> Any:
         added = jax.grad(lambda weights: penalty(case, weights))(weights)
-        return jax.tree.map(lambda a, b: a / size(case, y, w) + b, summed(weights, x, y, w), added)
+        return jax.tree.map(
+            lambda a, b: a / size(case, y, w) + b, summed(weights, x, y, w), added
+        )
 
-    return by_weights(_trained(case, sgd(case), gradient, effective_batches(case)), _large(case))
+    return by_weights(
+        _trained(case, sgd(case), gradient, effective_batches(case)), _large(case)
+    )
 
 
 def _large(case: Case) -> Arrays:
     return _trained(case, sgd(case), mean_gradient(case), effective_batches(case))
 
 
-def _trained(case: Case, optimizer: Any, gradient: Callable[..., Any], batches: Iterable[Arrays]) -> Arrays:
+def _trained(
+    case: Case, optimizer: Any, gradient: Callable[..., Any], batches: Iterable[Arrays]
+) -> Arrays:
     weights = tuple(map(jnp.asarray, initial_weights()))
     state = optimizer.init(weights)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: case.devices]), ("data",))

@@ -30,7 +30,9 @@ class Rows(Tracker):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def update(self, update: int, results: Mapping, performance: Mapping, at: float) -> None:
+    def update(
+        self, update: int, results: Mapping, performance: Mapping, at: float
+    ) -> None:
         self.losses.append(results["loss"])
 
     def trained(self, updates: int, stopped_by: str | None, best: object) -> None: ...
@@ -42,10 +44,14 @@ def ours(case: Case) -> Outcome:
         model, optimizer = in_keras.network(case), in_keras.optimizer(case)
         optimizer.build(model.trainable_variables)
     sizes = Batching(case.sizes[0], MICRO // case.devices, FACTOR, case.devices)
-    update = Update(model, in_keras.loss(case), optimizer, sizes.micro_batch_size, strategy=strategy)
+    update = Update(
+        model, in_keras.loss(case), optimizer, sizes.micro_batch_size, strategy=strategy
+    )
     data = Data(tf.data.Dataset.from_tensor_slices(examples(case)), None)
     node = OmegaConf.create({"in_memory": True})
-    batches = batching.effective_batches(node, data, [Slice(sizes.effective_batch_size, case.epochs)], seed=0)
+    batches = batching.effective_batches(
+        node, data, [Slice(sizes.effective_batch_size, case.epochs)], seed=0
+    )
     plan, rows = Plan(sizes, sum(case.sizes), case.updates), Rows()
     recorder = Recorder(rows, plan, 1, lambda: 0, Progress(case.updates, shown=False))
     Trainer(update, batches, recorder).fit()

@@ -54,18 +54,29 @@ def measured(way: Way, case: Case) -> Outcome:
     try:
         return way(case)
     except Exception as error:  # whatever a library raises
-        lines = [re.sub("\x1b\\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
+        lines = [
+            re.sub("\x1b\\[[0-9;]*m", "", line).strip()
+            for line in str(error).splitlines()
+        ]
         said = [line for line in lines if line and not line.startswith(WRAPPED)]
-        return Outcome(raised=f"{type(error).__name__}: {said[0].partition('. ')[0].strip('.') if said else ''}"[:200])
+        return Outcome(
+            raised=f"{type(error).__name__}: {said[0].partition('. ')[0].strip('.') if said else ''}"[
+                :200
+            ]
+        )
 
 
 def by_weights(weights: Weights, expected: Weights, note: str = "") -> Outcome:
     """Compare weights: how far they are off ÷ how far the large batches moved them."""
     after, right, before = map(_flat, (weights, expected, initial_weights()))
-    return Outcome(float(np.linalg.norm(after - right) / np.linalg.norm(right - before)), note=note)
+    return Outcome(
+        float(np.linalg.norm(after - right) / np.linalg.norm(right - before)), note=note
+    )
 
 
-def by_log(losses: Sequence[float], rows: int, expected: Sequence[float], note: str = "") -> Outcome:
+def by_log(
+    losses: Sequence[float], rows: int, expected: Sequence[float], note: str = ""
+) -> Outcome:
     """Compare the last loss that was logged for each update, and count the rows."""
     errors = np.abs(np.subtract(losses, expected)) / np.abs(expected)
     return Outcome(float(errors.max()), rows / len(expected), note=note)

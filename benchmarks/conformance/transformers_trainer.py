@@ -25,25 +25,37 @@ class Model(nn.Module):
         super().__init__()
         self.case, self.network = case, Network()
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, w: Tensor | None = None) -> dict[str, Any]:
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, w: Tensor | None = None
+    ) -> dict[str, Any]:
         logits, added = self.network(x), penalty(self.case, self.network)
         outputs = {"logits": logits, "w": w, "penalty": added}
         if labels is None:
             return outputs
         rest = (labels,) if w is None else (labels, w)
-        return {"loss": total(logits, *rest) / size(self.case, *rest) + added, **outputs}
+        return {
+            "loss": total(logits, *rest) / size(self.case, *rest) + added,
+            **outputs,
+        }
 
 
-def loss_by_the_number_of_items(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+def loss_by_the_number_of_items(
+    outputs: Any, labels: Tensor, num_items_in_batch: Any
+) -> Tensor:
     """Return the part that a micro-batch has of the update's loss."""
-    return total(outputs["logits"], labels, outputs["w"]) / num_items_in_batch + outputs["penalty"]
+    return (
+        total(outputs["logits"], labels, outputs["w"]) / num_items_in_batch
+        + outputs["penalty"]
+    )
 
 
 class InOrder(Trainer):
     """Takes the examples in the order of the large batches."""
 
     def get_train_dataloader(self) -> DataLoader:
-        return self.accelerator.prepare(DataLoader(self.train_dataset, self.args.per_device_train_batch_size))
+        return self.accelerator.prepare(
+            DataLoader(self.train_dataset, self.args.per_device_train_batch_size)
+        )
 
 
 def own_loss(case: Case) -> Outcome:
@@ -61,7 +73,10 @@ def loss_function(case: Case) -> Outcome:
 def _outcome(case: Case, compute_loss_func: Any, note: str) -> Outcome:
     model = Model(case)
     keys = ("x", "labels", "w")
-    dataset = [dict(zip(keys, map(torch.as_tensor, row), strict=False)) for row in zip(*examples(case), strict=True)]
+    dataset = [
+        dict(zip(keys, map(torch.as_tensor, row), strict=False))
+        for row in zip(*examples(case), strict=True)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,

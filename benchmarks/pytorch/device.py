@@ -19,17 +19,33 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, micro = given["sizes"], given["micro"]
-    x, y = (torch.randint(sizes["vocabulary"], (micro, sizes["length"])) for _ in range(2))
+    x, y = (
+        torch.randint(sizes["vocabulary"], (micro, sizes["length"])) for _ in range(2)
+    )
     for what in ("PyTorch", "PyTorch, compiled") if device == "cuda" else ("PyTorch",):
         model = Transformer(**sizes).to(device)
         adam = torch.optim.Adam(model.parameters(), 1e-4, fused=True)
         forward = torch.compile(model) if "compiled" in what else model
-        rates = measured(lambda: update(forward, adam, x.to(device), y.to(device), device), given["seconds"])  # noqa: B023
+        rates = measured(
+            lambda: update(forward, adam, x.to(device), y.to(device), device),  # noqa: B023
+            given["seconds"],
+        )
         note = f"torch {torch.__version__} on {device}"
-        print(json.dumps({"what": what, "rates": [rate * micro for rate in rates], "note": note}), flush=True)
+        print(
+            json.dumps(
+                {"what": what, "rates": [rate * micro for rate in rates], "note": note}
+            ),
+            flush=True,
+        )
 
 
-def update(forward: nn.Module, adam: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, device: str) -> None:
+def update(
+    forward: nn.Module,
+    adam: torch.optim.Optimizer,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    device: str,
+) -> None:
     with torch.autocast(device, torch.bfloat16):
         loss = nn.functional.cross_entropy(forward(x), y)
     loss.backward()

@@ -24,9 +24,17 @@ class Module(lightning.LightningModule):
         super().__init__()
         convolutions: list[nn.Module] = []
         for before, after in ((1, 64), (64, 128)):
-            convolutions += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            convolutions += [
+                nn.Conv2d(before, after, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
         head = [nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10)]
-        self.model, self.loss, self.updates = nn.Sequential(*convolutions, *head), nn.CrossEntropyLoss(), updates
+        self.model, self.loss, self.updates = (
+            nn.Sequential(*convolutions, *head),
+            nn.CrossEntropyLoss(),
+            updates,
+        )
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         return self._measured(batch, "train")
@@ -39,12 +47,18 @@ class Module(lightning.LightningModule):
         logits = self.model(x)
         loss = self.loss(logits, y)
         accuracy = (logits.argmax(1) == y).float().mean()
-        self.log_dict({f"{kind}/loss": loss, f"{kind}/accuracy": accuracy}, batch_size=len(y))
+        self.log_dict(
+            {f"{kind}/loss": loss, f"{kind}/accuracy": accuracy}, batch_size=len(y)
+        )
         return loss
 
     def configure_optimizers(self) -> Any:
-        adam = torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.004, fused=True)
-        rate = torch.optim.lr_scheduler.OneCycleLR(adam, 0.01, self.updates, pct_start=0.05, div_factor=10)
+        adam = torch.optim.AdamW(
+            self.parameters(), 0.01, weight_decay=0.004, fused=True
+        )
+        rate = torch.optim.lr_scheduler.OneCycleLR(
+            adam, 0.01, self.updates, pct_start=0.05, div_factor=10
+        )
         return [adam], [{"scheduler": rate, "interval": "step"}]
 
 
@@ -63,7 +77,9 @@ def main() -> None:
             max_epochs=EPOCHS,
             accumulate_grad_batches=FACTOR,
             log_every_n_steps=1,
-            logger=MLFlowLogger(tracking_uri="sqlite:///mlflow.db", run_id=run.info.run_id),
+            logger=MLFlowLogger(
+                tracking_uri="sqlite:///mlflow.db", run_id=run.info.run_id
+            ),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -75,7 +91,12 @@ def main() -> None:
             DataLoader(validation, 180, collate_fn=as_it_is),
         )
         # The default traces the graph, which takes longer.
-        mlflow.pytorch.log_model(module.model, name="model", pip_requirements=["torch"], serialization_format="pickle")
+        mlflow.pytorch.log_model(
+            module.model,
+            name="model",
+            pip_requirements=["torch"],
+            serialization_format="pickle",
+        )
 
 
 if __name__ == "__main__":

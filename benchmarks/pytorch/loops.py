@@ -68,14 +68,21 @@ class Watch(lightning.Callback):
     def __init__(self, factor: int, updated: Updated):
         self.factor, self.updated = factor, updated
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if (batch_idx + 1) % self.factor == 0:
             self.updated()
 
 
 def with_lightning(name: str, model: nn.Module, updated: Updated) -> None:
     factor = sizes(name).factor
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = (
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -104,7 +111,9 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
 
-    if any(isinstance(layer, nn.Embedding) and layer.sparse for layer in model.modules()):
+    if any(
+        isinstance(layer, nn.Embedding) and layer.sparse for layer in model.modules()
+    ):
         adam.register_step_pre_hook(densify)
     return adam
 
@@ -115,7 +124,9 @@ def batches(name: str) -> DataLoader:
     if name in networks.IMAGES:
         x = x.permute(0, 3, 1, 2)  # channels last in memory, as they lie there
         x = x if name in networks.CHANNELS_LAST else x.contiguous()
-    return DataLoader(Batched(x, y), sizes(name).micro, shuffle=True, collate_fn=as_it_is)
+    return DataLoader(
+        Batched(x, y), sizes(name).micro, shuffle=True, collate_fn=as_it_is
+    )
 
 
 class Batched(TensorDataset):

@@ -9,7 +9,9 @@ from torch.nn import functional
 from benchmarks.workloads import CLASSES, ROWS, TRANSFORMER
 
 IMAGES = ("cnn", "resnet18")
-CHANNELS_LAST = ("cnn",)  # the faster of both layouts: for `cnn` by far, for `resnet18` slower by a tenth
+CHANNELS_LAST = (
+    "cnn",
+)  # the faster of both layouts: for `cnn` by far, for `resnet18` slower by a tenth
 
 
 def build(name: str) -> nn.Module:
@@ -22,7 +24,9 @@ def build(name: str) -> nn.Module:
         "resnet18": resnet18,
         "transformer10m": lambda: Transformer(**TRANSFORMER),
     }[name]()
-    return model.to(memory_format=torch.channels_last) if name in CHANNELS_LAST else model
+    return (
+        model.to(memory_format=torch.channels_last) if name in CHANNELS_LAST else model
+    )
 
 
 def dense(inputs: int, *units: int) -> nn.Module:
@@ -37,7 +41,9 @@ def cnn() -> nn.Module:
     for before, after in ((3, 32), (32, 64)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES)
+    )
 
 
 class Embedded(nn.Module):
@@ -57,7 +63,10 @@ class Basic(nn.Module):
 
     def __init__(self, before: int, after: int, stride: int):
         super().__init__()
-        self.first, self.second = _convolved(before, after, 3, stride), _convolved(after, after, 3)
+        self.first, self.second = (
+            _convolved(before, after, 3, stride),
+            _convolved(after, after, 3),
+        )
         same = stride == 1 and before == after
         self.shortcut = nn.Identity() if same else _convolved(before, after, 1, stride)
 
@@ -73,7 +82,9 @@ def resnet18() -> nn.Module:
         after = 64 * 2**stage
         layers += [Basic(before, after, 2 if stage else 1), Basic(after, after, 1)]
         before = after
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, CLASSES))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, CLASSES)
+    )
 
 
 class Block(nn.Module):
@@ -84,21 +95,33 @@ class Block(nn.Module):
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.dense = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dense = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         batch, length, width = hidden.shape
-        mixed = self.inputs(self.norms[0](hidden)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = mixed.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.outputs(attended.transpose(1, 2).reshape(batch, length, width))
+        mixed = self.inputs(self.norms[0](hidden)).view(
+            batch, length, 3, self.heads, width // self.heads
+        )
+        query, key, value = mixed.permute(
+            2, 0, 3, 1, 4
+        )  # each (batch, heads, length, width of a head)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        hidden = hidden + self.outputs(
+            attended.transpose(1, 2).reshape(batch, length, width)
+        )
         return hidden + self.dense(self.norms[1](hidden))
 
 
 class Transformer(nn.Module):
     """Tokens (batch, length) → logits (batch, vocabulary, length), as PyTorch's cross-entropy wants them."""
 
-    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int):
+    def __init__(
+        self, layers: int, width: int, heads: int, vocabulary: int, length: int
+    ):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.05 * torch.randn(length, width))

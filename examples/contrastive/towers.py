@@ -17,18 +17,33 @@ LEFT, RIGHT = 24, 16
 def pairs(count, seed):
     random = np.random.default_rng(seed)
     items = random.normal(size=(count, 8))
-    views = {"left": items @ random.normal(size=(8, LEFT)), "right": np.tanh(items @ random.normal(size=(8, RIGHT)))}
-    x = {name: (view + 0.1 * random.normal(size=view.shape)).astype("float32") for name, view in views.items()}
-    examples = tf.data.Dataset.from_tensor_slices((x, np.zeros(count, "float32")))  # a pair needs no label
-    return Data(examples.take(count * 4 // 5), examples.skip(count * 4 // 5), name="pairs")
+    views = {
+        "left": items @ random.normal(size=(8, LEFT)),
+        "right": np.tanh(items @ random.normal(size=(8, RIGHT))),
+    }
+    x = {
+        name: (view + 0.1 * random.normal(size=view.shape)).astype("float32")
+        for name, view in views.items()
+    }
+    examples = tf.data.Dataset.from_tensor_slices(
+        (x, np.zeros(count, "float32"))
+    )  # a pair needs no label
+    return Data(
+        examples.take(count * 4 // 5), examples.skip(count * 4 // 5), name="pairs"
+    )
 
 
 def towers(units, dropout):
-    views = {"left": keras.Input((LEFT,), name="left"), "right": keras.Input((RIGHT,), name="right")}
+    views = {
+        "left": keras.Input((LEFT,), name="left"),
+        "right": keras.Input((RIGHT,), name="right"),
+    }
     embedded = []
     for view in views.values():
         hidden = keras.layers.Dropout(dropout)(keras.layers.Dense(units, "relu")(view))
-        embedded.append(keras.layers.UnitNormalization()(keras.layers.Dense(16)(hidden)))
+        embedded.append(
+            keras.layers.UnitNormalization()(keras.layers.Dense(16)(hidden))
+        )
     return keras.Model(views, keras.ops.stack(embedded, axis=1))  # (batch, 2, 16)
 
 

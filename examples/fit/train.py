@@ -13,14 +13,23 @@ from pipeline.accumulation import AccumulatingModel
 keras.utils.set_random_seed(0)
 x, y = load_digits(return_X_y=True)
 x = x.astype("float32") / 16
-inner = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
+inner = keras.Sequential(
+    [keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)]
+)
 
 model = AccumulatingModel(inner, micro_batch_size=32)
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.AdamW(0.01), loss, metrics=["accuracy"])
 history = model.fit(  # 1437 examples are 11 batches of 128 and one of 29
-    x[:1437], y[:1437], batch_size=128, epochs=5, validation_data=(x[1437:], y[1437:]), verbose=0
+    x[:1437],
+    y[:1437],
+    batch_size=128,
+    epochs=5,
+    validation_data=(x[1437:], y[1437:]),
+    verbose=0,
 )
 
-for epoch, (loss, accuracy) in enumerate(zip(history.history["loss"], history.history["val_accuracy"], strict=True), 1):
+for epoch, (loss, accuracy) in enumerate(
+    zip(history.history["loss"], history.history["val_accuracy"], strict=True), 1
+):
     print(f"epoch {epoch}  loss {loss:.4f}  val_accuracy {accuracy:.4f}")

@@ -39,5 +39,9 @@ def bricks():
 
 def linear(input_shape):
     """Return a model of one layer."""
-    layers = [keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(2, kernel_initializer="zeros")]
+    layers = [
+        keras.Input(input_shape),
+        keras.layers.Flatten(),
+        keras.layers.Dense(2, kernel_initializer="zeros"),
+    ]
     return keras.Sequential(layers)

@@ -12,8 +12,12 @@ from sklearn.datasets import load_digits
 from pipeline.accumulation import GradientAccumulator, Update
 
 (cpu,) = tf.config.list_physical_devices("CPU")
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])  # on GPUs: without an argument
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+)
+strategy = tf.distribute.MirroredStrategy(
+    ["CPU:0", "CPU:1"]
+)  # on GPUs: without an argument
 x, y = load_digits(return_X_y=True)
 examples = tf.data.Dataset.from_tensor_slices((x.astype("float32") / 16, y))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -46,7 +50,9 @@ with strategy.scope():
     by_parts = network()
     optimizer = keras.optimizers.AdamW(0.01)
     optimizer.build(by_parts.trainable_variables)
-    accumulator = GradientAccumulator(by_parts.trainable_variables)  # a sum on each replica
+    accumulator = GradientAccumulator(
+        by_parts.trainable_variables
+    )  # a sum on each replica
 
 
 def add(x, y):  # on each replica, of its share
@@ -54,7 +60,9 @@ def add(x, y):  # on each replica, of its share
         # Inside of strategy.run Keras' losses divide by the number of replicas.
         value = loss(y, by_parts(x, training=True)) * strategy.num_replicas_in_sync
     gradients = tape.gradient(value, by_parts.trainable_variables)
-    accumulator.add(gradients, weight=len(x))  # shares may differ: 5 examples are 3 and 2
+    accumulator.add(
+        gradients, weight=len(x)
+    )  # shares may differ: 5 examples are 3 and 2
     return value * tf.cast(len(x), value.dtype)
 
 

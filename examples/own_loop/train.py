@@ -65,6 +65,8 @@ for epoch in range(5):
     mean = keras.metrics.Mean()
     for number, (x, y) in enumerate(loader, start=1):
         mean.update_state(add(x, y), sample_weight=len(x))
-        if number % 4 == 0 or number == len(loader):  # the last update is of the 5 that are left
+        if number % 4 == 0 or number == len(
+            loader
+        ):  # the last update is of the 5 that are left
             apply()
     print(f"epoch {epoch + 1}  loss {mean.result():.4f}")

@@ -17,11 +17,18 @@ TIME, TOKENS, KINDS = 12, 20, 4
 def texts(count, seed):
     random = np.random.default_rng(seed)
     tokens = random.integers(1, TOKENS, (count, TIME))
-    tokens[np.arange(TIME) >= random.integers(3, TIME + 1, count)[:, None]] = 0  # padding
+    tokens[np.arange(TIME) >= random.integers(3, TIME + 1, count)[:, None]] = (
+        0  # padding
+    )
     labels = {"kind": tokens % KINDS, "length": (tokens > 0).mean(1, keepdims=True)}
-    weights = {"kind": np.where(tokens % KINDS == 0, 2.0, 1.0), "length": np.linspace(0.5, 1.5, count)}
+    weights = {
+        "kind": np.where(tokens % KINDS == 0, 2.0, 1.0),
+        "length": np.linspace(0.5, 1.5, count),
+    }
     examples = tf.data.Dataset.from_tensor_slices((tokens, labels, weights))
-    return Data(examples.take(count * 4 // 5), examples.skip(count * 4 // 5), name="texts")
+    return Data(
+        examples.take(count * 4 // 5), examples.skip(count * 4 // 5), name="texts"
+    )
 
 
 def tagger(units):
@@ -29,5 +36,7 @@ def tagger(units):
     hidden = keras.layers.Embedding(TOKENS, units, mask_zero=True)(tokens)
     hidden = keras.layers.GRU(units, return_sequences=True)(hidden)
     kind = keras.layers.Dense(KINDS, name="kind")(hidden)  # has the mask of its tokens
-    length = keras.layers.Dense(1, name="length")(keras.layers.GlobalAveragePooling1D()(hidden))
+    length = keras.layers.Dense(1, name="length")(
+        keras.layers.GlobalAveragePooling1D()(hidden)
+    )
     return keras.Model(tokens, {"kind": kind, "length": length})

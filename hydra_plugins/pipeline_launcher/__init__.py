@@ -11,8 +11,20 @@ from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 from pipeline.config import compose
 from pipeline.sweep import launcher, local, search, slurm
 
-_BASES = (local.LocalLauncher, slurm.SlurmLauncher, launcher.BasicLauncher, search.SearchSweeper)
-globals().update({b.__name__: type(b.__name__, (b,), {"__module__": __name__, "__doc__": b.__doc__}) for b in _BASES})
+_BASES = (
+    local.LocalLauncher,
+    slurm.SlurmLauncher,
+    launcher.BasicLauncher,
+    search.SearchSweeper,
+)
+globals().update(
+    {
+        b.__name__: type(
+            b.__name__, (b,), {"__module__": __name__, "__doc__": b.__doc__}
+        )
+        for b in _BASES
+    }
+)
 
 
 class Names(SearchPathPlugin):
@@ -24,8 +36,17 @@ class Names(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if (folder := compose.session().config_dir) is not None:
             search_path.append("command-line", f"file://{Path(folder).absolute()}")
-        here = {"_target_": f"{__name__}.LocalLauncher", "timeout_min": 525600}  # a year
-        searching = {"_target_": f"{__name__}.SearchSweeper", "trials": 20, "at_once": 1, "seed": 0, "params": None}
+        here = {
+            "_target_": f"{__name__}.LocalLauncher",
+            "timeout_min": 525600,
+        }  # a year
+        searching = {
+            "_target_": f"{__name__}.SearchSweeper",
+            "trials": 20,
+            "at_once": 1,
+            "seed": 0,
+            "params": None,
+        }
         there = SlurmQueueConf(_target_=f"{__name__}.SlurmLauncher", timeout_min=1440)
         store = partial(ConfigStore.instance().store, provider="pipeline")
         store("local", here, "hydra/launcher")

@@ -8,19 +8,51 @@ once by the weight of the whole update, and what is logged of it: loss, learning
 from .accumulating_model import AccumulatingModel
 from .accumulating_optimizer import AccumulatingOptimizer
 from .adam import fused_adam
-from .batch import Batches, BatchTotals, Share, batch_totals, examples_in, parts_of, slice_of, slice_specs, spread
+from .batch import (
+    Batches,
+    BatchTotals,
+    Share,
+    batch_totals,
+    examples_in,
+    parts_of,
+    slice_of,
+    slice_specs,
+    spread,
+)
 from .cuda_libraries import load_cuda_libraries
 from .dense import transposed_gradients, wide_layers
 from .evaluation import Evaluation
 from .flops import training_flops
-from .forward_effects import Forward, batch_dependent_layers, trace_forward, unknown_to_keras, unsupported
+from .forward_effects import (
+    Forward,
+    batch_dependent_layers,
+    trace_forward,
+    unknown_to_keras,
+    unsupported,
+)
 from .gradient_accumulator import GradientAccumulator
 from .gradient_sums import GradientSums
-from .keras_internals import MODEL_CHECKPOINT_KEEPS, calling, global_seed, layers_of, logits_of, mask_of, replaced
+from .keras_internals import (
+    MODEL_CHECKPOINT_KEEPS,
+    calling,
+    global_seed,
+    layers_of,
+    logits_of,
+    mask_of,
+    replaced,
+)
 from .loss_sums import added_losses, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalising_layers
 from .noise_scale import NoiseScale
-from .objective import Losses, Metrics, Objective, Term, by_name, couples_examples, labels_by_name
+from .objective import (
+    Losses,
+    Metrics,
+    Objective,
+    Term,
+    by_name,
+    couples_examples,
+    labels_by_name,
+)
 from .over_effective_batch import not_supported
 from .same_noise import drawn, keys_of, noisy_layers
 from .update import Update, accumulate_gradients

@@ -58,17 +58,38 @@ class AccumulatingModel(keras.Model):
         **arguments: Any,
     ):
         if not isinstance(inner, keras.Model):
-            raise ValueError(f"inner must be a keras.Model. Received: {type(inner).__name__}")
+            raise ValueError(
+                f"inner must be a keras.Model. Received: {type(inner).__name__}"
+            )
         for rule, received in unsupported(inner, as_by_fit=True):
             raise ValueError(f"inner {rule}. Received: {received}")
-        if not isinstance(micro_batch_size, Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}")
-        with inner.distribute_strategy.scope():  # that of `inner`, wherever this is called
+        if (
+            not isinstance(micro_batch_size, Integral)
+            or isinstance(micro_batch_size, bool)
+            or micro_batch_size < 1
+        ):
+            raise ValueError(
+                f"micro_batch_size must be a whole number of at least 1. Received: {micro_batch_size!r}"
+            )
+        with (
+            inner.distribute_strategy.scope()
+        ):  # that of `inner`, wherever this is called
             super().__init__(autocast=False, **arguments)  # `inner` casts its inputs
-        if not all(map(self._strategy.extended.variable_created_in_scope, (v.value for v in inner.variables))):
-            raise ValueError("inner must be made in the scope of the strategy that it is to be trained under")
+        if not all(
+            map(
+                self._strategy.extended.variable_created_in_scope,
+                (v.value for v in inner.variables),
+            )
+        ):
+            raise ValueError(
+                "inner must be made in the scope of the strategy that it is to be trained under"
+            )
         self.inner = inner
-        self.micro_batch_size, self.same_noise, self.loss_over = int(micro_batch_size), same_noise, loss_over
+        self.micro_batch_size, self.same_noise, self.loss_over = (
+            int(micro_batch_size),
+            same_noise,
+            loss_over,
+        )
         self.built = inner.built
 
     def call(self, inputs: Nest, training: bool | None = None) -> Nest:
@@ -93,12 +114,19 @@ class AccumulatingModel(keras.Model):
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner)
-        own = {name: getattr(self, name) for name in ("micro_batch_size", "same_noise", "loss_over")}
+        own = {
+            name: getattr(self, name)
+            for name in ("micro_batch_size", "same_noise", "loss_over")
+        }
         return {**super().get_config(), "inner": inner, **own}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AccumulatingModel:
-        inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> AccumulatingModel:
+        inner = keras.saving.deserialize_keras_object(
+            config["inner"], custom_objects=custom_objects
+        )
         return cls(**{**config, "inner": inner})
 
     def compile(
@@ -133,8 +161,13 @@ class AccumulatingModel(keras.Model):
         self._evaluation: Evaluation | None = None
         with self._strategy.scope():
             goal = loss, loss_weights, metrics, weighted_metrics
-            options = {"steps_per_execution": steps_per_execution, "auto_scale_loss": auto_scale_loss}
-            super().compile(optimizer, *goal, jit_compile=False, **options)  # no XLA around the micro-steps
+            options = {
+                "steps_per_execution": steps_per_execution,
+                "auto_scale_loss": auto_scale_loss,
+            }
+            super().compile(
+                optimizer, *goal, jit_compile=False, **options
+            )  # no XLA around the micro-steps
 
     def get_compile_config(self) -> dict[str, Any]:
         config = super().get_compile_config()
@@ -143,7 +176,9 @@ class AccumulatingModel(keras.Model):
     def compile_from_config(self, config: dict[str, Any]) -> None:
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
-            self.optimizer.build(self.trainable_variables)  # so that its state can be loaded
+            self.optimizer.build(
+                self.trainable_variables
+            )  # so that its state can be loaded
 
     @property
     def _strategy(self) -> tf.distribute.Strategy:
@@ -157,7 +192,9 @@ class AccumulatingModel(keras.Model):
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
         """Apply the gradient of one effective batch once; return the running means of the epoch."""
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
-            raise ValueError("fit must be called outside of the strategy's scope; the model is made inside of it")
+            raise ValueError(
+                "fit must be called outside of the strategy's scope; the model is made inside of it"
+            )
         update = self._update or self._made_update(self._compiled_objective(data))
         sums = update.sums(data)
         update.apply(sums.gradients(), sums)
@@ -166,12 +203,17 @@ class AccumulatingModel(keras.Model):
     def _made_update(self, objective: Objective) -> Update:
         """Make the update and its variables in a function of its own: one that makes variables is traced twice."""
         parts = self.inner, objective, self.optimizer, self.micro_batch_size
-        by: dict[str, Any] = {"same_noise": self.same_noise, "jit_compile": self._micro_steps_by_xla}
+        by: dict[str, Any] = {
+            "same_noise": self.same_noise,
+            "jit_compile": self._micro_steps_by_xla,
+        }
         made: list[Update] = []
 
         def make() -> None:
             with tf.init_scope():  # variables are made outside of what is traced
-                if not self.optimizer.built:  # a second `build` of a loss scale resets it
+                if (
+                    not self.optimizer.built
+                ):  # a second `build` of a loss scale resets it
                     self.optimizer.build(self.inner.trainable_variables)
                 if not made:
                     made.append(Update(*parts, strategy=self._strategy, **by))
@@ -184,7 +226,9 @@ class AccumulatingModel(keras.Model):
         """Evaluate one batch in micro-batches; return the running means so far."""
         if self._evaluation is None:
             parts = self.inner, self._compiled_objective(data), self.micro_batch_size
-            self._evaluation = Evaluation(*parts, strategy=self._strategy, jit_compile=self._micro_steps_by_xla)
+            self._evaluation = Evaluation(
+                *parts, strategy=self._strategy, jit_compile=self._micro_steps_by_xla
+            )
         return self._means(self._evaluation(data))
 
     def predict_step(self, data: Nest) -> Nest:
@@ -210,9 +254,15 @@ class AccumulatingModel(keras.Model):
                 self.compute_metrics(x, y, outputs, sample_weight)
                 return outputs
 
-            outputs = tf.function(see, autograph=False).get_concrete_function().structured_outputs
+            outputs = (
+                tf.function(see, autograph=False)
+                .get_concrete_function()
+                .structured_outputs
+            )
             self._objective, means = _objective(self, outputs)
-            self._output_means = MappingProxyType(means)  # in a dict Keras would add them to its metrics once more
+            self._output_means = MappingProxyType(
+                means
+            )  # in a dict Keras would add them to its metrics once more
             self.built = True
         return self._objective
 
@@ -230,32 +280,57 @@ class _Undistributed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset
+    ) -> tf.data.Dataset:
         return dataset
 
     def run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         return step(*args)
 
 
-def _objective(model: AccumulatingModel, outputs: Nest) -> tuple[Objective, dict[str, keras.metrics.Mean]]:
+def _objective(
+    model: AccumulatingModel, outputs: Nest
+) -> tuple[Objective, dict[str, keras.metrics.Mean]]:
     """Return what a compiled model minimises and measures, and the mean of each `<output>_loss` over an epoch."""
     names = list(by_name(model.inner, outputs))
-    of_path = dict(zip((path for path, _ in keras.tree.flatten_with_path(outputs)), names, strict=True))
-    losses, scales, means = dict[str, Any](), dict[str, float | None](), dict[str, Any]()
+    of_path = dict(
+        zip(
+            (path for path, _ in keras.tree.flatten_with_path(outputs)),
+            names,
+            strict=True,
+        )
+    )
+    losses, scales, means = (
+        dict[str, Any](),
+        dict[str, float | None](),
+        dict[str, Any](),
+    )
     for path, loss, scale, mean in compiled_losses(model):
         # Where the losses of a list of outputs are in a dict, the path is the name.
-        name = names[0] if len(names) == 1 else of_path.get(path, "/".join(map(str, path)))
+        name = (
+            names[0] if len(names) == 1 else of_path.get(path, "/".join(map(str, path)))
+        )
         if name in losses:
-            raise ValueError(f"loss must have one entry for an output. Received a second one: {loss.name}")
+            raise ValueError(
+                f"loss must have one entry for an output. Received a second one: {loss.name}"
+            )
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             rule = "loss must compute in `call`, one value per example: its __call__ is not called"
             raise ValueError(f"{rule}. Received: {loss.name}")
         losses[name], scales[name], means[f"{name}_loss"] = loss, scale, mean
     metrics, weighted_metrics = compiled_metrics(model, names)
     every = {name: losses.get(name) for name in names} if losses else None
-    return Objective(every, scales, metrics, weighted_metrics, loss_over=model.loss_over), means
+    return Objective(
+        every, scales, metrics, weighted_metrics, loss_over=model.loss_over
+    ), means
 
 
 def _check_whole(data: Nest) -> None:
-    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data)):
-        raise ValueError("the dataset must not be distributed: each replica takes its share of every batch")
+    if any(
+        isinstance(leaf, tf.distribute.DistributedValues)
+        for leaf in tf.nest.flatten(data)
+    ):
+        raise ValueError(
+            "the dataset must not be distributed: each replica takes its share of every batch"
+        )

@@ -35,20 +35,32 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         ValueError: the factor is not a positive integer, or `inner` accumulates, too.
     """
 
-    def __init__(self, inner: keras.optimizers.Optimizer, factor: int, name: str | None = None):
+    def __init__(
+        self, inner: keras.optimizers.Optimizer, factor: int, name: str | None = None
+    ):
         super().__init__(learning_rate=0.0, name=name)
         inner = keras.optimizers.get(inner)
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
-            raise ValueError(f"factor must be an integer of at least 1. Received: {factor!r}")
+            raise ValueError(
+                f"factor must be an integer of at least 1. Received: {factor!r}"
+            )
         if getattr(inner, "gradient_accumulation_steps", None):
-            raise ValueError(f"inner must not accumulate itself. Received: {inner.name}")
+            raise ValueError(
+                f"inner must not accumulate itself. Received: {inner.name}"
+            )
         self.inner, self.factor = inner, factor
-        self.gradient_accumulation_steps = factor  # where Keras' own accumulation is refused, this one is
+        self.gradient_accumulation_steps = (
+            factor  # where Keras' own accumulation is refused, this one is
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and "inner" in vars(self):  # what a LossScaleOptimizer does to its inner one
+        if name == "loss_scale_factor" and "inner" in vars(
+            self
+        ):  # what a LossScaleOptimizer does to its inner one
             rule = "a LossScaleOptimizer must be inside, AccumulatingOptimizer(LossScaleOptimizer(…)), with"
-            raise ValueError(f"{rule} compile(auto_scale_loss=False). Received: one around it")
+            raise ValueError(
+                f"{rule} compile(auto_scale_loss=False). Received: one around it"
+            )
         super().__setattr__(name, value)
 
     def build(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
@@ -57,8 +69,14 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner.build(variables)
         self.accumulator = GradientAccumulator(variables)
         # How many gradients the sums hold.
-        options = {"dtype": "int64", "trainable": False, "aggregation": "only_first_replica"}
-        self.parts = keras.Variable(keras.initializers.Zeros(), shape=(), name="parts", **options)
+        options = {
+            "dtype": "int64",
+            "trainable": False,
+            "aggregation": "only_first_replica",
+        }
+        self.parts = keras.Variable(
+            keras.initializers.Zeros(), shape=(), name="parts", **options
+        )
         self.of = variables
         self.built = True
 
@@ -88,7 +106,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.inner.learning_rate = value
 
     def apply(
-        self, grads: Sequence[Gradient], trainable_variables: Iterable[Any] | None = None, weight: Any = None
+        self,
+        grads: Sequence[Gradient],
+        trainable_variables: Iterable[Any] | None = None,
+        weight: Any = None,
     ) -> None:
         """Add one gradient; with the last of `factor` ones take a step by their weighted mean.
 
@@ -109,7 +130,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.accumulator.add(self._in_order(grads, variables), weight, times=replicas)
         self._merged(self._count)
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Any]], weight: Any = None) -> Any:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Gradient, Any]], weight: Any = None
+    ) -> Any:
         """Call `apply` with pairs; return `iterations`."""
         grads, variables = zip(*grads_and_vars, strict=True)
         self.apply(grads, variables, weight)
@@ -149,15 +172,21 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         return {"inner": inner, "factor": self.factor, "name": self.name}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> AccumulatingOptimizer:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Any = None
+    ) -> AccumulatingOptimizer:
         """Return an optimizer by its config."""
         inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects)
         return cls(**{**config, "inner": inner})
 
-    def _in_order(self, grads: Sequence[Gradient], variables: Iterable[Any] | None) -> list[Gradient]:
+    def _in_order(
+        self, grads: Sequence[Gradient], variables: Iterable[Any] | None
+    ) -> list[Gradient]:
         if variables is None:
             return list(grads)
-        by_variable = {id(variable): grad for variable, grad in zip(variables, grads, strict=True)}
+        by_variable = {
+            id(variable): grad for variable, grad in zip(variables, grads, strict=True)
+        }
         if by_variable.keys() != {id(variable) for variable in self.of}:
             rule = f"trainable_variables must be the {len(self.of)} that the optimizer was built for"
             raise ValueError(f"{rule}. Received: {len(by_variable)}")

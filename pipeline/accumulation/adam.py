@@ -20,8 +20,14 @@ import tensorflow as tf
 
 from .keras_internals import adam_moments, constant_rate, replaced
 
-REPLACED = ("update_step", "assign_add", "assign_sub")  # methods of Keras that the operation replaces
-TOLERANCE = 2e-5  # of the relative difference in 1 − β: 1.3e-5 with 0.999, 1.7e-4 with 0.9999
+REPLACED = (
+    "update_step",
+    "assign_add",
+    "assign_sub",
+)  # methods of Keras that the operation replaces
+TOLERANCE = (
+    2e-5  # of the relative difference in 1 − β: 1.3e-5 with 0.999, 1.7e-4 with 0.9999
+)
 # Elements of a variable. For smaller ones a CPU's threads take longer to start than to compute: 0.7 times the speed at
 # 16,000 on two cores, 1.2 to 1.4 times at this size, 2.7 at a million.
 SMALL = 1 << 16
@@ -40,13 +46,20 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
     fuses = _steps_as_keras(adam)
-    with constant_rate(adam) as rate, replaced([(adam, "update_step", _fused_step(adam))] if fuses else []):
+    with (
+        constant_rate(adam) as rate,
+        replaced([(adam, "update_step", _fused_step(adam))] if fuses else []),
+    ):
         yield rate
 
 
 def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
     # Here, once for all variables: Keras applies in a branch of the graph, or on each device.
-    scalars = {dtype: _scalars(adam, dtype) for dtype in (tf.float32, tf.float64) if _near(adam, dtype)}
+    scalars = {
+        dtype: _scalars(adam, dtype)
+        for dtype in (tf.float32, tf.float64)
+        if _near(adam, dtype)
+    }
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         gradient = tf.convert_to_tensor(gradient)
@@ -56,7 +69,9 @@ def _fused_step(adam: keras.optimizers.Adam) -> Callable[..., None]:
             return
         momentum, velocity = adam_moments(adam, variable)
         handles = {"var": variable.handle, "m": momentum.handle, "v": velocity.handle}
-        tf.raw_ops.ResourceApplyAdam(**handles, grad=tf.cast(gradient, variable.dtype), **scalars[variable.dtype])
+        tf.raw_ops.ResourceApplyAdam(
+            **handles, grad=tf.cast(gradient, variable.dtype), **scalars[variable.dtype]
+        )
 
     return update_step
 
@@ -65,7 +80,10 @@ def _steps_as_keras(optimizer: Any) -> bool:
     own, kind = vars(optimizer), keras.optimizers.Adam
     if not isinstance(optimizer, kind) or optimizer.amsgrad:
         return False
-    return all(name not in own and getattr(type(optimizer), name) is getattr(kind, name) for name in REPLACED)
+    return all(
+        name not in own and getattr(type(optimizer), name) is getattr(kind, name)
+        for name in REPLACED
+    )
 
 
 def _near(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
@@ -83,7 +101,10 @@ def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tenso
         return keras.ops.cast(value, dtype.name)
 
     count = adam.iterations + 1
-    mean, square = (_quotient(beta, dtype, tf.cast(count, tf.float64)) for beta in (adam.beta_1, adam.beta_2))
+    mean, square = (
+        _quotient(beta, dtype, tf.cast(count, tf.float64))
+        for beta in (adam.beta_1, adam.beta_2)
+    )
     rate = tf.cast(cast(adam.learning_rate), tf.float64)
     return {
         "lr": tf.cast(rate * tf.sqrt(square) / mean, dtype),
@@ -100,7 +121,9 @@ def _quotient(beta: float, dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
     ours, theirs = _differences(beta, dtype)
     if ours == theirs:
         return tf.ones((), tf.float64)
-    held, held_by_keras = (1 - tf.pow(tf.constant(1 - rest, tf.float64), count) for rest in (ours, theirs))
+    held, held_by_keras = (
+        1 - tf.pow(tf.constant(1 - rest, tf.float64), count) for rest in (ours, theirs)
+    )
     return held / held_by_keras
 
 

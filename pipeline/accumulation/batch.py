@@ -54,7 +54,11 @@ def share_of(batch: Nest | Share) -> tuple[Nest, Any]:
     replica = here.replica_id_in_sync_group
     # On the host, so that a device receives its share and not the whole batch.
     with tf.device("CPU:0"):
-        start, examples = (batch.start, batch.examples) if isinstance(batch, Share) else (0, examples_in(parts))
+        start, examples = (
+            (batch.start, batch.examples)
+            if isinstance(batch, Share)
+            else (0, examples_in(parts))
+        )
         size = -(-examples // here.num_replicas_in_sync)
         place = replica * size
         return slice_of(parts, place - start, place - start + size), place
@@ -67,21 +71,31 @@ def parts_of(batch: Nest | Share) -> tuple[Nest, Nest, Nest]:
         if isinstance(leaf, tf.SparseTensor):
             rule = "a batch must be of dense or ragged tensors: see tf.sparse.to_dense"
             raise ValueError(f"{rule}. Received: SparseTensor")
-        return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+        return (
+            leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+        )
 
-    parts = keras.utils.unpack_x_y_sample_weight(batch.batch if isinstance(batch, Share | Batches) else batch)
+    parts = keras.utils.unpack_x_y_sample_weight(
+        batch.batch if isinstance(batch, Share | Batches) else batch
+    )
     return tf.nest.map_structure(tensor, parts)
 
 
 def examples_in(nest: Nest) -> tf.Tensor:
     """Return the number of examples, scalar of int32."""
     first = tf.nest.flatten(nest)[0]
-    return tf.cast(first.nrows(), tf.int32) if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+    return (
+        tf.cast(first.nrows(), tf.int32)
+        if isinstance(first, tf.RaggedTensor)
+        else tf.shape(first)[0]
+    )
 
 
 def slice_of(nest: Nest, start: Any, stop: Any) -> Nest:
     """Return the examples from `start` to before `stop`."""
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], nest)
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else leaf[start:stop], nest
+    )
 
 
 def inputs_of(batch: Nest | Share | Batches) -> Nest:
@@ -101,12 +115,18 @@ def slice_specs(nest: Nest) -> Nest:
     def spec(leaf: Any) -> tf.TypeSpec:
         shape, ragged = [None, *leaf.shape[1:]], isinstance(leaf, tf.RaggedTensor)
         more = (leaf.ragged_rank, leaf.row_splits.dtype) if ragged else ()
-        return (tf.RaggedTensorSpec if ragged else tf.TensorSpec)(shape, leaf.dtype, *more)
+        return (tf.RaggedTensorSpec if ragged else tf.TensorSpec)(
+            shape, leaf.dtype, *more
+        )
 
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else spec(leaf), nest)
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else spec(leaf), nest
+    )
 
 
-def spread(nest: Nest, names: Sequence[str], *, to_all: bool = False) -> dict[str, Nest]:
+def spread(
+    nest: Nest, names: Sequence[str], *, to_all: bool = False
+) -> dict[str, Nest]:
     """Return what `nest` has for each of the outputs `names`: a dict by name, a list in their order, or a leaf.
 
     A leaf is for the only output, or with `to_all` for every output.
@@ -116,19 +136,25 @@ def spread(nest: Nest, names: Sequence[str], *, to_all: bool = False) -> dict[st
     """
     if not keras.tree.is_nested(nest):
         if len(names) > 1 and nest is not None and not to_all:
-            raise ValueError(f"must be given for each of the outputs {', '.join(names)}")
+            raise ValueError(
+                f"must be given for each of the outputs {', '.join(names)}"
+            )
         return dict.fromkeys(names, nest)
     flat = keras.tree.flatten_with_path(nest)
     if isinstance(nest, list | tuple):
         if len(flat) != len(names):
-            raise ValueError(f"must have {len(names)} entries, one an output. Received: {len(flat)}")
+            raise ValueError(
+                f"must have {len(names)} entries, one an output. Received: {len(flat)}"
+            )
         return dict(zip(names, (leaf for _, leaf in flat), strict=True))
     given = {"/".join(map(str, path)): leaf for path, leaf in flat}
     if list(names) == [""] and len(given) == 1:
         return dict.fromkeys(names, *given.values())
     for name in given:
         if name not in names:
-            raise ValueError(f"must be named as an output, one of {', '.join(names)}. Received: {name}")
+            raise ValueError(
+                f"must be named as an output, one of {', '.join(names)}. Received: {name}"
+            )
     return given
 
 
@@ -164,25 +190,43 @@ def batch_totals(batch: Nest | Share) -> BatchTotals:
 
 
 def global_batch_totals(
-    strategy: tf.distribute.Strategy, batch: Nest | Share, loss: Any, reductions_ready: tf.Variable | None = None
+    strategy: tf.distribute.Strategy,
+    batch: Nest | Share,
+    loss: Any,
+    reductions_ready: tf.Variable | None = None,
 ) -> BatchTotals:
     """Return the totals of an effective batch, with the weights of all processes where a loss divides by them."""
     totals = batch_totals(batch)
     if not isinstance(batch, Share):
         return totals
-    if all(getattr(each, "reduction", None) != "mean_with_sample_weight" for each in tf.nest.flatten(loss)):
+    if all(
+        getattr(each, "reduction", None) != "mean_with_sample_weight"
+        for each in tf.nest.flatten(loss)
+    ):
         return totals._replace(weights=None)
 
     def of_replica() -> tuple[tf.Tensor, ...]:
         weights = batch_totals(share_of(batch)[0]).weights
-        return tuple(weight for weight in tf.nest.flatten(weights) if weight is not None)
+        return tuple(
+            weight for weight in tf.nest.flatten(weights) if weight is not None
+        )
 
-    sums = iter(of_first_replica(strategy, reduce(strategy, strategy.run(of_replica), reductions_ready)))
-    weights = tf.nest.map_structure(lambda weight: None if weight is None else next(sums), totals.weights)
+    sums = iter(
+        of_first_replica(
+            strategy, reduce(strategy, strategy.run(of_replica), reductions_ready)
+        )
+    )
+    weights = tf.nest.map_structure(
+        lambda weight: None if weight is None else next(sums), totals.weights
+    )
     return totals._replace(weights=weights)
 
 
-def reduce(strategy: tf.distribute.Strategy, sums: Nest, reductions_ready: tf.Variable | None = None) -> Nest:
+def reduce(
+    strategy: tf.distribute.Strategy,
+    sums: Nest,
+    reductions_ready: tf.Variable | None = None,
+) -> Nest:
     """Sum over replicas; each of them has the sums on its own device.
 
     `tf.IndexedSlices` are concatenated: indices may repeat. `reductions_ready` counts the calls whose sums are ready.
@@ -209,7 +253,9 @@ def all_reduced(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any
     for dtype in dict.fromkeys(dtypes):  # TensorFlow concatenates all that it is given
         places = [place for place, other in enumerate(dtypes) if other == dtype]
         pairs = [(values[place], values[place]) for place in places]
-        for place, value in zip(places, strategy.extended.batch_reduce_to("SUM", pairs), strict=True):
+        for place, value in zip(
+            places, strategy.extended.batch_reduce_to("SUM", pairs), strict=True
+        ):
             summed[place] = value
     return summed
 

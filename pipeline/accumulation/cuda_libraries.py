@@ -12,7 +12,9 @@ _PACKAGE, _FILE = "nvidia.cusolver", "lib/libcusolver.so.11"
 
 def load_cuda_libraries() -> None:
     """Open cuSOLVER, where its wheel is installed, before TensorFlow asks for it, which is when GPUs are listed."""
-    with suppress(ImportError, OSError):  # without the wheel, or without one that it needs: TensorFlow says so
+    with suppress(
+        ImportError, OSError
+    ):  # without the wheel, or without one that it needs: TensorFlow says so
         found = importlib.util.find_spec(_PACKAGE)
         for folder in found.submodule_search_locations or () if found else ():
             ctypes.CDLL(str(Path(folder, _FILE)))

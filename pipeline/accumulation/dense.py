@@ -26,7 +26,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .keras_internals import calling, graph, keeps_call_of, layers_of, pack_tangents, record_operation, stop_recording
+from .keras_internals import (
+    calling,
+    graph,
+    keeps_call_of,
+    layers_of,
+    pack_tangents,
+    record_operation,
+    stop_recording,
+)
 
 # Where nearly all measurements gain, also for rows that are no multiple of 16: the worst is 0.9, 768×768 at 100 rows.
 LARGE = 1 << 19  # elements of a kernel
@@ -36,28 +44,52 @@ ROWS = range(16, 129)  # examples of a micro-batch
 
 def wide_layers(model: keras.Model, micro_batch_size: int) -> list[keras.layers.Dense]:
     """Return the layers that `transposed_gradients` makes faster: Keras' own with large kernels, float32 on a CPU."""
-    dense = [layer for layer in layers_of(model) if keeps_call_of(layer, keras.layers.Dense)]
-    return [layer for layer in dense if _is_wide(layer)] if micro_batch_size in ROWS else []
+    dense = [
+        layer for layer in layers_of(model) if keeps_call_of(layer, keras.layers.Dense)
+    ]
+    return (
+        [layer for layer in dense if _is_wide(layer)]
+        if micro_batch_size in ROWS
+        else []
+    )
 
 
-def transposed_gradients(layers: Sequence[keras.layers.Dense]) -> AbstractContextManager[None]:
+def transposed_gradients(
+    layers: Sequence[keras.layers.Dense],
+) -> AbstractContextManager[None]:
     """Compute gradients by inputs of rank 2 as (W·dYᵀ)ᵀ where the layers are called inside the `with` block."""
     return calling((layer, _call(layer)) for layer in layers)
 
 
 def _is_wide(layer: keras.layers.Dense) -> bool:
     # Not `layer.kernel`: with LoRA it is computed, and an unbuilt layer has none.
-    kernels = [weight for weight in layer.weights if len(weight.shape) == 2 and weight.dtype == "float32"]
-    large = [kernel for kernel in kernels if math.prod(kernel.shape) >= LARGE and min(kernel.shape) >= WIDE]
-    return layer.compute_dtype == "float32" and any("GPU" not in kernel.value.device for kernel in large)
+    kernels = [
+        weight
+        for weight in layer.weights
+        if len(weight.shape) == 2 and weight.dtype == "float32"
+    ]
+    large = [
+        kernel
+        for kernel in kernels
+        if math.prod(kernel.shape) >= LARGE and min(kernel.shape) >= WIDE
+    ]
+    return layer.compute_dtype == "float32" and any(
+        "GPU" not in kernel.value.device for kernel in large
+    )
 
 
 def _call(layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
     here = graph()
 
     def call(inputs: Any, training: Any = None) -> Any:
-        fits = isinstance(inputs, tf.Tensor) and inputs.dtype == tf.float32 and inputs.shape.rank == 2
-        kernel = tf.convert_to_tensor(layer.kernel) if fits and graph() is here else None
+        fits = (
+            isinstance(inputs, tf.Tensor)
+            and inputs.dtype == tf.float32
+            and inputs.shape.rank == 2
+        )
+        kernel = (
+            tf.convert_to_tensor(layer.kernel) if fits and graph() is here else None
+        )
         # Keras' own, in a layer's own loop or function, and where a `ForwardAccumulator` has a derivative to carry on.
         if kernel is None or pack_tangents([inputs, kernel]).tangents:
             return type(layer).call(layer, inputs, training=training)
@@ -75,7 +107,9 @@ def _product(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
         product = keras.ops.matmul(x, kernel)
 
     def gradient(dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.transpose(tf.matmul(kernel, dy, transpose_b=True)), tf.matmul(x, dy, transpose_a=True)
+        return tf.transpose(tf.matmul(kernel, dy, transpose_b=True)), tf.matmul(
+            x, dy, transpose_a=True
+        )
 
     record_operation("MatMul", [product], [x, kernel], gradient)
     return product

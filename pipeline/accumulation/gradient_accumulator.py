@@ -32,7 +32,9 @@ class GradientAccumulator(tf.Module):
     def __init__(self, variables: Sequence[keras.Variable | tf.Variable]):
         super().__init__()
         self.strategy = tf.distribute.get_strategy()
-        if self.strategy.num_replicas_in_sync > 1 and not isinstance(self.strategy, tf.distribute.MirroredStrategy):
+        if self.strategy.num_replicas_in_sync > 1 and not isinstance(
+            self.strategy, tf.distribute.MirroredStrategy
+        ):
             rule = "strategy must be MirroredStrategy or have one replica; `Update` runs under the others"
             raise ValueError(f"{rule}. Received: {type(self.strategy).__name__}")
         self.sums = [_zeros(tuple(each.shape), each.dtype) for each in variables]
@@ -45,7 +47,9 @@ class GradientAccumulator(tf.Module):
         """Return what a checkpoint has to hold between two parts: the weight, then a sum for each variable."""
         return [self.weight, *self.sums]
 
-    def add(self, gradients: Sequence[Gradient], weight: Any = 1.0, times: int = 1) -> None:
+    def add(
+        self, gradients: Sequence[Gradient], weight: Any = 1.0, times: int = 1
+    ) -> None:
         """Add the gradients of one part; under a strategy inside of `strategy.run`, each replica those of its share.
 
         Args:
@@ -58,17 +62,25 @@ class GradientAccumulator(tf.Module):
             ValueError: their number or shapes are not the variables', or an average traced before leaves one out.
         """
         if len(gradients) != len(self.sums):
-            raise ValueError(f"gradients must be {len(self.sums)}, one a variable. Received: {len(gradients)}")
-        for index, (gradient, total) in enumerate(zip(gradients, self.sums, strict=True)):
+            raise ValueError(
+                f"gradients must be {len(self.sums)}, one a variable. Received: {len(gradients)}"
+            )
+        for index, (gradient, total) in enumerate(
+            zip(gradients, self.sums, strict=True)
+        ):
             if gradient is None:
                 continue
             if index in self._left_out:
                 rule = "gradients must be zero, not None, where other parts have one (unconnected_gradients='zero')"
-                raise ValueError(f"{rule}. Received: None for variable {index} when the average was traced")
+                raise ValueError(
+                    f"{rule}. Received: None for variable {index} when the average was traced"
+                )
             self._have_gradient.add(index)
             dense = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
             # A replica's share may be empty: its mean is not a number, and its weight zero.
-            total.assign_add(tf.math.multiply_no_nan(dense, tf.cast(weight, total.dtype) * times))
+            total.assign_add(
+                tf.math.multiply_no_nan(dense, tf.cast(weight, total.dtype) * times)
+            )
         self.weight.assign_add(tf.cast(weight, self.weight.dtype))
 
     def average(self) -> list[tf.Tensor | None]:
@@ -88,10 +100,15 @@ class GradientAccumulator(tf.Module):
     def of_sums(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Return the average that such values hold."""
         weight, *sums = values
-        have = self._have_gradient or set(range(len(sums)))  # of sums that were loaded all may
+        have = self._have_gradient or set(
+            range(len(sums))
+        )  # of sums that were loaded all may
         if tf.inside_function():
             self._left_out |= set(range(len(sums))) - have
-        return [divide(total, weight) if index in have else None for index, total in enumerate(sums)]
+        return [
+            divide(total, weight) if index in have else None
+            for index, total in enumerate(sums)
+        ]
 
     def reset(self) -> None:
         """Begin the next update."""
@@ -103,4 +120,6 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> keras.Variable:
     name = keras.backend.standardize_dtype(dtype)
     name = "float32" if name in ("float16", "bfloat16") else name
     options = {"trainable": False, "synchronization": "on_read", "aggregation": "sum"}
-    return keras.Variable(keras.initializers.Zeros(), shape=shape, dtype=name, **options)
+    return keras.Variable(
+        keras.initializers.Zeros(), shape=shape, dtype=name, **options
+    )

@@ -37,10 +37,16 @@ from tensorflow.python.eager.forwardprop_util import pack_tangents as pack_tange
 from tensorflow.python.eager.record import record_operation as record_operation
 from tensorflow.python.eager.record import stop_recording as stop_recording
 
-MODEL_CHECKPOINT_KEEPS = ("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch")
+MODEL_CHECKPOINT_KEEPS = (
+    "_batches_seen_since_last_saving",
+    "_last_batch_seen",
+    "_current_epoch",
+)
 
 Listed = dict[str, list[keras.metrics.Metric]]  # metrics by output
-_REPLACING = threading.RLock()  # held while a layer's `call` is replaced: another thread may trace the same model
+_REPLACING = (
+    threading.RLock()
+)  # held while a layer's `call` is replaced: another thread may trace the same model
 
 
 def mask_of(output: Any) -> tf.Tensor | None:
@@ -75,13 +81,17 @@ def global_seed(*, make: bool = False) -> keras.Variable | None:
     return None if generator is None else generator.state
 
 
-def compiled_losses(model: keras.Model) -> list[tuple[Any, keras.losses.Loss, float | None, Any]]:
+def compiled_losses(
+    model: keras.Model,
+) -> list[tuple[Any, keras.losses.Loss, float | None, Any]]:
     """Return each loss of a model after a `compute_loss`: its path in the outputs, it, its weight, its epoch's mean."""
     made = model._compile_loss
     if made is None:
         return []
     means = made.metrics or [None] * len(made._flat_losses)  # a single loss has none
-    return [(*flat[:3], mean) for flat, mean in zip(made._flat_losses, means, strict=True)]
+    return [
+        (*flat[:3], mean) for flat, mean in zip(made._flat_losses, means, strict=True)
+    ]
 
 
 def compiled_metrics(model: keras.Model, names: Sequence[str]) -> tuple[Listed, Listed]:
@@ -89,10 +99,18 @@ def compiled_metrics(model: keras.Model, names: Sequence[str]) -> tuple[Listed, 
 
     def by_output(found: Sequence[Any]) -> Listed:
         of_outputs = zip(names, found, strict=True)
-        return {listed.output_name or name: listed.metrics for name, listed in of_outputs if listed is not None}
+        return {
+            listed.output_name or name: listed.metrics
+            for name, listed in of_outputs
+            if listed is not None
+        }
 
     made = model._compile_metrics
-    return ({}, {}) if made is None else (by_output(made._flat_metrics), by_output(made._flat_weighted_metrics))
+    return (
+        ({}, {})
+        if made is None
+        else (by_output(made._flat_metrics), by_output(made._flat_weighted_metrics))
+    )
 
 
 def loss_mean(model: keras.Model) -> keras.metrics.Mean:
@@ -100,7 +118,9 @@ def loss_mean(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
-def adam_moments(adam: keras.optimizers.Adam, variable: tf.Variable) -> tuple[tf.Variable, tf.Variable]:
+def adam_moments(
+    adam: keras.optimizers.Adam, variable: tf.Variable
+) -> tuple[tf.Variable, tf.Variable]:
     """Return the means of the gradients of a variable and of their squares."""
     index = adam._get_variable_index(variable)
     return adam._momentums[index].value, adam._velocities[index].value
@@ -114,15 +134,21 @@ def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
     """
     with tf.control_dependencies(None), tf.device("CPU:0"):
         rate = tf.convert_to_tensor(getattr(optimizer, "learning_rate", math.nan))
-    fixed = (lambda: rate) if callable(optimizer._learning_rate) else rate  # Adafactor asks whether it is callable
+    fixed = (
+        (lambda: rate) if callable(optimizer._learning_rate) else rate
+    )  # Adafactor asks whether it is callable
     with replaced([(optimizer, "_learning_rate", fixed)]):
         yield rate
 
 
-def applying_sums(optimizer: keras.optimizers.Optimizer) -> AbstractContextManager[None]:
+def applying_sums(
+    optimizer: keras.optimizers.Optimizer,
+) -> AbstractContextManager[None]:
     """Have `apply` use the gradients on each replica as they are, inside the `with` block: they are sums already."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return replaced([(inner, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)])
+    return replaced(
+        [(inner, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)]
+    )
 
 
 @contextmanager
@@ -130,7 +156,9 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Give attributes of objects other values inside the `with` block, past Keras, which tracks what it is given."""
     with ExitStack() as after:
         for thing, name, value in changes:
-            if name in vars(thing) or isinstance(getattr(type(thing), name, None), property):
+            if name in vars(thing) or isinstance(
+                getattr(type(thing), name, None), property
+            ):
                 after.callback(object.__setattr__, thing, name, getattr(thing, name))
             else:  # a method of its class, or nothing
                 after.callback(object.__delattr__, thing, name)
@@ -154,10 +182,16 @@ def calling(calls: Iterable[tuple[keras.Layer, Callable[..., Any]]]) -> Iterator
 def keeps_call_of(layer: keras.Layer, kind: type[keras.Layer]) -> bool:
     """Return whether the layer's `call` is that of `kind`, not overridden by a subclass or a wrapper."""
     with _REPLACING:
-        return isinstance(layer, kind) and type(layer).call is kind.call and "call" not in vars(layer)
+        return (
+            isinstance(layer, kind)
+            and type(layer).call is kind.call
+            and "call" not in vars(layer)
+        )
 
 
-graph = tf.compat.v1.get_default_graph  # that is being traced: a layer's own loop or function has one of its own
+graph = (
+    tf.compat.v1.get_default_graph
+)  # that is being traced: a layer's own loop or function has one of its own
 
 
 def function_graph(operation: tf.Operation, attribute: str) -> tf.Graph:

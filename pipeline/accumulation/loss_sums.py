@@ -46,7 +46,11 @@ class Part(NamedTuple):
 
 
 def micro_batch_losses(
-    model: keras.Model, objective: Objective, outputs: Mapping[str, Nest], micro_batch: Nest, totals: BatchTotals
+    model: keras.Model,
+    objective: Objective,
+    outputs: Mapping[str, Nest],
+    micro_batch: Nest,
+    totals: BatchTotals,
 ) -> tuple[LossSums, tf.Tensor, list[Part]]:
     """Return the loss of each output, what the model adds, and both as parts of what is minimised.
 
@@ -58,40 +62,71 @@ def micro_batch_losses(
     losses, parts = {}, []
     weights = spread(totals.weights, list(outputs), to_all=True)
     for term in objective.terms(y, outputs, sample_weight):
-        if not objective.over_batch and couples_examples(term.loss):  # a micro-batch has not all of them
+        if not objective.over_batch and couples_examples(
+            term.loss
+        ):  # a micro-batch has not all of them
             rule = "loss_over must be effective_batch for a loss of several examples at once"
             raise ValueError(f"{rule}, {term.loss.name}. Received: 'example'")
-        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, (examples, weights.get(term.name)))
+        made = weighted_sum(
+            term.loss,
+            term.y,
+            term.output,
+            term.sample_weight,
+            (examples, weights.get(term.name)),
+        )
         scaled = made.total if term.scale is None else made.total * term.scale
         losses[term.name] = LossSum(made.total, scaled, made.weight)
         if made.batch_weight is None:
             parts.append(Part(scaled, made.weight, made.examples, False))
         else:
-            share = count / examples if term.loss.reduction == "sum" else divide(made.weight, made.batch_weight)
-            parts.append(Part(divide(scaled, made.batch_weight), share, made.examples, True))
+            share = (
+                count / examples
+                if term.loss.reduction == "sum"
+                else divide(made.weight, made.batch_weight)
+            )
+            parts.append(
+                Part(divide(scaled, made.batch_weight), share, made.examples, True)
+            )
     added = tf.zeros((), parts[0].total.dtype if parts else dtype)
     scalars, of_layers = objective.added_losses == "sum", len(added_losses(model))
-    for index, value in enumerate(model.losses):  # those of layers, then those of weights
+    for index, value in enumerate(
+        model.losses
+    ):  # those of layers, then those of weights
         per_example = value.shape.rank and value.shape[0] is None
         sums = per_example or (scalars and index < of_layers)
-        added += tf.reduce_sum(tf.cast(value, added.dtype)) * tf.cast(examples if sums else count, added.dtype)
+        added += tf.reduce_sum(tf.cast(value, added.dtype)) * tf.cast(
+            examples if sums else count, added.dtype
+        )
     if model.losses or not parts:
         parts.append(Part(divide(added, examples), count / examples, count, True))
     return losses, added, _merged(parts)
 
 
-def function_losses(function: Any, micro_batch: Nest, totals: BatchTotals) -> tuple[LossSums, tf.Tensor, list[Part]]:
+def function_losses(
+    function: Any, micro_batch: Nest, totals: BatchTotals
+) -> tuple[LossSums, tf.Tensor, list[Part]]:
     """Return what `micro_batch_losses` does, of a function that returns a mean loss, or one with its weight."""
     made = function(*(part for part in micro_batch if part is not None))
     mean, weight = made if isinstance(made, tuple | list) else (made, None)
     mean = tf.convert_to_tensor(mean)
     if mean.shape.rank:
-        raise ValueError(f"loss must return a scalar, or a tuple of one and its weight. Received: shape {mean.shape}")
-    mean = tf.cast(mean, tf.float32) if mean.dtype in (tf.float16, tf.bfloat16) else mean
-    count, examples = (tf.cast(number, mean.dtype) for number in (examples_in(micro_batch), totals.examples))
+        raise ValueError(
+            f"loss must return a scalar, or a tuple of one and its weight. Received: shape {mean.shape}"
+        )
+    mean = (
+        tf.cast(mean, tf.float32) if mean.dtype in (tf.float16, tf.bfloat16) else mean
+    )
+    count, examples = (
+        tf.cast(number, mean.dtype)
+        for number in (examples_in(micro_batch), totals.examples)
+    )
     divisor = count if weight is None else tf.cast(weight, mean.dtype)
     total, known = mean * divisor, weight is None
-    part = Part(total / examples, count / examples, count, True) if known else Part(total, divisor, count, False)
+    part = (
+        Part(total / examples, count / examples, count, True)
+        if known
+        else Part(total, divisor, count, False)
+    )
     return {"": LossSum(total, total, divisor)}, tf.zeros_like(mean), [part]
 
 
@@ -101,13 +136,21 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     if not known:
         return list(parts)
     total = sum(tf.cast(part.total, known[0].total.dtype) for part in known)
-    first = known[0]._replace(total=total)  # in its place: the noise is measured by the first of all parts
-    return [first if part is known[0] else part for part in parts if part is known[0] or not part.known]
+    first = known[0]._replace(
+        total=total
+    )  # in its place: the noise is measured by the first of all parts
+    return [
+        first if part is known[0] else part
+        for part in parts
+        if part is known[0] or not part.known
+    ]
 
 
 def added_losses(layer: keras.Layer) -> list[tf.Tensor]:
     """Return what a layer and those inside of it have added in their last call, without what regularises weights."""
-    of_weights = sum(variable.regularizer is not None for variable in layer.trainable_variables)
+    of_weights = sum(
+        variable.regularizer is not None for variable in layer.trainable_variables
+    )
     return layer.losses[: len(layer.losses) - of_weights]
 
 
@@ -116,7 +159,9 @@ class WeightedSum(NamedTuple):
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
     weight: tf.Tensor  # Σ wᵢ; 0 for the reduction `sum`, to be read as 1
-    batch_weight: tf.Tensor | None  # `weight` of the whole batch, where it is known before a forward pass
+    batch_weight: (
+        tf.Tensor | None
+    )  # `weight` of the whole batch, where it is known before a forward pass
     examples: tf.Tensor  # that count, (Σ wᵢ)² / Σ wᵢ² with the weights of examples (Kish, Survey Sampling, 1965)
 
 
@@ -144,50 +189,89 @@ def weighted_sum(
         ValueError: the loss reduces nothing, or to a scalar in its `call`, or the sample weights do not fit its values.
     """
     if loss.reduction in (None, "none"):
-        raise ValueError(f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}")
+        raise ValueError(
+            f"The loss must have a reduction. Received: {loss.name} with reduction={loss.reduction!r}"
+        )
     dtype, mask = tf.as_dtype(loss.dtype), mask_of(outputs)
-    outputs, y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, dtype), (outputs, y_true))
+    outputs, y_true = tf.nest.map_structure(
+        lambda leaf: tf.cast(leaf, dtype), (outputs, y_true)
+    )
     # Before the call, of which a loss may keep a tensor.
-    per_example = None if totals is None or mask is not None else _values_per_example(loss, y_true, outputs)
+    per_example = (
+        None
+        if totals is None or mask is not None
+        else _values_per_example(loss, y_true, outputs)
+    )
     found = loss.call(y_true, outputs)
     masks = [each for each in (mask, mask_of(found)) if each is not None]
-    dtype = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # a bfloat16 that counts stops at 256
+    dtype = (
+        tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+    )  # a bfloat16 that counts stops at 256
     values = _dense(found, dtype)
     if values.shape.rank == 0:
         if not over_batch or sample_weight is not None:
             where = " where there are sample weights" if over_batch else ""
-            raise ValueError(f"The loss must give one value per example{where}, not a scalar. Received: {loss.name}")
-        examples = tf.cast(examples_in(outputs), dtype)  # by which an evaluation weighs the batches
-        by = (values, tf.zeros((), dtype)) if loss.reduction == "sum" else (values * examples, examples)
+            raise ValueError(
+                f"The loss must give one value per example{where}, not a scalar. Received: {loss.name}"
+            )
+        examples = tf.cast(
+            examples_in(outputs), dtype
+        )  # by which an evaluation weighs the batches
+        by = (
+            (values, tf.zeros((), dtype))
+            if loss.reduction == "sum"
+            else (values * examples, examples)
+        )
         return WeightedSum(*by, None, examples)
     count = tf.cast(tf.size(values), dtype)
     factors = [] if sample_weight is None else [_dense(sample_weight, dtype)]
     if masks:
         mask = tf.cast(functools.reduce(tf.logical_and, masks), dtype)
-        count *= tf.math.divide_no_nan(tf.reduce_sum(mask), tf.cast(tf.size(mask), dtype))
+        count *= tf.math.divide_no_nan(
+            tf.reduce_sum(mask), tf.cast(tf.size(mask), dtype)
+        )
         factors = [mask, *factors]
     if factors:
         rank = max(factor.shape.rank for factor in factors)
-        weights = _fitted(functools.reduce(tf.multiply, [_aligned(factor, rank) for factor in factors]), values)
+        weights = _fitted(
+            functools.reduce(
+                tf.multiply, [_aligned(factor, rank) for factor in factors]
+            ),
+            values,
+        )
         values *= weights
-    total, examples, ahead = tf.reduce_sum(values), tf.cast(examples_in(outputs), dtype), None
+    total, examples, ahead = (
+        tf.reduce_sum(values),
+        tf.cast(examples_in(outputs), dtype),
+        None,
+    )
     if loss.reduction == "sum":
         return WeightedSum(total, tf.zeros((), dtype), tf.zeros((), dtype), examples)
     by_weights = loss.reduction == "mean_with_sample_weight" and bool(factors)
     if totals is not None and not masks and (by_weights or per_example is not None):
-        ahead = tf.cast(totals[1], dtype) if by_weights else tf.cast(totals[0], dtype) * per_example
+        ahead = (
+            tf.cast(totals[1], dtype)
+            if by_weights
+            else tf.cast(totals[0], dtype) * per_example
+        )
     if by_weights or masks or isinstance(found, tf.RaggedTensor):
         counting = weights if by_weights else mask if masks else tf.ones_like(values)
         examples = _effective(counting, found, values)
-    return WeightedSum(total, tf.reduce_sum(weights) if by_weights else count, ahead, examples)
+    return WeightedSum(
+        total, tf.reduce_sum(weights) if by_weights else count, ahead, examples
+    )
 
 
 def _effective(weights: tf.Tensor, found: Any, values: tf.Tensor) -> tf.Tensor:
     """Return (Σ wᵢ)² / Σ wᵢ² over examples, whose weights are sums over all axes but the first; 0 if all are 0."""
     if isinstance(found, tf.RaggedTensor):
-        weights = tf.cast(found, values.dtype).with_flat_values(tf.broadcast_to(weights, tf.shape(values)))
+        weights = tf.cast(found, values.dtype).with_flat_values(
+            tf.broadcast_to(weights, tf.shape(values))
+        )
     of_examples = tf.reduce_sum(weights, list(range(1, weights.shape.rank)))
-    return tf.math.divide_no_nan(tf.square(tf.reduce_sum(of_examples)), tf.reduce_sum(tf.square(of_examples)))
+    return tf.math.divide_no_nan(
+        tf.square(tf.reduce_sum(of_examples)), tf.reduce_sum(tf.square(of_examples))
+    )
 
 
 def nonzero(weight: tf.Tensor) -> tf.Tensor:
@@ -200,15 +284,24 @@ def divide(value: Any, weight: Any) -> Any:
     if isinstance(weight, tuple):
         return value
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(divide(value.values, weight), value.indices, value.dense_shape)
+        return tf.IndexedSlices(
+            divide(value.values, weight), value.indices, value.dense_shape
+        )
     return value / tf.cast(nonzero(weight), value.dtype)
 
 
-def _values_per_example(loss: keras.losses.Loss, y_true: Nest, outputs: Nest) -> int | None:
+def _values_per_example(
+    loss: keras.losses.Loss, y_true: Nest, outputs: Nest
+) -> int | None:
     """Return how many values the loss has for an example, as its shapes for three show; None where it depends."""
-    if any(isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None for leaf in tf.nest.flatten((y_true, outputs))):
+    if any(
+        isinstance(leaf, tf.RaggedTensor) or leaf.shape.rank is None
+        for leaf in tf.nest.flatten((y_true, outputs))
+    ):
         return None
-    three = [tf.TensorSpec([3, *leaf.shape[1:]], leaf.dtype) for leaf in (y_true, outputs)]
+    three = [
+        tf.TensorSpec([3, *leaf.shape[1:]], leaf.dtype) for leaf in (y_true, outputs)
+    ]
     try:
         made = tf.function(loss.call, autograph=False).get_concrete_function(*three)
     except Exception:  # takes no three
@@ -225,8 +318,12 @@ def _dense(values: Any, dtype: tf.DType) -> tf.Tensor:
 def _fitted(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     weights = _aligned(weights, values.shape.rank)
     pairs = zip(weights.shape[1:], values.shape[1:], strict=False)
-    if weights.shape.rank > values.shape.rank or any(size not in (1, None, of or size) for size, of in pairs):
-        raise ValueError(f"sample weights of shape {weights.shape} do not fit values of shape {values.shape}")
+    if weights.shape.rank > values.shape.rank or any(
+        size not in (1, None, of or size) for size, of in pairs
+    ):
+        raise ValueError(
+            f"sample weights of shape {weights.shape} do not fit values of shape {values.shape}"
+        )
     return weights
 
 

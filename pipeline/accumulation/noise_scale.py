@@ -28,10 +28,14 @@ from .gradient_sums import Gradients, GradientSums, means, rows_once
 from .loss_sums import Part
 
 DECAY = 0.9  # of the moving averages, per measured update
-ALONE = 1e-5  # Σ ωₖ/nₖ and 1/n are equal where there is one micro-batch, but for rounding
+ALONE = (
+    1e-5  # Σ ωₖ/nₖ and 1/n are equal where there is one micro-batch, but for rounding
+)
 
 
-def square(gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None]) -> tf.Tensor:
+def square(
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices | tuple[()] | None],
+) -> tf.Tensor:
     """Return the sum of the squares of all entries, scalar; `()` or None stands for a missing gradient."""
     # In one pass over each: materialized squares cost three times as much.
     halves = []
@@ -52,26 +56,42 @@ def of_micro_batch(
 
     def measure_now() -> tuple[tf.Tensor, ...]:
         if len(sums) == 1:  # saves a pass over the gradient
-            squares = tf.math.divide_no_nan(tf.cast(square(sums[0]), share.dtype), share)
+            squares = tf.math.divide_no_nan(
+                tf.cast(square(sums[0]), share.dtype), share
+            )
         else:
-            squares = share * tf.cast(square(means(sums, [part.share for part in minimised])), share.dtype)
+            squares = share * tf.cast(
+                square(means(sums, [part.share for part in minimised])), share.dtype
+            )
         each = tf.math.divide_no_nan(share, tf.cast(minimised[0].examples, share.dtype))
         return squares, each, share * each, share
 
     return tf.cond(measure, measure_now, lambda: (tf.zeros_like(share),) * 4)
 
 
-def estimates(sums: GradientSums, of_mean: tf.Tensor, scale: tf.Tensor) -> dict[str, tf.Tensor]:
+def estimates(
+    sums: GradientSums, of_mean: tf.Tensor, scale: tf.Tensor
+) -> dict[str, tf.Tensor]:
     """Estimate tr(Σ), per example, and |G|² from one update; NaN with fewer than two micro-batches.
 
     `of_mean` is |g|². The squares of the gradients in `sums` are multiplied by `scale`, the square of the loss scale.
     """
     squares, each, of_whole, weight = sums.noise
-    squares, of_whole = squares / (weight * tf.cast(scale, squares.dtype)), of_whole / tf.square(weight)
+    squares, of_whole = (
+        squares / (weight * tf.cast(scale, squares.dtype)),
+        of_whole / tf.square(weight),
+    )
     of_mean, each = tf.cast(of_mean, squares.dtype), each / weight
-    apart = tf.where(each - of_whole > ALONE * each, each - of_whole, tf.constant(math.nan, squares.dtype))
+    apart = tf.where(
+        each - of_whole > ALONE * each,
+        each - of_whole,
+        tf.constant(math.nan, squares.dtype),
+    )
     variance = (squares - of_mean) / apart
-    return {"gradient_variance": variance, "gradient_square": of_mean - variance * of_whole}
+    return {
+        "gradient_variance": variance,
+        "gradient_square": of_mean - variance * of_whole,
+    }
 
 
 class NoiseScale:

@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import Nest, Share, examples_in, of_first_replica, parts_of, reduce, share_of, slice_specs
+from .batch import (
+    Nest,
+    Share,
+    examples_in,
+    of_first_replica,
+    parts_of,
+    reduce,
+    share_of,
+    slice_specs,
+)
 from .forward_effects import Forward, batch_dependent_layers, unknown_to_keras
 from .gradient_sums import sum_over_micro_batches
 from .keras_internals import logits_of, mask_of, with_mask_and_logits
@@ -42,7 +51,10 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
     if names := forward.cut_dependent_noise:
         rule = "same_noise must be True, and layers must be able to draw for each example, as both passes need the"
         yield f"{rule} same noise where loss_over is effective_batch", ", ".join(names)
-    if names := [*batch_dependent_layers(model, forward), *(name for name, _ in unknown_to_keras(model))]:
+    if names := [
+        *batch_dependent_layers(model, forward),
+        *(name for name, _ in unknown_to_keras(model)),
+    ]:
         rule = "loss_over must be example for layers that move a state in training, such as BatchNormalization"
         yield rule, ", ".join(names)
 
@@ -62,7 +74,11 @@ def kept(outputs: Mapping[str, Nest]) -> Outputs:
 
 @tf.autograph.experimental.do_not_convert
 def kept_outputs(
-    model: keras.Model, batch: Nest, micro_batch_size: int, noise_keys: Sequence[tf.Tensor], jit_compile: bool | str
+    model: keras.Model,
+    batch: Nest,
+    micro_batch_size: int,
+    noise_keys: Sequence[tf.Tensor],
+    jit_compile: bool | str,
 ) -> Outputs:
     """Return the outputs for this replica's share of `batch`, as the first pass; arguments as for an `Update`."""
     share, place = share_of(batch)
@@ -72,7 +88,11 @@ def kept_outputs(
 
     def micro_step(start: tf.Tensor, x: Nest, *_: Nest) -> Outputs:
         drawing = drawn(noisy, keys, place + start, examples_in(x), by_xla)
-        with keras.StatelessScope(), without_cudnn(model, by_xla), drawing:  # what it assigns is dropped
+        with (
+            keras.StatelessScope(),
+            without_cudnn(model, by_xla),
+            drawing,
+        ):  # what it assigns is dropped
             return kept(by_name(model, model(x, training=True)))
 
     return sum_over_micro_batches(micro_step, share, micro_batch_size, by_xla)
@@ -80,16 +100,24 @@ def kept_outputs(
 
 def differentiable(outputs: Outputs) -> list[tf.Tensor]:
     """Return what a loss may have a gradient by: the outputs, and the logits that Keras keeps on them."""
-    found = [tensor for each in outputs.values() for tensor in (each.output, each.logits)]
-    return [tensor for tensor in found if tf.is_tensor(tensor) and tensor.dtype.is_floating]
+    found = [
+        tensor for each in outputs.values() for tensor in (each.output, each.logits)
+    ]
+    return [
+        tensor for tensor in found if tf.is_tensor(tensor) and tensor.dtype.is_floating
+    ]
 
 
-def batch_losses(objective: Objective, outputs: Outputs, y: Nest, sample_weight: Nest) -> tuple[LossSums, tf.Tensor]:
+def batch_losses(
+    objective: Objective, outputs: Outputs, y: Nest, sample_weight: Nest
+) -> tuple[LossSums, tf.Tensor]:
     """Return the loss of each output over the batch, and what is minimised, without what the model adds; scalars."""
     losses, means = LossSums(), list[tf.Tensor]()
     given = {name: with_mask_and_logits(*each) for name, each in outputs.items()}
     for term in objective.terms(y, given, sample_weight):
-        made = weighted_sum(term.loss, term.y, term.output, term.sample_weight, over_batch=True)
+        made = weighted_sum(
+            term.loss, term.y, term.output, term.sample_weight, over_batch=True
+        )
         scaled = made.total if term.scale is None else made.total * term.scale
         losses[term.name] = LossSum(made.total, scaled, made.weight)
         means.append(divide(scaled, made.weight))
@@ -97,7 +125,11 @@ def batch_losses(objective: Objective, outputs: Outputs, y: Nest, sample_weight:
 
 
 def output_gradients(
-    objective: Objective, outputs: Outputs, y: Nest, sample_weight: Nest, scale_loss: Callable[..., tf.Tensor] | None
+    objective: Objective,
+    outputs: Outputs,
+    y: Nest,
+    sample_weight: Nest,
+    scale_loss: Callable[..., tf.Tensor] | None,
 ) -> tuple[LossSums, list[tf.Tensor | None]]:
     """Return the losses over the batch and the gradient of their sum by each of `differentiable(outputs)`.
 
@@ -110,11 +142,17 @@ def output_gradients(
         target = target if scale_loss is None else scale_loss(target)
     gradients = tape.gradient(target, sources)
     with tf.device("CPU:0"):  # from where each micro-batch takes its slice
-        return losses, [None if each is None else tf.identity(tf.convert_to_tensor(each)) for each in gradients]
+        return losses, [
+            None if each is None else tf.identity(tf.convert_to_tensor(each))
+            for each in gradients
+        ]
 
 
 def gathered(
-    strategy: tf.distribute.Strategy, batch: Nest | Share, outputs: Outputs, ready: tf.Variable | None = None
+    strategy: tf.distribute.Strategy,
+    batch: Nest | Share,
+    outputs: Outputs,
+    ready: tf.Variable | None = None,
 ) -> tuple[Outputs, Nest, Nest]:
     """Return the outputs, labels and sample weights of the effective batch, once every replica has its outputs.
 
@@ -127,14 +165,26 @@ def gathered(
 
     def placed(own: Outputs) -> list[tf.Tensor]:
         (x, *own_labels), place = share_of(batch)
-        examples = batch.examples if isinstance(batch, Share) else examples_in(parts_of(batch))
+        examples = (
+            batch.examples if isinstance(batch, Share) else examples_in(parts_of(batch))
+        )
         place = tf.minimum(place, examples)
         after = examples - place - examples_in(x)
-        return [_padded(leaf, place, after) for leaf in tf.nest.flatten((own, *own_labels)) if leaf is not None]
+        return [
+            _padded(leaf, place, after)
+            for leaf in tf.nest.flatten((own, *own_labels))
+            if leaf is not None
+        ]
 
-    whole = iter(of_first_replica(strategy, reduce(strategy, strategy.run(placed, (outputs,)), ready)))
+    whole = iter(
+        of_first_replica(
+            strategy, reduce(strategy, strategy.run(placed, (outputs,)), ready)
+        )
+    )
     own = of_first_replica(strategy, outputs), *labels
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.cast(next(whole), leaf.dtype), own)
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.cast(next(whole), leaf.dtype), own
+    )
 
 
 def _padded(leaf: tf.Tensor, before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:

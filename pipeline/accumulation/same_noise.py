@@ -24,7 +24,9 @@ from keras import layers
 
 from .keras_internals import calling, graph, keeps_call_of, layers_of
 
-Draw = Callable[[Sequence[Any]], tf.Tensor]  # a shape, whose sizes may be scalars → float32 in [0, 1)
+Draw = Callable[
+    [Sequence[Any]], tf.Tensor
+]  # a shape, whose sizes may be scalars → float32 in [0, 1)
 _BLOCK = 4  # 32-bit values in a block
 _PHILOX = 1  # its number in raw operations
 _SCRAMBLE = 0x02461E293EC8F720  # the key by which TensorFlow makes a key of a seed
@@ -45,7 +47,10 @@ class Key(NamedTuple):
                 return cls(seed, *tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed))
             seed = tf.random.experimental.stateless_fold_in(seed, calls)
             # As that operation, whose XLA kernel takes a negative seed for another one.
-            by, seeds = tf.constant([_SCRAMBLE], tf.uint64), tf.bitcast(tf.cast(seed, tf.int64), tf.uint64)
+            by, seeds = (
+                tf.constant([_SCRAMBLE], tf.uint64),
+                tf.bitcast(tf.cast(seed, tf.int64), tf.uint64),
+            )
             given = {"shape": [4], "key": by, "counter": seeds, "alg": _PHILOX}
             bits = tf.raw_ops.StatelessRandomUniformFullIntV2(**given, dtype=tf.uint32)
             key, counter = tf.unstack(tf.bitcast(tf.reshape(bits, [2, 2]), tf.uint64))
@@ -78,7 +83,10 @@ def drawn(
     """Make noisy layers draw for so many examples of an effective batch, from `place` on; `keys` are its `keys_of`."""
     draw = _uniform_by_xla if jit_compile else tf.raw_ops.StatelessRandomUniformV2
     made = [key if isinstance(key, Key) else Key.of(key) for key in keys]
-    return calling((layer, _call(layer, key, place, examples, draw)) for layer, key in zip(noisy, made, strict=True))
+    return calling(
+        (layer, _call(layer, key, place, examples, draw))
+        for layer, key in zip(noisy, made, strict=True)
+    )
 
 
 def _uniform_by_xla(**given: Any) -> tf.Tensor:
@@ -88,7 +96,11 @@ def _uniform_by_xla(**given: Any) -> tf.Tensor:
 
 
 def _call(
-    layer: keras.Layer, key: Key, place: Any, examples: tf.Tensor, draw: Callable[..., tf.Tensor]
+    layer: keras.Layer,
+    key: Key,
+    place: Any,
+    examples: tf.Tensor,
+    draw: Callable[..., tf.Tensor],
 ) -> Callable[..., tf.Tensor]:
     formula, here, calls = _formula(layer), graph(), 0
     assert formula is not None
@@ -97,20 +109,35 @@ def _call(
         nonlocal calls
         # Keras draws in a layer's own loop, as for a recurrent cell, where each step needs new noise, and for inputs
         # with a known number of rows, whose first axis is not that of the examples.
-        shared = (getattr(layer, "noise_shape", None) or (None,))[0] is not None  # by all examples
-        if not training or graph() is not here or (inputs.shape[0] is not None and not shared):
+        shared = (getattr(layer, "noise_shape", None) or (None,))[
+            0
+        ] is not None  # by all examples
+        if (
+            not training
+            or graph() is not here
+            or (inputs.shape[0] is not None and not shared)
+        ):
             return type(layer).call(layer, inputs, training=training)
         # A layer that is called twice in a forward pass draws twice.
         of_call = Key.of(key.seed, calls) if calls else key
         calls += 1
 
-        return formula(layer, inputs, lambda sizes: _drawn(sizes, shared, of_call, place, examples, draw))
+        return formula(
+            layer,
+            inputs,
+            lambda sizes: _drawn(sizes, shared, of_call, place, examples, draw),
+        )
 
     return call
 
 
 def _drawn(
-    sizes: Sequence[Any], shared: bool, of_call: Key, place: Any, examples: tf.Tensor, draw: Callable[..., tf.Tensor]
+    sizes: Sequence[Any],
+    shared: bool,
+    of_call: Key,
+    place: Any,
+    examples: tf.Tensor,
+    draw: Callable[..., tf.Tensor],
 ) -> tf.Tensor:
     _, key, counter = of_call
     if shared:  # by all examples: the same noise in every micro-batch
@@ -119,24 +146,35 @@ def _drawn(
     blocks = -(-values // _BLOCK)
     with tf.device("CPU:0"):  # where the place is known
         # An example has several rows where a previous layer has merged the first axes.
-        check = tf.debugging.assert_equal(sizes[0] % examples, 0, "same_noise: rows that are of no example")
+        check = tf.debugging.assert_equal(
+            sizes[0] % examples, 0, "same_noise: rows that are of no example"
+        )
         with tf.control_dependencies([check] if check is not None else []):
             row = tf.cast(place, tf.int64) * tf.cast(sizes[0] // examples, tf.int64)
         first = tf.cast(row * tf.cast(blocks, tf.int64), tf.uint64)
         start = tf.stack([first, tf.zeros((), tf.uint64)])
         # The counter's lower half is zero: TensorFlow makes the upper one of the seed.
         counter += start
-    noise = draw(shape=[sizes[0], blocks * _BLOCK], key=key, counter=counter, alg=_PHILOX)
+    noise = draw(
+        shape=[sizes[0], blocks * _BLOCK], key=key, counter=counter, alg=_PHILOX
+    )
     full = any(isinstance(size, int) and size % _BLOCK == 0 for size in sizes[1:])
     return tf.reshape(noise if full else noise[:, :values], sizes)
 
 
-def _formula(layer: keras.Layer) -> Callable[[keras.Layer, tf.Tensor, Draw], tf.Tensor] | None:
+def _formula(
+    layer: keras.Layer,
+) -> Callable[[keras.Layer, tf.Tensor, Draw], tf.Tensor] | None:
     """Return the formula of the layer, given its draws; None if it draws nothing, or is not Keras' own."""
-    amount = getattr(layer, "stddev" if isinstance(layer, layers.GaussianNoise) else "rate", 0)
+    amount = getattr(
+        layer, "stddev" if isinstance(layer, layers.GaussianNoise) else "rate", 0
+    )
     if not amount or amount == 1:  # dropout at 1 leaves nothing
         return None
-    return next((formula for kind, formula in _FORMULAS.items() if keeps_call_of(layer, kind)), None)
+    return next(
+        (formula for kind, formula in _FORMULAS.items() if keeps_call_of(layer, kind)),
+        None,
+    )
 
 
 def _dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
@@ -153,7 +191,9 @@ def _alpha_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 
 
 def _gaussian_dropout(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
-    return x * tf.cast(1 + math.sqrt(layer.rate / (1 - layer.rate)) * _normal(x, draw), x.dtype)
+    return x * tf.cast(
+        1 + math.sqrt(layer.rate / (1 - layer.rate)) * _normal(x, draw), x.dtype
+    )
 
 
 def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
@@ -163,8 +203,13 @@ def _gaussian_noise(layer: keras.Layer, x: tf.Tensor, draw: Draw) -> tf.Tensor:
 def _normal(x: tf.Tensor, draw: Draw) -> tf.Tensor:
     """Return normal noise for `x` after Box and Muller, 1958: XLA's own depends on how many values are drawn."""
     # In float64 where the layer computes in it: the last bit of a logarithm depends on its place in a vector register.
-    pairs = tf.cast(draw([*_sizes(x, [None] * x.shape.rank), 2]), tf.float64 if x.dtype == tf.float64 else tf.float32)
-    return tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0])) * tf.cos(2 * math.pi * pairs[..., 1])
+    pairs = tf.cast(
+        draw([*_sizes(x, [None] * x.shape.rank), 2]),
+        tf.float64 if x.dtype == tf.float64 else tf.float32,
+    )
+    return tf.sqrt(-2 * tf.math.log(1 - pairs[..., 0])) * tf.cos(
+        2 * math.pi * pairs[..., 1]
+    )
 
 
 _SPATIAL = (layers.SpatialDropout1D, layers.SpatialDropout2D, layers.SpatialDropout3D)
@@ -178,8 +223,13 @@ _FORMULAS = {
 
 def _sizes(x: tf.Tensor, shape: Sequence[int | None]) -> list[Any]:
     """Return the sizes of `shape`, in which None is the size of that axis of `x`: a scalar where it is not known."""
-    sizes = [known if given is None else given for given, known in zip(shape, x.shape, strict=False)]
-    return [tf.shape(x)[axis] if size is None else size for axis, size in enumerate(sizes)]
+    sizes = [
+        known if given is None else given
+        for given, known in zip(shape, x.shape, strict=False)
+    ]
+    return [
+        tf.shape(x)[axis] if size is None else size for axis, size in enumerate(sizes)
+    ]
 
 
 def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:
@@ -187,5 +237,7 @@ def _noise_shape(layer: keras.Layer, x: tf.Tensor) -> Sequence[int | None]:
     rank = x.shape.rank
     if not isinstance(layer, _SPATIAL):
         return [None] * rank if layer.noise_shape is None else layer.noise_shape
-    channels = 1 if getattr(layer, "data_format", None) == "channels_first" else rank - 1
+    channels = (
+        1 if getattr(layer, "data_format", None) == "channels_first" else rank - 1
+    )
     return [None if axis in (0, channels) else 1 for axis in range(rank)]

@@ -37,7 +37,12 @@ from .batch import (
 )
 from .dense import transposed_gradients, wide_layers
 from .forward_effects import trace_forward, unsupported
-from .gradient_sums import GradientSums, gradients_by, over_replicas, sum_over_micro_batches
+from .gradient_sums import (
+    GradientSums,
+    gradients_by,
+    over_replicas,
+    sum_over_micro_batches,
+)
 from .keras_internals import applying_sums
 from .loss_sums import LossSum, divide, function_losses, micro_batch_losses, nonzero
 from .moving_statistics import assign_moving_statistics, normalising_layers, observed
@@ -103,47 +108,92 @@ def accumulate_gradients(
             positive, an input is sparse, or the model has a part that cannot be computed in micro-batches.
     """
     if model is None and (variables is None or not callable(loss)):
-        raise ValueError("without a model there must be variables, and a loss that is a function of a micro-batch")
+        raise ValueError(
+            "without a model there must be variables, and a loss that is a function of a micro-batch"
+        )
     for rule, received in () if model is None else unsupported(model):
         raise ValueError(f"model {rule}. Received: {received}")
-    goal = loss if isinstance(loss, Objective) else Objective(loss, loss_weights, metrics, weighted_metrics)
+    goal = (
+        loss
+        if isinstance(loss, Objective)
+        else Objective(loss, loss_weights, metrics, weighted_metrics)
+    )
     if goal.over_batch and not output_gradients:
-        raise ValueError("loss_over must be example without an Update. Received: 'effective_batch'")
+        raise ValueError(
+            "loss_over must be example without an Update. Received: 'effective_batch'"
+        )
     totals = batch_totals(batch) if whole is None else whole
     noisy = noisy_layers(model, inputs_of(batch)) if noise_keys else []
     keys = [Key.of(seed) for seed in noise_keys]  # for all micro-batches
     wide = [] if jit_compile or model is None else wide_layers(model, micro_batch_size)
     held = normalising_layers(model) if hold_statistics else []
-    asked = model.trainable_variables if variables is None and model is not None else variables or ()
-    values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in asked]
+    asked = (
+        model.trainable_variables
+        if variables is None and model is not None
+        else variables or ()
+    )
+    values = [
+        variable.value if isinstance(variable, keras.Variable) else variable
+        for variable in asked
+    ]
 
     def micro_step(start: tf.Tensor, *parts: Nest) -> GradientSums:
         x, (y, by_outputs), sample_weight = parts
         parts, examples = (x, y, sample_weight), examples_in(x)
         with tf.GradientTape(persistent=True) as tape:
             drawing = drawn(noisy, keys, place + start, examples, jit_compile)
-            with transposed_gradients(wide), without_cudnn(model, jit_compile), drawing, observed(held) as moves:
+            with (
+                transposed_gradients(wide),
+                without_cudnn(model, jit_compile),
+                drawing,
+                observed(held) as moves,
+            ):
                 if model is None:
                     losses, added, minimised = function_losses(loss, parts, totals)
                 else:
                     outputs = by_name(model, model(x, training=True))
-                    losses, added, minimised = micro_batch_losses(model, goal.of_micro_batch(), outputs, parts, totals)
+                    losses, added, minimised = micro_batch_losses(
+                        model, goal.of_micro_batch(), outputs, parts, totals
+                    )
             # Mean-sized, as `fit` scales it: the sum over a micro-batch would overflow float16.
-            sizes = [() if part.known or scale_loss is None else nonzero(part.share) for part in minimised]
-            targets = [divide(part.total, size) for part, size in zip(minimised, sizes, strict=True)]
-            targets = targets if scale_loss is None else [scale_loss(target) for target in targets]
+            sizes = [
+                () if part.known or scale_loss is None else nonzero(part.share)
+                for part in minimised
+            ]
+            targets = [
+                divide(part.total, size)
+                for part, size in zip(minimised, sizes, strict=True)
+            ]
+            targets = (
+                targets
+                if scale_loss is None
+                else [scale_loss(target) for target in targets]
+            )
         if model is not None:
             goal.update_metrics(y, outputs, sample_weight)
-        pairs = zip(over.differentiable(over.kept(outputs)), by_outputs, strict=True) if by_outputs else ()
-        whole_losses = [(output, gradient) for output, gradient in pairs if gradient is not None]
-        sums = tuple(gradients_by(tape, *each, values, whole_losses) for each in zip(targets, sizes, strict=True))
+        pairs = (
+            zip(over.differentiable(over.kept(outputs)), by_outputs, strict=True)
+            if by_outputs
+            else ()
+        )
+        whole_losses = [
+            (output, gradient) for output, gradient in pairs if gradient is not None
+        ]
+        sums = tuple(
+            gradients_by(tape, *each, values, whole_losses)
+            for each in zip(targets, sizes, strict=True)
+        )
         weights = tuple(() if part.known else part.share for part in minimised)
         noise = noise_scale.of_micro_batch(measure_noise, sums, minimised)
-        return GradientSums(losses, added, tf.cast(examples, added.dtype), sums, weights, noise, moves())
+        return GradientSums(
+            losses, added, tf.cast(examples, added.dtype), sums, weights, noise, moves()
+        )
 
     x, y, sample_weight = parts_of(batch)
     of_steps: Nest = x, (y, tuple(output_gradients)), sample_weight
-    of_steps = batch._replace(batch=of_steps) if isinstance(batch, Batches) else of_steps
+    of_steps = (
+        batch._replace(batch=of_steps) if isinstance(batch, Batches) else of_steps
+    )
     return sum_over_micro_batches(micro_step, of_steps, micro_batch_size, jit_compile)
 
 
@@ -184,21 +234,39 @@ class Update:
         reductions_ready: tf.Variable | None = None,
         loss_over: str | None = None,
     ):
-        self.model, self.objective, self.optimizer = model, Objective.of(objective, loss_over), optimizer
+        self.model, self.objective, self.optimizer = (
+            model,
+            Objective.of(objective, loss_over),
+            optimizer,
+        )
         if self.objective.over_batch and noise_every:
             rule = "noise_every must be 0 where loss_over is effective_batch: no example has a gradient of its own"
             raise ValueError(f"{rule}. Received: {noise_every}")
         self.measured = self.objective.measured()
-        self.micro_batch_size, self.jit_compile, self.compiled = micro_batch_size, jit_compile, False
-        self.strategy, self.reductions_ready = strategy or tf.distribute.get_strategy(), reductions_ready
-        self.noise_every, self.same_noise, self.hold_statistics = noise_every, same_noise, hold_statistics
+        self.micro_batch_size, self.jit_compile, self.compiled = (
+            micro_batch_size,
+            jit_compile,
+            False,
+        )
+        self.strategy, self.reductions_ready = (
+            strategy or tf.distribute.get_strategy(),
+            reductions_ready,
+        )
+        self.noise_every, self.same_noise, self.hold_statistics = (
+            noise_every,
+            same_noise,
+            hold_statistics,
+        )
         # Read on the host: from a GPU, the host would wait for the update before.
         with tf.device("CPU:0"):
             self.begun = tf.Variable(0, dtype=tf.int64, trainable=False)
         # Updates whose gradient was complete, so that it may have been applied: such an update cannot be retried.
         self.applying = tf.Variable(0, dtype=tf.int64, trainable=False)
         # Keras' `apply` divides by the factor of any optimizer that has one.
-        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
+        scales = (
+            isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            or optimizer.loss_scale_factor is not None
+        )
         self._scale_loss = optimizer.scale_loss if scales else None
 
     @tf.autograph.experimental.do_not_convert
@@ -226,7 +294,9 @@ class Update:
                 measure = (self.begun.assign_add(1) - 1) % self.noise_every == 0
         sums = self.sums(batch, measure)
         gradients = sums.gradients()
-        norm = tf.linalg.global_norm([gradient for gradient in gradients if gradient is not None])
+        norm = tf.linalg.global_norm(
+            [gradient for gradient in gradients if gradient is not None]
+        )
         scale = tf.ones((), norm.dtype)
         if self._scale_loss is not None:
             scale = tf.cast(self._scale_loss(tf.ones(())), norm.dtype)
@@ -237,40 +307,60 @@ class Update:
             learning_rate = self.apply(gradients, sums)
         results = sums.results(self.measured)
         for metric, count in zip(self.measured.values(), built, strict=True):
-            if len(metric.variables) > count:  # built in this trace: the reset above left out what was not there yet
+            if (
+                len(metric.variables) > count
+            ):  # built in this trace: the reset above left out what was not there yet
                 metric.reset_state()
         if self.noise_every:
             results |= noise_scale.estimates(sums, tf.square(norm), tf.square(scale))
         return {**results, "learning_rate": learning_rate, "gradient_norm": norm}
 
-    def sums(self, batch: Nest | Share, measure_noise: tf.Tensor | bool = False) -> GradientSums:
+    def sums(
+        self, batch: Nest | Share, measure_noise: tf.Tensor | bool = False
+    ) -> GradientSums:
         """Return the sums over all replicas without applying them; the metrics are updated and not reset."""
         if tf.distribute.has_strategy():  # Keras would apply as inside of a replica
-            raise ValueError("an update must be outside of its strategy's scope; the model is made inside of it")
+            raise ValueError(
+                "an update must be outside of its strategy's scope; the model is made inside of it"
+            )
         x = inputs_of(batch)
-        if self.same_noise is True and (layers := trace_forward(self.model, x, True).cut_dependent_noise):
+        if self.same_noise is True and (
+            layers := trace_forward(self.model, x, True).cut_dependent_noise
+        ):
             rule = 'same_noise must be "auto" or False: some layers can only draw for each micro-batch'
             raise ValueError(f"{rule}. Received: True, {', '.join(layers)}")
         if self.objective.over_batch:
             if isinstance(batch, Batches):
-                raise ValueError("loss_over must be example for Batches. Received: 'effective_batch'")
-            for rule, received in over.not_supported(self.model, trace_forward(self.model, x, bool(self.same_noise))):
+                raise ValueError(
+                    "loss_over must be example for Batches. Received: 'effective_batch'"
+                )
+            for rule, received in over.not_supported(
+                self.model, trace_forward(self.model, x, bool(self.same_noise))
+            ):
                 raise ValueError(f"{rule}. Received: {received}")
         # Here, where all copies of a seed get the same value: they may have diverged.
         keys = keys_of(noisy_layers(self.model, x)) if self.same_noise else []
-        totals = global_batch_totals(self.strategy, batch, self.objective.loss, self.reductions_ready)
+        totals = global_batch_totals(
+            self.strategy, batch, self.objective.loss, self.reductions_ready
+        )
         of_batch = {"whole": totals, "measure_noise": measure_noise, "noise_keys": keys}
         losses: dict[str, LossSum] = {}
         if self.objective.over_batch:
             given = self.model, batch, self.micro_batch_size, keys, self.jit_compile
             outputs = self.strategy.run(lambda: over.kept_outputs(*given))
             whole = over.gathered(self.strategy, batch, outputs, self.reductions_ready)
-            losses, of_batch["output_gradients"] = over.output_gradients(self.objective, *whole, self._scale_loss)
+            losses, of_batch["output_gradients"] = over.output_gradients(
+                self.objective, *whole, self._scale_loss
+            )
         sums = self.strategy.run(self._accumulate, (batch,), of_batch)
-        sums = over_replicas(self.strategy, sums, self.model.trainable_variables, self.reductions_ready)
+        sums = over_replicas(
+            self.strategy, sums, self.model.trainable_variables, self.reductions_ready
+        )
         return sums.with_losses(losses) if losses else sums
 
-    def apply(self, gradients: Sequence[tf.Tensor | None], sums: GradientSums) -> tf.Tensor:
+    def apply(
+        self, gradients: Sequence[tf.Tensor | None], sums: GradientSums
+    ) -> tf.Tensor:
         """Take one step of the optimizer, and one of the moving statistics; return the learning rate of that step."""
         with applying_sums(self.optimizer), fused_adam(self.optimizer) as learning_rate:
             self.optimizer.apply(gradients, self.model.trainable_variables)
@@ -282,14 +372,20 @@ class Update:
         share, place = share_of(batch)
         given |= {"place": place, "scale_loss": self._scale_loss}
         if gradients := given.get("output_gradients"):
-            given["output_gradients"] = slice_of(gradients, place, place + examples_in(share))
+            given["output_gradients"] = slice_of(
+                gradients, place, place + examples_in(share)
+            )
         if isinstance(batch, Batches):
             share = batch._replace(batch=share)
         else:  # XLA compiles for each size
             self.compiled = compiled_by_xla(self.jit_compile, self.model, share)
         given |= {"hold_statistics": self.hold_statistics, "jit_compile": self.compiled}
-        sums = accumulate_gradients(self.model, self.objective, share, self.micro_batch_size, **given)
-        if self._scale_loss is None and (self.strategy.num_replicas_in_sync == 1 or not isinstance(batch, Share)):
+        sums = accumulate_gradients(
+            self.model, self.objective, share, self.micro_batch_size, **given
+        )
+        if self._scale_loss is None and (
+            self.strategy.num_replicas_in_sync == 1 or not isinstance(batch, Share)
+        ):
             return sums
         # Keras divides no rows by a scale. Workers would add rows of one index in different orders, and weights differ.
         return tf.nest.map_structure(tf.convert_to_tensor, sums)

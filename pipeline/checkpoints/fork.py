@@ -22,9 +22,20 @@ if TYPE_CHECKING:  # importing these takes seconds
     from pipeline.checkpoints.snapshot import Callbacks, State
     from pipeline.training.recorder import Recorder
 
-RUN, UPDATE = "start.run", "start.update"  # tags: the run and the update whose checkpoint a run began with
-_RATE = ("optimizer.learning_rate.", "schedule.", "scaling.")  # the keys that a learning rate depends on
-_STAGES: dict[str, Any] = {SCHEDULE: None, "accumulation.scale_rate": True, SEESAW_MAX: None}  # and where it is scaled
+RUN, UPDATE = (
+    "start.run",
+    "start.update",
+)  # tags: the run and the update whose checkpoint a run began with
+_RATE = (
+    "optimizer.learning_rate.",
+    "schedule.",
+    "scaling.",
+)  # the keys that a learning rate depends on
+_STAGES: dict[str, Any] = {
+    SCHEDULE: None,
+    "accumulation.scale_rate": True,
+    SEESAW_MAX: None,
+}  # and where it is scaled
 
 
 @dataclass
@@ -35,8 +46,12 @@ class Fork:
     run_dir: Path  # of the other run
     checkpoint: Checkpoint
     weights_only: bool  # restore the model's weights alone
-    own_rate: bool  # the learning rate of this config differs from that of the other run
-    states: list[State] = field(default_factory=list)  # that `check` read; the training removes it, as it is large
+    own_rate: (
+        bool  # the learning rate of this config differs from that of the other run
+    )
+    states: list[State] = field(
+        default_factory=list
+    )  # that `check` read; the training removes it, as it is large
 
     @property
     def update(self) -> int:  # from which this run counts on
@@ -44,7 +59,10 @@ class Fork:
 
     @property
     def tags(self) -> dict[str, str]:
-        return {RUN: self.run_id or str(self.run_dir), UPDATE: str(self.checkpoint.update)}
+        return {
+            RUN: self.run_id or str(self.run_dir),
+            UPDATE: str(self.checkpoint.update),
+        }
 
     def said(self, callbacks: Callbacks) -> list[str]:
         from pipeline.checkpoints import snapshot
@@ -53,7 +71,10 @@ class Fork:
         if self.weights_only:
             return [f"begins with the weights {line}"]
         rate = ", with a learning rate of its own" if self.own_rate else ""
-        return [f"goes on with the state {line}{rate}", *snapshot.starting_anew(callbacks)]
+        return [
+            f"goes on with the state {line}{rate}",
+            *snapshot.starting_anew(callbacks),
+        ]
 
     def check(self, update: Update, plan: Plan) -> None:
         """Read the checkpoint, as the other run may delete it, and check that it fits the model and the horizon."""
@@ -67,9 +88,13 @@ class Fork:
             self.states = [snapshot.read(self.checkpoint.folder, self.checkpoint.meta)]
         except Exception as error:
             rule = "must be there until it is read: the run that it is of has gone on"
-            raise ConfigError(f"the checkpoint {self.checkpoint.folder}", rule) from error
+            raise ConfigError(
+                f"the checkpoint {self.checkpoint.folder}", rule
+            ) from error
 
-    def restore(self, taken: State, update: Update, recorder: Recorder, callbacks: Callbacks) -> dict[str, Any]:
+    def restore(
+        self, taken: State, update: Update, recorder: Recorder, callbacks: Callbacks
+    ) -> dict[str, Any]:
         """Restore the state into the run; return the state of its loop."""
         from pipeline.checkpoints import snapshot
 
@@ -78,15 +103,23 @@ class Fork:
             snapshot.restore_variables(taken, update, self._takes)
         else:
             loop |= snapshot.restore(taken, update, recorder, callbacks, self._takes)
-            update.model.stop_training = False  # a callback may have stopped the other run
+            update.model.stop_training = (
+                False  # a callback may have stopped the other run
+            )
         # The best evaluation of the other run does not count here: its checkpoint lies in the other directory.
         return loop | {"stopped_by": None, "best": None}
 
     def _takes(self, name: str) -> bool:
         """Return whether the variable `name` is restored; either side may lack a learning rate that is not."""
         if self.weights_only:
-            return name.startswith("model/") and not name.endswith("/seed_generator_state")
-        return not (self.own_rate and name.startswith("optimizer/") and name.endswith("/learning_rate"))
+            return name.startswith("model/") and not name.endswith(
+                "/seed_generator_state"
+            )
+        return not (
+            self.own_rate
+            and name.startswith("optimizer/")
+            and name.endswith("/learning_rate")
+        )
 
 
 def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
@@ -98,10 +131,14 @@ def of(spec: RunSpec, run_dir: Path, update: str | None = None) -> Fork | None:
     past = Past.of(source, RUN, running=True)
     past.close()
     own_rate = _has_own_rate(spec, recorded_config(source, RUN), past)
-    return Fork(past.run.get("run_id", ""), source.absolute(), found, weights_only, own_rate)
+    return Fork(
+        past.run.get("run_id", ""), source.absolute(), found, weights_only, own_rate
+    )
 
 
-def named(text: str, key: str, but: Path | None = None, update: str | None = None) -> tuple[Path, Checkpoint]:
+def named(
+    text: str, key: str, but: Path | None = None, update: str | None = None
+) -> tuple[Path, Checkpoint]:
     """Return the run directory and the checkpoint that `RUN` or `RUN@UPDATE` names, as the argument `key`.
 
     The checkpoint is that of `update` if given, else the newest one. The run directory `but` is passed over.
@@ -111,12 +148,24 @@ def named(text: str, key: str, but: Path | None = None, update: str | None = Non
         name, last = text, ""
     source = find(name, key, but)
     folder, last = source / "checkpoints", update or last
-    there = {number: place for place in (folder / BEST, folder) for number in files.updates(place)}
+    there = {
+        number: place
+        for place in (folder / BEST, folder)
+        for number in files.updates(place)
+    }
     if not there:
-        raise ConfigError(key, "must be a run with a checkpoint: see training.checkpoint_every", text)
+        raise ConfigError(
+            key, "must be a run with a checkpoint: see training.checkpoint_every", text
+        )
     if last and int(last) not in there:
-        raise ConfigError(key, "must name an update whose checkpoint is there", text, sorted(there))
-    found = files.at(there[int(last)], int(last)) if last else files.newest(folder, max(there))
+        raise ConfigError(
+            key, "must name an update whose checkpoint is there", text, sorted(there)
+        )
+    found = (
+        files.at(there[int(last)], int(last))
+        if last
+        else files.newest(folder, max(there))
+    )
     if found is None:
         raise ConfigError(key, "must have a whole checkpoint", text)
     return source, found
@@ -124,9 +173,17 @@ def named(text: str, key: str, but: Path | None = None, update: str | None = Non
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:
     # Records of before there were stages lack their keys.
-    both = [{CLOCK: "updates", **_STAGES, **leaves(each)} for each in (recorded, spec.recorded)]
-    scaled = spec.config.scaling.rule != Rule.none or any(values[SCHEDULE] == SEESAW for values in both)
+    both = [
+        {CLOCK: "updates", **_STAGES, **leaves(each)}
+        for each in (recorded, spec.recorded)
+    ]
+    scaled = spec.config.scaling.rule != Rule.none or any(
+        values[SCHEDULE] == SEESAW for values in both
+    )
     keys = (*_RATE, *(f"{key}." for key in _STAGES if scaled))
-    then, now = ({key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)} for values in both)
+    then, now = (
+        {key: leaf for key, leaf in values.items() if f"{key}.".startswith(keys)}
+        for values in both
+    )
     size = past.start["segment"]["cut"]["effective_batch_size"]
     return then != now or (scaled and size != spec.batching.effective_batch_size)

@@ -12,7 +12,17 @@ from pipeline.common.errors import ConfigError, refused
 from pipeline.config import former_names
 from pipeline.tracking.journal_file import NAME, Past
 
-_GROUPS = ("dataset", "model", "optimizer", "schedule", "scaling", "accumulation", "training", "hardware", "tracking")
+_GROUPS = (
+    "dataset",
+    "model",
+    "optimizer",
+    "schedule",
+    "scaling",
+    "accumulation",
+    "training",
+    "hardware",
+    "tracking",
+)
 CONFIG = dict.fromkeys(_GROUPS, dict)  # the form of config.yaml
 
 
@@ -21,9 +31,15 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
 
     The one in `but` is passed over, and its journal is not opened: closing it would free its lock.
     """
-    if (Path(start) / NAME).exists() and Path(start).resolve() != (but and but.resolve()):
+    if (Path(start) / NAME).exists() and Path(start).resolve() != (
+        but and but.resolve()
+    ):
         return Path(start)
-    matching = [folder for run_id, folder in by_id(key, but).items() if len(start) >= 4 and run_id.startswith(start)]
+    matching = [
+        folder
+        for run_id, folder in by_id(key, but).items()
+        if len(start) >= 4 and run_id.startswith(start)
+    ]
     if len(matching) != 1:
         rule = "must be one run directory, or the start of the ID of one run whose directory lies below this one"
         raise ConfigError(key, rule, start, [*map(str, matching)] if matching else None)
@@ -33,8 +49,15 @@ def find(start: str, key: str, but: Path | None = None) -> Path:
 def by_id(key: str, but: Path | None = None) -> dict[str, Path]:
     """Return the run directories below the working directory by the ID of their run, which their journals say."""
     found = {}
-    for folder in (folder for folder in run_dirs([]) if Path(folder).resolve() != (but and but.resolve())):
-        with suppress(ConfigError), closing(Past.of(Path(folder), key, running=True)) as past:  # of another version
+    for folder in (
+        folder
+        for folder in run_dirs([])
+        if Path(folder).resolve() != (but and but.resolve())
+    ):
+        with (
+            suppress(ConfigError),
+            closing(Past.of(Path(folder), key, running=True)) as past,
+        ):  # of another version
             if past.run:
                 found[past.run["run_id"]] = Path(folder)
     return found
@@ -46,17 +69,29 @@ def run_dirs(folders: Sequence[str]) -> list[str]:
     for folder in folders or ["."]:
         inside = [str(path) for path, _, files in os.walk(folder) if NAME in files]
         if folders and not inside:
-            raise ConfigError("RUN_DIR", f"must be a folder with a {NAME} in it", folder)
+            raise ConfigError(
+                "RUN_DIR", f"must be a folder with a {NAME} in it", folder
+            )
         found |= dict.fromkeys(sorted(map(os.path.normpath, inside)))
     return list(found)
 
 
 def quoted(text: object) -> str:
     """Return `text` as a quoted value in Hydra's grammar, where a backslash escapes only before a quote."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), str(text)) + "'"
+    return (
+        "'"
+        + re.sub(
+            r"(\\*)('|\Z)",
+            lambda found: 2 * found[1] + found[2].replace("'", "\\'"),
+            str(text),
+        )
+        + "'"
+    )
 
 
 def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
     """Return the resolved config that the run in `run_dir` began with; a `ConfigError` says that it cannot be read."""
     with refused(key, "must have a config.yaml that can be read", str(run_dir)):
-        return dict(former_names.renamed(recorded.read(run_dir / "config.yaml", CONFIG)))
+        return dict(
+            former_names.renamed(recorded.read(run_dir / "config.yaml", CONFIG))
+        )

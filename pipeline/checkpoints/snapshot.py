@@ -20,7 +20,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipeline.accumulation import MODEL_CHECKPOINT_KEEPS, Update, global_seed, layers_of, unknown_to_keras
+from pipeline.accumulation import (
+    MODEL_CHECKPOINT_KEEPS,
+    Update,
+    global_seed,
+    layers_of,
+    unknown_to_keras,
+)
 from pipeline.common.errors import ConfigError
 
 if TYPE_CHECKING:  # a room above this one
@@ -31,11 +37,19 @@ Takes = Callable[[str], bool]  # whether a variable is meant, by its name
 
 _SEED = "keras' global seed"
 _SAME = " #"  # PATH #2 is the second variable with that path
-_REPLICA = " on replica "  # NAME on replica 1 is a copy that differs from the one on replica 0
+_REPLICA = (
+    " on replica "  # NAME on replica 1 is a copy that differs from the one on replica 0
+)
 _ARRAY = "__array__"  # {"__array__": NAME} stands for the array NAME
 # Attributes that Keras' own callbacks keep from one epoch to the next; `best_weights` is a list of arrays.
 _KEPT: dict[type, tuple[str, ...]] = {
-    keras.callbacks.EarlyStopping: ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
+    keras.callbacks.EarlyStopping: (
+        "best",
+        "best_epoch",
+        "best_weights",
+        "stopped_epoch",
+        "wait",
+    ),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
     keras.callbacks.ModelCheckpoint: ("best", *MODEL_CHECKPOINT_KEEPS),
     keras.callbacks.History: ("epoch", "history"),
@@ -52,12 +66,17 @@ class State:
     values: dict[str, Any]  # JSON
 
     def specs(self) -> list[Any]:
-        return [[name, list(array.shape), array.dtype.name] for name, array in self.arrays.items()]
+        return [
+            [name, list(array.shape), array.dtype.name]
+            for name, array in self.arrays.items()
+        ]
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the arrays into `folder`, read them back, and return what else `read` needs, as JSON."""
         with tf.device("CPU:0"):
-            variables = [tf.Variable(array, trainable=False) for array in self.arrays.values()]
+            variables = [
+                tf.Variable(array, trainable=False) for array in self.arrays.values()
+            ]
             tf.train.Checkpoint(arrays=variables).write(str(folder / "arrays"))
         meta = {"arrays": self.specs(), "values": self.values}
         for name, array in read(folder, meta).arrays.items():
@@ -69,37 +88,75 @@ class State:
 def read(folder: Path, meta: Mapping[str, Any]) -> State:
     """Return the snapshot that `State.write` wrote into `folder`, given what it returned."""
     with tf.device("CPU:0"):
-        variables = [tf.Variable(tf.zeros(shape, dtype), trainable=False) for _, shape, dtype in meta["arrays"]]
-        tf.train.Checkpoint(arrays=variables).read(str(folder / "arrays")).assert_consumed()
-    arrays = {name: own.numpy() for (name, _, _), own in zip(meta["arrays"], variables, strict=True)}
+        variables = [
+            tf.Variable(tf.zeros(shape, dtype), trainable=False)
+            for _, shape, dtype in meta["arrays"]
+        ]
+        tf.train.Checkpoint(arrays=variables).read(
+            str(folder / "arrays")
+        ).assert_consumed()
+    arrays = {
+        name: own.numpy()
+        for (name, _, _), own in zip(meta["arrays"], variables, strict=True)
+    }
     return State(arrays, dict(meta["values"]))
 
 
-def capture(update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]) -> State:
+def capture(
+    update: Update, recorder: Recorder, callbacks: Callbacks, loop: Mapping[str, Any]
+) -> State:
     """Copy everything that an update changes, and `loop`, the state of the training loop as JSON.
 
     The recorder must have fetched all of its rows. A callback's `get_state` may return JSON values and arrays only.
     """
     arrays = _copied(_variables(update))
-    states = {name: state for name, callback in callbacks.items() if (state := _state_of(callback)) is not None}
-    values = {"loop": dict(loop), "stop_training": bool(update.model.stop_training), "recorder": recorder.get_state()}
+    states = {
+        name: state
+        for name, callback in callbacks.items()
+        if (state := _state_of(callback)) is not None
+    }
+    values = {
+        "loop": dict(loop),
+        "stop_training": bool(update.model.stop_training),
+        "recorder": recorder.get_state(),
+    }
     values["random"] = _without_arrays(random.getstate(), "Python's random state", {})
-    values["numpy"] = _without_arrays(np.random.get_state(), "NumPy's random state", arrays)
-    values["callbacks"] = {name: _without_arrays(each, f"callback/{name}", arrays) for name, each in states.items()}
-    return State(arrays, {**values, "kinds": {name: _kind(callback) for name, callback in callbacks.items()}})
+    values["numpy"] = _without_arrays(
+        np.random.get_state(), "NumPy's random state", arrays
+    )
+    values["callbacks"] = {
+        name: _without_arrays(each, f"callback/{name}", arrays)
+        for name, each in states.items()
+    }
+    return State(
+        arrays,
+        {
+            **values,
+            "kinds": {name: _kind(callback) for name, callback in callbacks.items()},
+        },
+    )
 
 
-def restore_variables(state: State, update: Update, takes: Takes = lambda _: True) -> None:
+def restore_variables(
+    state: State, update: Update, takes: Takes = lambda _: True
+) -> None:
     """Restore the variables whose names `takes` accepts; a `ConfigError` says that one does not fit."""
     if _SEED in state.arrays and takes(_SEED) and global_seed() is None:
         with update.strategy.scope():
             global_seed(make=True)
     check({"arrays": state.specs()}, update, takes)
-    _assign({name: copies for name, copies in _variables(update).items() if takes(name)}, state.arrays)
+    _assign(
+        {name: copies for name, copies in _variables(update).items() if takes(name)},
+        state.arrays,
+    )
 
 
 def restore(
-    state: State, update: Update, recorder: Recorder, callbacks: Callbacks, takes: Takes = lambda _: True
+    state: State,
+    update: Update,
+    recorder: Recorder,
+    callbacks: Callbacks,
+    takes: Takes = lambda _: True,
 ) -> dict[str, Any]:
     """Restore everything but the variables that `takes` leaves out; return the state of the training loop."""
     restore_variables(state, update, takes)
@@ -122,9 +179,20 @@ def restore(
 
 def adapt(update: Update, state: State) -> None:
     """Give `Normalization` layers the statistics of the snapshot, before a trace captures constants of theirs."""
-    layers = [layer for layer in layers_of(update.model) if isinstance(layer, keras.layers.Normalization)]
+    layers = [
+        layer
+        for layer in layers_of(update.model)
+        if isinstance(layer, keras.layers.Normalization)
+    ]
     own = {f"model/{variable.path}" for layer in layers for variable in layer.variables}
-    _assign({name: at for name, at in _variables(update).items() if name.partition(_SAME)[0] in own}, state.arrays)
+    _assign(
+        {
+            name: at
+            for name, at in _variables(update).items()
+            if name.partition(_SAME)[0] in own
+        },
+        state.arrays,
+    )
     for layer in layers:
         layer.finalize_state()
 
@@ -141,16 +209,35 @@ def lent(state: State, update: Update) -> Iterator[None]:
         _assign(variables, before)
 
 
-def check(meta: Mapping[str, Any], update: Update, takes: Takes = lambda _: True) -> None:
+def check(
+    meta: Mapping[str, Any], update: Update, takes: Takes = lambda _: True
+) -> None:
     """Check that all variables that `takes` accepts are in `meta` and in the model, with the same shape and dtype."""
-    saved, variables = {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]}, _variables(update)
+    saved, variables = (
+        {name: f"{tuple(shape)} {dtype}" for name, shape, dtype in meta["arrays"]},
+        _variables(update),
+    )
     for name, (copy, *_) in variables.items():
         spec = f"{tuple(copy.shape)} {copy.dtype.name}"
-        if takes(name) and saved.get(name) != spec and not (name == _SEED and name not in saved):
-            raise ConfigError("the checkpoint", f"must fit the model, whose {name} is {spec}", saved.get(name))
-    for name in (name.partition(_REPLICA)[0] for name in saved if name.startswith(("model/", "optimizer/"))):
+        if (
+            takes(name)
+            and saved.get(name) != spec
+            and not (name == _SEED and name not in saved)
+        ):
+            raise ConfigError(
+                "the checkpoint",
+                f"must fit the model, whose {name} is {spec}",
+                saved.get(name),
+            )
+    for name in (
+        name.partition(_REPLICA)[0]
+        for name in saved
+        if name.startswith(("model/", "optimizer/"))
+    ):
         if takes(name) and name not in variables:
-            raise ConfigError("the checkpoint", "must fit the model, which has no such variable", name)
+            raise ConfigError(
+                "the checkpoint", "must fit the model, which has no such variable", name
+            )
 
 
 def check_state(name: str, callback: keras.callbacks.Callback) -> None:
@@ -162,19 +249,34 @@ def check_state(name: str, callback: keras.callbacks.Callback) -> None:
 
 def starting_anew(callbacks: Callbacks) -> list[str]:
     """Return a line for each callback whose state cannot be saved."""
-    stateless = [name for name, callback in callbacks.items() if type(callback) not in _KEPT and not _offers(callback)]
-    return [f"training.callbacks.{name} starts anew: it offers no state" for name in stateless]
+    stateless = [
+        name
+        for name, callback in callbacks.items()
+        if type(callback) not in _KEPT and not _offers(callback)
+    ]
+    return [
+        f"training.callbacks.{name} starts anew: it offers no state"
+        for name in stateless
+    ]
 
 
 def _variables(update: Update) -> dict[str, Sequence[Any]]:
     """Return all variables by unique name, each as a list of its copies on the replicas, or of one if all are equal."""
     model, local = update.model, update.strategy.experimental_local_results
     trainable = {id(variable) for variable in model.trainable_variables}
-    named: list[tuple[str, Any]] = [(f"model/{each.path}", [each.value]) for each in model.trainable_variables]
+    named: list[tuple[str, Any]] = [
+        (f"model/{each.path}", [each.value]) for each in model.trainable_variables
+    ]
     # The others include the seeds.
-    named += [(f"model/{each.path}", local(each.value)) for each in model.variables if id(each) not in trainable]
+    named += [
+        (f"model/{each.path}", local(each.value))
+        for each in model.variables
+        if id(each) not in trainable
+    ]
     named += [(f"model/{name}", local(own)) for name, own in unknown_to_keras(model)]
-    named += [(f"optimizer/{each.path}", [each.value]) for each in update.optimizer.variables]
+    named += [
+        (f"optimizer/{each.path}", [each.value]) for each in update.optimizer.variables
+    ]
     named += [] if (seed := global_seed()) is None else [(_SEED, local(seed.value))]
     found, count = dict[str, Sequence[Any]](), Counter[str]()
     for name, copies in named:
@@ -188,13 +290,17 @@ def _copied(variables: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, copies in variables.items():
         arrays[name] = first = copies[0].numpy()
-        for replica, copy in enumerate(copies[1:], start=1):  # a seed moves with the micro-batches of its replica
+        for replica, copy in enumerate(
+            copies[1:], start=1
+        ):  # a seed moves with the micro-batches of its replica
             if (value := copy.numpy()).tobytes() != first.tobytes():
                 arrays[f"{name}{_REPLICA}{replica}"] = value
     return arrays
 
 
-def _assign(variables: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]) -> None:
+def _assign(
+    variables: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
+) -> None:
     """Assign to `variables` what `_copied` returned; a variable without an array keeps its value."""
     for name, copies in variables.items():
         for replica, copy in enumerate(copies if name in arrays else ()):
@@ -214,7 +320,11 @@ def _state_of(callback: Any) -> Any:
     if _offers(callback):
         return callback.get_state()
     known = [kept for kind, kept in _KEPT.items() if isinstance(callback, kind)]
-    return {name: getattr(callback, name) for name in known[0] if hasattr(callback, name)} if known else None
+    return (
+        {name: getattr(callback, name) for name in known[0] if hasattr(callback, name)}
+        if known
+        else None
+    )
 
 
 def _without_arrays(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -222,13 +332,25 @@ def _without_arrays(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSU":
         arrays[name] = np.array(value)
         return {_ARRAY: name}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and _ARRAY not in value:
-        return {key: _without_arrays(entry, f"{name}/{key}", arrays) for key, entry in value.items()}
+    if (
+        isinstance(value, dict)
+        and all(isinstance(key, str) for key in value)
+        and _ARRAY not in value
+    ):
+        return {
+            key: _without_arrays(entry, f"{name}/{key}", arrays)
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_without_arrays(entry, f"{name}/{index}", arrays) for index, entry in enumerate(value)]
+        return [
+            _without_arrays(entry, f"{name}/{index}", arrays)
+            for index, entry in enumerate(value)
+        ]
     if value is None or isinstance(value, str | int | float):
         return value
-    raise TypeError(f"the state of {name} must be JSON values and NumPy arrays. Received: {type(value).__name__}")
+    raise TypeError(
+        f"the state of {name} must be JSON values and NumPy arrays. Received: {type(value).__name__}"
+    )
 
 
 def _with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -237,4 +359,8 @@ def _with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
             array = arrays[value[_ARRAY]]
             return array if array.shape else array[()]
         return {key: _with_arrays(entry, arrays) for key, entry in value.items()}
-    return [_with_arrays(entry, arrays) for entry in value] if isinstance(value, list) else value
+    return (
+        [_with_arrays(entry, arrays) for entry in value]
+        if isinstance(value, list)
+        else value
+    )

@@ -16,24 +16,49 @@ def resume(arguments: Sequence[str]) -> int:
 
     The run directory is trusted like your own files: what its config names is imported.
     """
-    parser = Parser(prog="pipeline resume", description=resume.__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="a run directory, or the start of the ID of a run below this folder")
+    parser = Parser(
+        prog="pipeline resume", description=resume.__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run directory, or the start of the ID of a run below this folder",
+    )
     options, overrides = parser.parse_known_args(list(arguments))
     run_dir = find(options.run, "RUN").absolute()
-    past = Past.of(run_dir, running=True)  # this may be a worker whose chief has already resumed
+    past = Past.of(
+        run_dir, running=True
+    )  # this may be a worker whose chief has already resumed
     past.close()
-    config, named = recorded_config(run_dir, "RUN"), {text.lstrip("+").split("=")[0] for text in overrides}
+    config, named = (
+        recorded_config(run_dir, "RUN"),
+        {text.lstrip("+").split("=")[0] for text in overrides},
+    )
     complete(config, past, named)
     if any(name.startswith("hydra.") for name in named):
-        raise ConfigError("arguments", "must set nothing of Hydra: a run goes on in its own directory", sorted(named))
-    compose.run_recorded(config, [*overrides, f"hydra.run.dir={quoted(run_dir)}"], partial(run_one, resume=True))
+        raise ConfigError(
+            "arguments",
+            "must set nothing of Hydra: a run goes on in its own directory",
+            sorted(named),
+        )
+    compose.run_recorded(
+        config,
+        [*overrides, f"hydra.run.dir={quoted(run_dir)}"],
+        partial(run_one, resume=True),
+    )
     return 0
 
 
 def complete(config: dict, past: Past, named: set[str]) -> None:
     """Set the run's store in its config; raise a `ConfigError` for a secret that is not among the overrides."""
-    if secrets.HIDDEN not in past.start["store"]:  # the journal has the absolute path of a local store
+    if (
+        secrets.HIDDEN not in past.start["store"]
+    ):  # the journal has the absolute path of a local store
         config["tracking"] = {**config["tracking"], "uri": past.start["store"]}
     for key, value in plain.leaves(config).items():
         if secrets.HIDDEN in str(value) and key not in named:
-            raise ConfigError(key, "was a secret and is not in the run directory: give it again as an override", value)
+            raise ConfigError(
+                key,
+                "was a secret and is not in the run directory: give it again as an override",
+                value,
+            )

@@ -3,4 +3,13 @@
 Imports no other room.
 """
 
-__all__ = ["disk_cache", "errors", "imports", "memory_budget", "nvidia", "recorded", "secrets", "signals"]
+__all__ = [
+    "disk_cache",
+    "errors",
+    "imports",
+    "memory_budget",
+    "nvidia",
+    "recorded",
+    "secrets",
+    "signals",
+]

@@ -28,6 +28,8 @@ def remember(file: Path, entry: Mapping[str, object]) -> None:
     """Write `entry` to `file`; without a home directory or room on the disk, nothing is cached."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=file.parent, delete=False, encoding="utf-8"
+        ) as new:
             json.dump(entry, new)
         os.replace(new.name, file)

@@ -16,7 +16,11 @@ from pipeline.common.secrets import mask
 
 QUIET = "PIPELINE_QUIET"  # environment variable: set by `--quiet`, also for jobs and workers
 NOT_SHIPPED = 4  # exit status
-PREAMBLE = "Graph execution error:", "Detected at node", "<stack traces"  # lines of TensorFlow's that name no cause
+PREAMBLE = (
+    "Graph execution error:",
+    "Detected at node",
+    "<stack traces",
+)  # lines of TensorFlow's that name no cause
 _NOT_GIVEN: Any = object()
 _Some = Iterable[object] | None
 _LONGEST = 300  # characters of a value
@@ -30,7 +34,14 @@ class ConfigError(Exception):
     the accepted values, the `choices`, or those `similar` where they are too many to list, a close one is suggested.
     """
 
-    def __init__(self, key: str, rule: str, received: object = _NOT_GIVEN, choices: _Some = None, similar: _Some = ()):
+    def __init__(
+        self,
+        key: str,
+        rule: str,
+        received: object = _NOT_GIVEN,
+        choices: _Some = None,
+        similar: _Some = (),
+    ):
         # Kept as text, so that the error can be pickled and sent to another process.
         self.key, self.rule = key, rule
         self.received = None if received is _NOT_GIVEN else _shown(received)
@@ -38,7 +49,9 @@ class ConfigError(Exception):
         self.close = ""
         if isinstance(received, str):
             accepted = [*(self.choices or ()), *map(str, similar or ())]
-            self.close = next(iter(difflib.get_close_matches(received, accepted, n=1, cutoff=0.7)), "")
+            self.close = next(
+                iter(difflib.get_close_matches(received, accepted, n=1, cutoff=0.7)), ""
+            )
         super().__init__(key, rule)
 
     def __str__(self) -> str:
@@ -78,7 +91,9 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as a `ConfigError`."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError("arguments", f"must be as {self.prog} --help says ({message})")
+        raise ConfigError(
+            "arguments", f"must be as {self.prog} --help says ({message})"
+        )
 
 
 def say_id(run_id: str) -> None:
@@ -102,27 +117,45 @@ def say(*lines: str, to: TextIO | None = None, always: bool = False) -> None:
             print(printable(mask(line)), file=stream, flush=True)
     except OSError as error:  # the run goes on, and is closed, even if its terminal or the reader of its pipe is gone
         with suppress(OSError):
-            if error.errno != errno.ENOSPC:  # then nothing fails any more that prints there, also at exit
+            if (
+                error.errno != errno.ENOSPC
+            ):  # then nothing fails any more that prints there, also at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its type if it has no message."""
-    text = re.sub(r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error))  # TensorFlow's position in its graph
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(".")  # AutoGraph puts its trace first
+    text = re.sub(
+        r"\{\{.*?\}\} | \[Op:\w+\].*", "", str(error)
+    )  # TensorFlow's position in its graph
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
+    return (lines[-1] if lines[0] == "in user code:" else lines[0]).rstrip(
+        "."
+    )  # AutoGraph puts its trace first
 
 
 def cause(error: BaseException) -> str:
     """Return the cause that TensorFlow names, without its position in the graph and its iterator."""
     lines = [said for line in str(error).splitlines() if (said := line.strip())]
-    before = next((number for number, line in enumerate(lines) if "[[{{node" in line), 0)
-    if "[[{{node PyFunc}}]]" in lines:  # of Python code: the exception, its traceback, and its message once more
-        before = 1 + next(number for number, line in enumerate(lines) if not line.startswith(PREAMBLE))
+    before = next(
+        (number for number, line in enumerate(lines) if "[[{{node" in line), 0
+    )
+    if (
+        "[[{{node PyFunc}}]]" in lines
+    ):  # of Python code: the exception, its traceback, and its message once more
+        before = 1 + next(
+            number for number, line in enumerate(lines) if not line.startswith(PREAMBLE)
+        )
     said = lines[before - 1] if before else first_line(error)
     said = re.sub(r"\{\{.*?\}\} | \[Op:.*$", "", said)
-    said = re.sub(r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said)
-    return re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", said).rstrip(".")
+    said = re.sub(
+        r"^Error in user-defined function .* iterator: Iterator::\S+ ", "", said
+    )
+    return re.sub(r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1", said).rstrip(
+        "."
+    )
 
 
 def _shown(value: object) -> str:
@@ -162,7 +195,11 @@ def _yaml(value: object) -> str:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(entry)}" for key, entry in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key}: {_yaml(entry)}" for key, entry in value.items())
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(_yaml, value)) + "]"
     return repr(value)

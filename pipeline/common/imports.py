@@ -20,7 +20,12 @@ from pipeline.common.errors import say
 
 # Keras' import matplotlib, scikit-learn and scipy.stats, a third of the time that `import tensorflow` takes; MLflow's
 # imports FastAPI.
-ON_USE = ("keras.visualization", "keras.wrappers", "keras.src.visualization", "mlflow.gateway")
+ON_USE = (
+    "keras.visualization",
+    "keras.wrappers",
+    "keras.src.visualization",
+    "mlflow.gateway",
+)
 
 
 class _OnUse(MetaPathFinder):
@@ -41,7 +46,9 @@ class _Later(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         def look_up(name: str) -> Any:
-            unknown = AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            unknown = AttributeError(
+                f"module {module.__name__!r} has no attribute {name!r}"
+            )
             if name.startswith("__") and name != "__all__":
                 raise unknown
             with self._lock:  # other threads wait for the one that executes it
@@ -100,7 +107,10 @@ def without_chatter() -> Iterator[None]:
             os.close(kept)
             held.seek(0)
             for line in held.read().decode(errors="replace").splitlines():
-                if not re.match(r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl", line):
+                if not re.match(
+                    r"[IWE]\d{4} |\d{4}-\d\d-\d\d .*: [IWE] |WARNING: All log messages before absl",
+                    line,
+                ):
                     say(line)
 
 
@@ -119,22 +129,33 @@ def without_collections() -> Iterator[None]:
 def said(*command: str) -> str | None:
     """Return what a program prints; None if it is missing, fails or takes more than 30 s."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
 
 
 def path_of_processes() -> str:
     """Return the PYTHONPATH with which a new process imports this package from the same place."""
-    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(
+        filter(
+            None,
+            [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")],
+        )
+    )
 
 
-def started(module: str, variables: dict[str, str] | None = None, **options: Any) -> Any:
+def started(
+    module: str, variables: dict[str, str] | None = None, **options: Any
+) -> Any:
     """Return the process of `python -m module`, with a pipe to it; it imports nothing from the working directory."""
     ours = {**os.environ, "PYTHONPATH": path_of_processes(), **(variables or {})}
     command, stdin = [sys.executable, "-P", "-m", module], subprocess.PIPE
     # In a session of its own, Ctrl-C reaches this process alone, which then ends it.
-    return subprocess.Popen(command, stdin=stdin, env=ours, text=True, start_new_session=True, **options)
+    return subprocess.Popen(
+        command, stdin=stdin, env=ours, text=True, start_new_session=True, **options
+    )
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 
-MARGIN = 0.9  # share of the memory that a trial may fill: a run needs more than its updates
+MARGIN = (
+    0.9  # share of the memory that a trial may fill: a run needs more than its updates
+)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.ASCII)
 
 
@@ -25,7 +27,9 @@ def limit() -> int:
                 continue
             group = Path(path.lstrip("/"))
             for folder in (group, *group.parents):
-                with suppress(OSError, ValueError):  # `max`, or a group that is not visible inside a container
+                with suppress(
+                    OSError, ValueError
+                ):  # `max`, or a group that is not visible inside a container
                     found.append(int((root / folder / name).read_text()))
     return min(found)
 

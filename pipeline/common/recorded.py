@@ -13,7 +13,14 @@ import yaml
 
 from pipeline.common.errors import first_line
 
-_WORDS = {dict: "a mapping", list: "a list", str: "a text", int: "an integer", bool: "a bool", type(None): "null"}
+_WORDS = {
+    dict: "a mapping",
+    list: "a list",
+    str: "a text",
+    int: "an integer",
+    bool: "a bool",
+    type(None): "null",
+}
 
 
 class FormError(ValueError):
@@ -25,7 +32,10 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="an alias is not expected", problem_mark=self.peek_event().start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="an alias is not expected",
+                problem_mark=self.peek_event().start_mark,
+            )
         return super().compose_node(parent, index)
 
 
@@ -40,10 +50,17 @@ def read(file: Path, form: Any) -> Any:
     except json.JSONDecodeError as error:
         line, wrong = error.lineno, error.msg
     except yaml.MarkedYAMLError as error:
-        line, wrong = error.problem_mark.line + 1 if error.problem_mark else 1, str(error.problem)
+        line, wrong = (
+            error.problem_mark.line + 1 if error.problem_mark else 1,
+            str(error.problem),
+        )
     except FormError as error:
         line, wrong = _line(text, path), str(error)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # a byte or a sign that is no text; nested too deeply
+    except (
+        ValueError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:  # a byte or a sign that is no text; nested too deeply
         at = vars(error).get("position", getattr(error, "start", 0))
         line, wrong = 1 + data.count(b"\n", 0, at), first_line(error)
     raise FormError(f"{file.name}, line {line}: {wrong}")
@@ -53,9 +70,13 @@ def check(value: Any, form: Any, path: list[str]) -> None:
     """Raise a `FormError` if `value` is not of the `form`; the `path` then leads to what is wrong."""
     kind: Any = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind):
-        words = " or ".join(_WORDS[each] for each in (kind if isinstance(kind, tuple) else (kind,)))
+        words = " or ".join(
+            _WORDS[each] for each in (kind if isinstance(kind, tuple) else (kind,))
+        )
         found = _WORDS.get(type(value), type(value).__name__)
-        raise FormError(f"{path[-1] if path else 'all of it'} must be {words}, and is {found}")
+        raise FormError(
+            f"{path[-1] if path else 'all of it'} must be {words}, and is {found}"
+        )
     for entry in value if isinstance(form, list) else ():
         check(entry, form[0], path)
     for key, inner in form.items() if isinstance(form, dict) else ():
@@ -73,6 +94,8 @@ def _line(text: str, path: list[str]) -> int:
     """Return the line of `text` at which the keys of `path` end."""
     place = 0
     for key in path:
-        if found := re.compile(rf'^[\s{{\[,-]*"?{re.escape(key)}"?\s*:', re.MULTILINE).search(text, place):
+        if found := re.compile(
+            rf'^[\s{{\[,-]*"?{re.escape(key)}"?\s*:', re.MULTILINE
+        ).search(text, place):
             place = found.end()
     return 1 + text.count("\n", 0, place)

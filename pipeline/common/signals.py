@@ -37,9 +37,15 @@ class Interruption:
     def listening(self) -> Iterator["Interruption"]:
         """Handle Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR2, which Slurm sends before a time limit."""
         numbers = []
-        if threading.current_thread() is threading.main_thread():  # which alone may handle signals
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # which alone may handle signals
             # nohup lets some of them be ignored.
-            asked = [each for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+            asked = [
+                each
+                for each in (signal.SIGINT, signal.SIGHUP)
+                if signal.getsignal(each) != signal.SIG_IGN
+            ]
             numbers = [signal.SIGTERM, signal.SIGUSR2, *asked]
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
@@ -52,12 +58,20 @@ class Interruption:
         if number == signal.SIGHUP:  # a shell whose terminal is closed repeats it
             signal.signal(number, signal.SIG_IGN)
             number = signal.SIGTERM
-        error = KeyboardInterrupt() if number == signal.SIGINT else Terminated(signal.Signals(number).name)
+        error = (
+            KeyboardInterrupt()
+            if number == signal.SIGINT
+            else Terminated(signal.Signals(number).name)
+        )
         if not self._patient or self._asked is not None:
             raise error
         self._asked = error
         with suppress(OSError):  # the terminal may be gone
-            os.write(2, b"finishing this update; once more ends it at once\n")  # `print` may be what was interrupted
-        timer = threading.Timer(GRACE, lambda: os.kill(os.getpid(), number) if self._patient else None)
+            os.write(
+                2, b"finishing this update; once more ends it at once\n"
+            )  # `print` may be what was interrupted
+        timer = threading.Timer(
+            GRACE, lambda: os.kill(os.getpid(), number) if self._patient else None
+        )
         timer.daemon = True
         timer.start()

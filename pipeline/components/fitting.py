@@ -22,17 +22,40 @@ from pipeline.training.progress import Progress
 from pipeline.training.recorder import Recorder
 
 # Callbacks of Keras that write files, which is the chief's task.
-WRITING = {"ModelCheckpoint", "OrbaxCheckpoint", "BackupAndRestore", "CSVLogger", "TensorBoard", "RemoteMonitor"}
+WRITING = {
+    "ModelCheckpoint",
+    "OrbaxCheckpoint",
+    "BackupAndRestore",
+    "CSVLogger",
+    "TensorBoard",
+    "RemoteMonitor",
+}
 
 
 def recorder(parts: Parts, tracker: Tracker | None = None) -> Recorder:
     """Return the recorder of a run; without a tracker, as on a worker other than the chief, it logs nothing."""
     config, logs = parts.spec.config, tracker is not None
-    known = 0 if isinstance(parts.plan, adascale.EstimatedPlan) else parts.plan.updates % ENDLESS
-    progress = Progress(known, logs, parts.plan.examples_seen if parts.plan.stages else float)
+    known = (
+        0
+        if isinstance(parts.plan, adascale.EstimatedPlan)
+        else parts.plan.updates % ENDLESS
+    )
+    progress = Progress(
+        known, logs, parts.plan.examples_seen if parts.plan.stages else float
+    )
     skips = config.hardware.precision.name == "mixed_float16"
-    of_run = tracker, parts.plan, config.tracking.log_every, lambda: devices.peak_memory(parts.devices), progress
-    share = utilization.share_of_peak(parts, devices.gpu_names()) if logs and parts.devices.on_gpu else 0.0
+    of_run = (
+        tracker,
+        parts.plan,
+        config.tracking.log_every,
+        lambda: devices.peak_memory(parts.devices),
+        progress,
+    )
+    share = (
+        utilization.share_of_peak(parts, devices.gpu_names())
+        if logs and parts.devices.on_gpu
+        else 0.0
+    )
     return Recorder(*of_run, skips=skips, share_of_peak=share, tokens=parts.tokens())
 
 
@@ -56,21 +79,43 @@ def fit(
     is asked to end.
     """
     with bad_example.located(parts.data, parts.files):
-        tracker, changed, callbacks = recorder.tracker, parts.assigned_by_forward(), parts.objective.callbacks
+        tracker, changed, callbacks = (
+            recorder.tracker,
+            parts.assigned_by_forward(),
+            parts.objective.callbacks,
+        )
         told: dict[str, Any] = {}
         retry, profiler = None, Profiler()
         if tracker is None:
-            kinds = {name: {kind.__name__ for kind in type(each).__mro__} for name, each in callbacks.items()}
-            callbacks = {name: each for name, each in callbacks.items() if WRITING.isdisjoint(kinds[name])}
+            kinds = {
+                name: {kind.__name__ for kind in type(each).__mro__}
+                for name, each in callbacks.items()
+            }
+            callbacks = {
+                name: each
+                for name, each in callbacks.items()
+                if WRITING.isdisjoint(kinds[name])
+            }
         else:
             told = {"on_halved": tracker.evaluation_halved, "changed": changed}
             if (asked := parts.spec.config.hardware.profile) is not None:
                 log = lambda name: tracker.journal.write({"artifact": name})  # noqa: E731
-                profiler = Profiler(tracker.run_dir, asked["start"], asked["updates"], log)
+                profiler = Profiler(
+                    tracker.run_dir, asked["start"], asked["updates"], log
+                )
             if parts.plan.micro_batch_size != UNCUT:
-                retry = OomRetry(update, changed, parts.batches.element_spec, parts.devices.workers == 1)
-        validation, test = (parts.evaluate(name, **told) for name in ("validation", "test"))
-        evaluations = Evaluations(validation, test, parts.spec.config.training.evaluate_every, parts.best)
+                retry = OomRetry(
+                    update,
+                    changed,
+                    parts.batches.element_spec,
+                    parts.devices.workers == 1,
+                )
+        validation, test = (
+            parts.evaluate(name, **told) for name in ("validation", "test")
+        )
+        evaluations = Evaluations(
+            validation, test, parts.spec.config.training.evaluate_every, parts.best
+        )
         if parts.devices.on_gpu:  # what came before, such as the model's initialization, is left out of the peak
             tf.config.experimental.reset_memory_stats("GPU:0")
         return Trainer(

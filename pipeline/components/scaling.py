@@ -39,23 +39,38 @@ def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
     if scaling.rule == Rule.surge:
         peak = scaling.peak_batch_size or 1  # given, see `check`
         now, then = effective_batch_size / peak, scaling.reference_batch_size / peak
-        return (math.sqrt(then) + 1 / math.sqrt(then)) / (math.sqrt(now) + 1 / math.sqrt(now))
-    return math.sqrt(kappa) if scaling.rule in (Rule.sqrt, Rule.sde) or scaling.rate == "sqrt" else 1.0
+        return (math.sqrt(then) + 1 / math.sqrt(then)) / (
+            math.sqrt(now) + 1 / math.sqrt(now)
+        )
+    return (
+        math.sqrt(kappa)
+        if scaling.rule in (Rule.sqrt, Rule.sde) or scaling.rate == "sqrt"
+        else 1.0
+    )
 
 
 def check(scaling: ScalingConfig) -> None:
     """Raise a ConfigError for a key that the rule needs, or does not read."""
     rule = scaling.rule.name
     if (rule == "surge") != (scaling.peak_batch_size is not None):
-        needed, why = ("a number of examples", "") if rule == "surge" else ("null", ": only surge reads it")
+        needed, why = (
+            ("a number of examples", "")
+            if rule == "surge"
+            else ("null", ": only surge reads it")
+        )
         rule = f"must be {needed} for scaling.rule={rule}{why}"
         raise ConfigError("scaling.peak_batch_size", rule, scaling.peak_batch_size)
-    if scaling.rate is not None and scaling.rule not in (Rule.half_life, Rule.timescale):
+    if scaling.rate is not None and scaling.rule not in (
+        Rule.half_life,
+        Rule.timescale,
+    ):
         why = f"must be null for scaling.rule={rule}: only half_life and timescale leave the rate to choose"
         raise ConfigError("scaling.rate", why, scaling.rate)
 
 
-def rescale(optimizer: Any, scaling: ScalingConfig, effective_batch_size: int) -> list[str]:
+def rescale(
+    optimizer: Any, scaling: ScalingConfig, effective_batch_size: int
+) -> list[str]:
     """Set the arguments that the rule changes besides the rate; return what it changed, such as `rho 0.9 → 0.6`.
 
     For κ = effective batch / `reference_batch_size`:
@@ -68,7 +83,11 @@ def rescale(optimizer: Any, scaling: ScalingConfig, effective_batch_size: int) -
 
     A rule that is not for this optimizer, or not for so large a κ, is refused with a `ConfigError`.
     """
-    name, rule, kappa = type(optimizer).__name__, scaling.rule, effective_batch_size / scaling.reference_batch_size
+    name, rule, kappa = (
+        type(optimizer).__name__,
+        scaling.rule,
+        effective_batch_size / scaling.reference_batch_size,
+    )
     root, new = math.sqrt(kappa), dict[str, float]()
     decays = isinstance(optimizer.weight_decay, int | float)
     if name not in _FOR.get(rule, (name,)):
@@ -77,13 +96,23 @@ def rescale(optimizer: Any, scaling: ScalingConfig, effective_batch_size: int) -
         raise ConfigError("scaling.rule", why + of_sgd, f"{rule.name} for {name}")
     if rule == Rule.timescale:
         if not decays:
-            raise ConfigError("optimizer.weight_decay", "must be a number for scaling.rule=timescale", None)
-        new["weight_decay"] = optimizer.weight_decay * (root if scaling.rate == "sqrt" else kappa)
+            raise ConfigError(
+                "optimizer.weight_decay",
+                "must be a number for scaling.rule=timescale",
+                None,
+            )
+        new["weight_decay"] = optimizer.weight_decay * (
+            root if scaling.rate == "sqrt" else kappa
+        )
     if rule == Rule.half_life:
         new["beta_2"] = optimizer.beta_2**kappa
     if rule == Rule.sde:
         if name == "RMSprop" and (optimizer.momentum or optimizer.centered):
-            raise ConfigError("scaling.rule", "must not be sde for RMSprop with momentum or centered", rule.name)
+            raise ConfigError(
+                "scaling.rule",
+                "must not be sde for RMSprop with momentum or centered",
+                rule.name,
+            )
         for beta in ("rho",) if name == "RMSprop" else ("beta_1", "beta_2"):
             new[beta] = 1 - kappa * (1 - getattr(optimizer, beta))
             if new[beta] < 0:
@@ -97,7 +126,11 @@ def rescale(optimizer: Any, scaling: ScalingConfig, effective_batch_size: int) -
     old = {key: getattr(optimizer, key) for key in new}
     for key, value in new.items():
         setattr(optimizer, key, value)
-    return [f"{key} {old[key]:g} → {value:g}" for key, value in new.items() if value != old[key]]
+    return [
+        f"{key} {old[key]:g} → {value:g}"
+        for key, value in new.items()
+        if value != old[key]
+    ]
 
 
 class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
@@ -106,15 +139,25 @@ class DerivedSchedule(keras.optimizers.schedules.LearningRateSchedule):
     schedule: Any
 
     def rate(self, step: Any) -> Any:
-        return ops.convert_to_tensor(self.schedule(step) if callable(self.schedule) else self.schedule)
+        return ops.convert_to_tensor(
+            self.schedule(step) if callable(self.schedule) else self.schedule
+        )
 
     def get_config(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        given = {
+            name: getattr(self, name)
+            for name in inspect.signature(type(self)).parameters
+        }
         return {**given, "schedule": keras.saving.serialize_keras_object(self.schedule)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**{**config, "schedule": keras.saving.deserialize_keras_object(config["schedule"])})
+        return cls(
+            **{
+                **config,
+                "schedule": keras.saving.deserialize_keras_object(config["schedule"]),
+            }
+        )
 
 
 @keras.saving.register_keras_serializable("pipeline")

@@ -31,11 +31,20 @@ PEAKS = {
 
 def peak_flops(name: str, precision: str, tf32: bool = True) -> float:
     """Return FLOP/s of a GPU at most, by TensorFlow's name of it and `hardware.precision`; 0 if it is not known."""
-    found = (peaks for known, peaks in PEAKS.items() if re.search(rf"\b({known})\b(?!.*\bMIG\b)", name))
+    found = (
+        peaks
+        for known, peaks in PEAKS.items()
+        if re.search(rf"\b({known})\b(?!.*\bMIG\b)", name)
+    )
     half, tensor, single, double = next(found, (0.0,) * 4)
     of_bfloat16 = half if tensor else 0  # GPUs without TF32 have no bfloat16 either
     of_float32 = tensor if tf32 and tensor else single
-    peaks = {"mixed_float16": half, "mixed_bfloat16": of_bfloat16, "float32": of_float32, "float64": double}
+    peaks = {
+        "mixed_float16": half,
+        "mixed_bfloat16": of_bfloat16,
+        "float32": of_float32,
+        "float64": double,
+    }
     return 1e12 * peaks[precision]
 
 
@@ -45,15 +54,26 @@ def share_of_peak(parts: Parts, names: list[str]) -> float:
     `names` are those of this process' GPUs, and of each worker's.
     """
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    peaks = [peak_flops(name, parts.spec.config.hardware.precision.name, tf32) for name in names]
+    peaks = [
+        peak_flops(name, parts.spec.config.hardware.precision.name, tf32)
+        for name in names
+    ]
     if not peaks or 0 in peaks:
         return 0.0
     data, why = parts.data.train, "examples of unequal length"
-    if fixed([leaf for leaf in tf.nest.flatten(data.element_spec) if not isinstance(leaf, tf.NoneTensorSpec)]):
+    if fixed(
+        [
+            leaf
+            for leaf in tf.nest.flatten(data.element_spec)
+            if not isinstance(leaf, tf.NoneTensorSpec)
+        ]
+    ):
         batch = next(iter(in_order(data, 2, parts.spec.dataset.get("pad"))))
         flops, unknown = training_flops(parts.model, parts.objective.training, batch)
         if not unknown:
             return flops / (sum(peaks) * parts.devices.workers)
         why = ", ".join(unknown)
-    say(f"perf/model_flops_utilization is left out, as the FLOPs are not known of {why}")
+    say(
+        f"perf/model_flops_utilization is left out, as the FLOPs are not known of {why}"
+    )
     return 0.0

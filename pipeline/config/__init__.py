@@ -4,5 +4,13 @@ In: the command line and YAML files, in whose paths `compose` expands `~`. Out: 
 TensorFlow nor MLflow: a wrong config is refused in under a second.
 """
 
-__all__ = ["allow_list", "cluster", "compose", "former_names", "hydra_errors", "metric_names", "objective_nodes"]
+__all__ = [
+    "allow_list",
+    "cluster",
+    "compose",
+    "former_names",
+    "hydra_errors",
+    "metric_names",
+    "objective_nodes",
+]
 __all__ += ["plain", "plan", "resolve", "schema", "sizes", "stages"]

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pipeline.common.errors import ConfigError
 
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-_PLACE = re.compile(r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII)  # a folder or a URI
+_PLACE = re.compile(
+    r"(/|[a-z][a-z0-9+\-]*:/)[^\\\r\n\t]*", re.ASCII
+)  # a folder or a URI
 
 
 def check_allowed(allow: Iterable[str]) -> None:

@@ -24,13 +24,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.common.errors import ConfigError, NotShippedError, RunError, described, printable, say
+from pipeline.common.errors import (
+    ConfigError,
+    NotShippedError,
+    RunError,
+    described,
+    printable,
+    say,
+)
 from pipeline.common.secrets import mask
 from pipeline.config import former_names, hydra_errors, schema
 from pipeline.config.hydra_internals import get_args_parser
 
 Task = Callable[[DictConfig, list[str], Path], float]
-_HOME = re.compile("^([^=]+=(sqlite:///)?)~(?=/)")  # a shell leaves KEY=~/… as it is, and Hydra has no ~ in a value
+_HOME = re.compile(
+    "^([^=]+=(sqlite:///)?)~(?=/)"
+)  # a shell leaves KEY=~/… as it is, and Hydra has no ~ in a value
 # An override of what is text, also where Hydra would read a number in it; what Hydra knows as more than words is its.
 _TEXT = re.compile(r"\A(\+{0,2}start\.run=)([^'\"$\\()\[\]{}]+)\Z")
 
@@ -46,15 +55,25 @@ def composed(arguments: Sequence[str]) -> DictConfig:
     schema.register()
     options, _, folders = _read(arguments)
     for name, value in vars(options).items():
-        if value and name not in ("overrides", "config_name", "config_path", "config_dir", "run"):
+        if value and name not in (
+            "overrides",
+            "config_name",
+            "config_path",
+            "config_dir",
+            "run",
+        ):
             rule = "must be left out: this reads one config; `pipeline train` prints configs and sweeps over them"
             raise ConfigError(f"--{name.replace('_', '-')}", rule)
-    logging.basicConfig(format="%(message)s")  # to a root logger without a handler TensorFlow's adds one of its own
+    logging.basicConfig(
+        format="%(message)s"
+    )  # to a root logger without a handler TensorFlow's adds one of its own
     token = _session.set(Session(config_dir=options.config_dir))
     try:
         with (
             hydra_errors.as_config_error(options.overrides, folders, (Exception,)),
-            hydra.initialize_config_dir(options.config_path or directory(), version_base="1.3"),
+            hydra.initialize_config_dir(
+                options.config_path or directory(), version_base="1.3"
+            ),
         ):
             config = hydra.compose(options.config_name or "config", options.overrides)
             _expand_home(config)
@@ -64,18 +83,34 @@ def composed(arguments: Sequence[str]) -> DictConfig:
         _session.reset(token)
 
 
-def run_recorded(config: Mapping[str, Any], overrides: Sequence[str], task: Task, folders: Sequence[str] = ()) -> None:
+def run_recorded(
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    task: Task,
+    folders: Sequence[str] = (),
+) -> None:
     """Compose a recorded config, plain, resolved and checked, with `overrides` and a user's `folders`; call `task`."""
     with tempfile.TemporaryDirectory() as folder:
-        run(partial(in_run_dir, task), [*recorded_file(config, Path(folder), "record", folders), *overrides])
+        run(
+            partial(in_run_dir, task),
+            [*recorded_file(config, Path(folder), "record", folders), *overrides],
+        )
 
 
-def recorded_file(config: Mapping[str, Any], folder: Path, name: str, folders: Sequence[str] = ()) -> list[str]:
+def recorded_file(
+    config: Mapping[str, Any], folder: Path, name: str, folders: Sequence[str] = ()
+) -> list[str]:
     """Write a recorded config to `folder`, to be composed with a user's `folders`; return the arguments that do so."""
     ours = OmegaConf.load(Path(directory()) / "config.yaml")
-    of_hydra = [entry for entry in ours.defaults if not isinstance(entry, str) and "override" in str(entry)]
+    of_hydra = [
+        entry
+        for entry in ours.defaults
+        if not isinstance(entry, str) and "override" in str(entry)
+    ]
     hydras = {**ours.hydra, "searchpath": [f"file://{folder}" for folder in folders]}
-    record = OmegaConf.create({"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": hydras})
+    record = OmegaConf.create(
+        {"defaults": ["schema", "_self_", *of_hydra], **config, "hydra": hydras}
+    )
     (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")
     return ["--config-dir", str(folder), "--config-name", name]
 
@@ -84,7 +119,11 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
     """Call `task` with the config, the command line's overrides and the run directory that Hydra made."""
     settings, parent = HydraConfig.get(), config.tracking.sweep
     if parent is not None and settings.mode == RunMode.RUN:
-        raise ConfigError("tracking.sweep", "must be left out of a single run: it is of a multirun", parent)
+        raise ConfigError(
+            "tracking.sweep",
+            "must be left out of a single run: it is of a multirun",
+            parent,
+        )
     # Unresolved: an override may hold an interpolation, which is the config's to resolve.
     overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
     return task(config, overrides, Path(settings.runtime.output_dir))
@@ -94,10 +133,14 @@ def in_run_dir(task: Task, config: DictConfig) -> float:
 class Session:
     """One call of Hydra: what its plugins are told by who called it, and what they leave for them."""
 
-    config_dir: str | None = None  # the user's, where Hydra's plugins have to find it; else Hydra knows it
+    config_dir: str | None = (
+        None  # the user's, where Hydra's plugins have to find it; else Hydra knows it
+    )
     key: str = ""  # the config key of the run directory, and
     asked: Path = Path()  # the folder that it names
-    made: Sequence[Path] = ()  # the folders that Hydra makes for it, the innermost first
+    made: Sequence[
+        Path
+    ] = ()  # the folders that Hydra makes for it, the innermost first
     sweep: Any = None  # the parent run of a multirun, once there is one
 
     @contextmanager
@@ -106,18 +149,25 @@ class Session:
         try:
             yield
         except OSError as error:
-            if Path(str(error.filename)).absolute() not in (self.asked, *self.asked.parents):
+            if Path(str(error.filename)).absolute() not in (
+                self.asked,
+                *self.asked.parents,
+            ):
                 raise
             rule = f"must be a folder that can be made ({error.strerror})"
             raise ConfigError(self.key, rule, str(error.filename)) from error
 
     def remove_empty_folders(self) -> None:
         """Remove the folders that Hydra made and that are empty, from the run directory upwards."""
-        with suppress(OSError):  # one is not there, or is another process', which has removed it or uses it now
+        with suppress(
+            OSError
+        ):  # one is not there, or is another process', which has removed it or uses it now
             for folder in self.made:
                 if {file.name for file in folder.iterdir()} - {"multirun.yaml"}:
                     return
-                (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's, of a sweep that was refused
+                (folder / "multirun.yaml").unlink(
+                    missing_ok=True
+                )  # Hydra's, of a sweep that was refused
                 folder.rmdir()
 
 
@@ -135,17 +185,23 @@ class RunFolders(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         key = "hydra.run.dir" if config.hydra.mode == RunMode.RUN else "hydra.sweep.dir"
-        with suppress(OmegaConfBaseException):  # Hydra reads it next, and then it is refused
+        with suppress(
+            OmegaConfBaseException
+        ):  # Hydra reads it next, and then it is refused
             written = OmegaConf.select(config, key)
             folder = Path(written).expanduser().absolute()
             if str(written).startswith("~"):
                 with read_write(config):
                     OmegaConf.update(config, key, str(folder))
-                    config.hydra.overrides.hydra.append(f"{key}='{folder}'")  # the jobs of a sweep compose it again
+                    config.hydra.overrides.hydra.append(
+                        f"{key}='{folder}'"
+                    )  # the jobs of a sweep compose it again
             _expand_home(config)  # here for a launcher, which opens the store
             here = session()
             here.key, here.asked = key, folder
-            here.made = [made for made in (folder, *folder.parents) if not made.exists()]
+            here.made = [
+                made for made in (folder, *folder.parents) if not made.exists()
+            ]
 
     on_multirun_start = on_run_start
 
@@ -156,10 +212,16 @@ def _expand_home(config: DictConfig) -> None:
         with suppress(OmegaConfBaseException):  # what has no value is refused later
             value = OmegaConf.select(config, key)
             if isinstance(value, str) and value.startswith(f"{prefix}~"):
-                OmegaConf.update(config, key, prefix + os.path.expanduser(value.removeprefix(prefix)))
+                OmegaConf.update(
+                    config, key, prefix + os.path.expanduser(value.removeprefix(prefix))
+                )
 
 
-def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Session | None = None) -> None:
+def run(
+    task: Callable[[DictConfig], Any],
+    arguments: Sequence[str],
+    here: Session | None = None,
+) -> None:
     """Run `task` on the config that Hydra composes from `arguments`; its plugins write into the session `here`.
 
     Raise a RunError if one run failed after it was created; its traceback is in its run directory.
@@ -182,8 +244,16 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
             if multirun:
                 # The launcher must know which job failed, in words that need no import of TensorFlow there.
                 say(*mask(traceback.format_exc()).splitlines())
-                raise RuntimeError(mask(str(error) if isinstance(error, ConfigError) else described(error))) from None
-            raised.append(_with_traceback_kept(error))  # raised again below: else Hydra prints a line of its own
+                raise RuntimeError(
+                    mask(
+                        str(error)
+                        if isinstance(error, ConfigError)
+                        else described(error)
+                    )
+                ) from None
+            raised.append(
+                _with_traceback_kept(error)
+            )  # raised again below: else Hydra prints a line of its own
         return None
 
     options, flags, folders = _read(arguments)
@@ -191,14 +261,33 @@ def run(task: Callable[[DictConfig], Any], arguments: Sequence[str], here: Sessi
         parsed = OverridesParser.create().parse_overrides(options.overrides)
     overrides = _by_environment(parsed) if options.multirun else options.overrides
     # One run's errors are kept in `raised`, so all others are of the input; a launcher raises those of its jobs too.
-    kinds = hydra_errors.COMPOSITION if options.multirun and not (options.cfg or options.info) else (Exception,)
+    kinds = (
+        hydra_errors.COMPOSITION
+        if options.multirun and not (options.cfg or options.info)
+        else (Exception,)
+    )
     here = here or Session()
-    token, before, full_error = _session.set(here), sys.argv, os.environ.get("HYDRA_FULL_ERROR", "0")
-    sys.argv = ["pipeline", *overrides, *flags]  # Hydra wants the overrides side by side
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints what it refuses in many lines and exits with 1
+    token, before, full_error = (
+        _session.set(here),
+        sys.argv,
+        os.environ.get("HYDRA_FULL_ERROR", "0"),
+    )
+    sys.argv = [
+        "pipeline",
+        *overrides,
+        *flags,
+    ]  # Hydra wants the overrides side by side
+    os.environ["HYDRA_FULL_ERROR"] = (
+        "1"  # else Hydra prints what it refuses in many lines and exits with 1
+    )
     try:
-        with hydra_errors.as_config_error(overrides, folders, kinds), here.checking_folder():
-            hydra.main(version_base="1.3", config_path=directory(), config_name="config")(job)()
+        with (
+            hydra_errors.as_config_error(overrides, folders, kinds),
+            here.checking_folder(),
+        ):
+            hydra.main(
+                version_base="1.3", config_path=directory(), config_name="config"
+            )(job)()
     except ConfigError:
         if not raised:
             raise
@@ -218,7 +307,10 @@ def _with_traceback_kept(error: Exception) -> Exception:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():
         return error
-    file, lines = run_dir / "traceback.log", mask("".join(traceback.format_exception(error))).splitlines()
+    file, lines = (
+        run_dir / "traceback.log",
+        mask("".join(traceback.format_exception(error))).splitlines(),
+    )
     try:
         file.write_text("\n".join([*map(printable, lines), ""]), encoding="utf-8")
         kept = f"traceback in {file}"
@@ -234,15 +326,23 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 
     def quoted(found: re.Match[str]) -> str:
         values = map(str.strip, found[2].split(","))
-        return found[1] + ",".join(value if value.lower() in ("null", "") else f"'{value}'" for value in values)
+        return found[1] + ",".join(
+            value if value.lower() in ("null", "") else f"'{value}'" for value in values
+        )
 
-    return [_TEXT.sub(quoted, _HOME.sub(rf"\1{Path.home()}", text)) for text in overrides]
+    return [
+        _TEXT.sub(quoted, _HOME.sub(rf"\1{Path.home()}", text)) for text in overrides
+    ]
 
 
 def own_folder() -> str | None:
     """Return the folder `conf` of the working directory if it holds config groups other than the package's own."""
     folder = Path("conf").absolute()
-    return str(folder) if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()) else None
+    return (
+        str(folder)
+        if any(folder.glob("*/*.yaml")) and not folder.samefile(directory())
+        else None
+    )
 
 
 @cache
@@ -256,7 +356,9 @@ def check_config_dir(folder: str) -> None:
         name = file.relative_to(folder)
         ours = Path(directory()) / name
         if ours.exists() and ours.read_bytes() != file.read_bytes():
-            say(f"pipeline: {name.parent}={name.stem} is the built-in config; {file} is not used, rename it")
+            say(
+                f"pipeline: {name.parent}={name.stem} is the built-in config; {file} is not used, rename it"
+            )
 
 
 def _by_environment(overrides: Sequence[Override]) -> list[str]:
@@ -285,7 +387,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line as Hydra's own parser reads it; refuse a wrong one in one line."""
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError("arguments", f"must be what Hydra takes ({message})", " ".join(arguments))
+        raise ConfigError(
+            "arguments", f"must be what Hydra takes ({message})", " ".join(arguments)
+        )
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]

@@ -15,7 +15,10 @@ MODULES = {  # of `pipeline`; `pipeline.dataset` is a room, whose door has what 
     "model": "components.model",
     "optimizer": "components.optimizer",
 }
-_FREE_TEXT = ("tracking", "start")  # a run may be called as it likes, also `pipeline.model.v2`
+_FREE_TEXT = (
+    "tracking",
+    "start",
+)  # a run may be called as it likes, also `pipeline.model.v2`
 _FORMER = re.compile(rf"pipeline\.({'|'.join(MODULES)})((?:\.\w+)*)", re.ASCII)
 
 
@@ -27,10 +30,15 @@ def current(name: str) -> str:
 
 def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a plain config in which each value that is a former name is the current one."""
-    return {key: value if key in _FREE_TEXT else mapped(value, current) for key, value in config.items()}
+    return {
+        key: value if key in _FREE_TEXT else mapped(value, current)
+        for key, value in config.items()
+    }
 
 
 def rename(config: DictConfig) -> None:
     """Replace former names among the values of a composed config, in place."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    config.merge_with({key: value for key, value in renamed(plain).items() if value != plain[key]})
+    config.merge_with(
+        {key: value for key, value in renamed(plain).items() if value != plain[key]}
+    )

@@ -13,16 +13,28 @@ NAME_RULE = "letters, digits and _.-/: up to 250 of them, as a path without empt
 
 def is_name(name: str) -> bool:
     """Return whether MLflow takes `name` for a metric or a param: to MLflow it is a path, too."""
-    return bool(_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith(("/", ".."))
+    return (
+        bool(_NAME.fullmatch(name))
+        and posixpath.normpath(name) == name
+        and not name.startswith(("/", ".."))
+    )
 
 
 class UpdateMetric(NamedTuple):
     """How a metric that is ours is treated."""
 
-    counted: bool = False  # it counts examples, steps or epochs, so two runs agree on it exactly
-    of_the_cut: bool = False  # its value depends on how a batch is cut into micro-batches
-    rounding: float = 1.0  # times the rounding of a loss that it may differ by between two runs
-    share: bool = False  # it may be a share of the examples, which moves by whole examples
+    counted: bool = (
+        False  # it counts examples, steps or epochs, so two runs agree on it exactly
+    )
+    of_the_cut: bool = (
+        False  # its value depends on how a batch is cut into micro-batches
+    )
+    rounding: float = (
+        1.0  # times the rounding of a loss that it may differ by between two runs
+    )
+    share: bool = (
+        False  # it may be a share of the examples, which moves by whole examples
+    )
 
 
 # Where rounding tips a ReLU or a pooling to another input, the gradient's norm moved by 2e-5 within one update while
@@ -34,11 +46,21 @@ UPDATE_METRICS = {
     "learning_rate": UpdateMetric(),
     "gradient_norm": UpdateMetric(rounding=_OF_THE_GRADIENT),
     # The two estimates that the noise scale is made of: an update returns them, no run logs them.
-    **dict.fromkeys(("gradient_variance", "gradient_square"), UpdateMetric(of_the_cut=True)),
+    **dict.fromkeys(
+        ("gradient_variance", "gradient_square"), UpdateMetric(of_the_cut=True)
+    ),
     # The latter two are of `scaling.rule=adascale`.
-    **dict.fromkeys(("gradient_noise_scale", "gain", "scale_invariant_updates"), _OF_THE_NOISE),
-    **dict.fromkeys(("skipped_updates", "effective_batch_size", "examples_seen", "epoch"), UpdateMetric(counted=True)),
-    **dict.fromkeys(("micro_steps", "accumulation_factor"), UpdateMetric(counted=True, of_the_cut=True)),
+    **dict.fromkeys(
+        ("gradient_noise_scale", "gain", "scale_invariant_updates"), _OF_THE_NOISE
+    ),
+    **dict.fromkeys(
+        ("skipped_updates", "effective_batch_size", "examples_seen", "epoch"),
+        UpdateMetric(counted=True),
+    ),
+    **dict.fromkeys(
+        ("micro_steps", "accumulation_factor"),
+        UpdateMetric(counted=True, of_the_cut=True),
+    ),
 }
 USERS = UpdateMetric(share=True)  # of a metric under any other name
 
@@ -46,4 +68,6 @@ USERS = UpdateMetric(share=True)  # of a metric under any other name
 def of(metric: str) -> UpdateMetric:
     """Return how `metric`, with or without its split as in `train/loss`, is treated."""
     name = metric.split("/")[-1]
-    return UPDATE_METRICS.get(name, UPDATE_METRICS["loss"] if name.endswith("_loss") else USERS)  # of an output
+    return UPDATE_METRICS.get(
+        name, UPDATE_METRICS["loss"] if name.endswith("_loss") else USERS
+    )  # of an output

@@ -10,7 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 _TERM = r"(\$\{\w[\w.]*\}|[\d.e+\-]+)"
 LINK = re.compile(rf"\$\{{\w[\w.]*\}}|\$\{{times: ?{_TERM}, ?{_TERM}\}}", re.ASCII)
 
-SHORT = {"effective_batch_size": "batch", "micro_batch_size": "micro", "learning_rate": "rate"}  # keys in names
+SHORT = {
+    "effective_batch_size": "batch",
+    "micro_batch_size": "micro",
+    "learning_rate": "rate",
+}  # keys in names
 
 
 def short(key: str, value: object) -> str:
@@ -32,15 +36,27 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     if not (isinstance(node, Mapping) and node):
         return {prefix: node}
     dot = f"{prefix}." if prefix else ""
-    return {name: leaf for key, value in node.items() for name, leaf in leaves(value, f"{dot}{key}").items()}
+    return {
+        name: leaf
+        for key, value in node.items()
+        for name, leaf in leaves(value, f"{dot}{key}").items()
+    }
 
 
 def links(config: DictConfig) -> dict[str, str]:
     """Return the links between keys, such as `${another.key}`, by the dotted name of the key that has the link."""
     written = leaves(OmegaConf.to_container(config, resolve=False))
     lists = ((key, entry) for key, entry in written.items() if isinstance(entry, list))
-    parts = {f"{key}.{number}": part for key, entry in lists for number, part in enumerate(entry)}
-    return {key: entry for key, entry in (written | parts).items() if isinstance(entry, str) and LINK.fullmatch(entry)}
+    parts = {
+        f"{key}.{number}": part
+        for key, entry in lists
+        for number, part in enumerate(entry)
+    }
+    return {
+        key: entry
+        for key, entry in (written | parts).items()
+        if isinstance(entry, str) and LINK.fullmatch(entry)
+    }
 
 
 def mapped(value: Any, function: Callable[[str], str]) -> Any:

@@ -29,8 +29,21 @@ from pipeline.config.sizes import Batching, Horizon
 
 # What each of several workers has from its own config, as it is the machine's or a secret.
 OWN = (
-    *("tracking", "trust", "start", "training.resume", "dataset.data_dir", "dataset.download", "hardware.memory"),
-    *("hardware.gpu", "hardware.gpu_memory", "hardware.open_ports", "hardware.secret_file"),
+    *(
+        "tracking",
+        "trust",
+        "start",
+        "training.resume",
+        "dataset.data_dir",
+        "dataset.download",
+        "hardware.memory",
+    ),
+    *(
+        "hardware.gpu",
+        "hardware.gpu_memory",
+        "hardware.open_ports",
+        "hardware.secret_file",
+    ),
 )
 
 
@@ -39,12 +52,16 @@ class RunSpec:
     """What a run does; made by `resolve`, and never changed."""
 
     config: Config  # typed; the nodes of objects are plain mappings in it
-    asked: Mapping[str, Any]  # the config as `resolve` returned it, plain; changes leave it as it is
+    asked: Mapping[
+        str, Any
+    ]  # the config as `resolve` returned it, plain; changes leave it as it is
     resolved: Mapping[str, Any]  # the config, plain, as it is recorded
     overrides: tuple[str, ...]  # of the command line
     batching: Batching  # how an effective batch is cut
     horizon: Horizon  # how long the run is, in the unit that was asked for
-    workers: Cluster | None  # of the run, as this process sees them; None for a single one
+    workers: (
+        Cluster | None
+    )  # of the run, as this process sees them; None for a single one
     _composed: DictConfig
 
     def node(self, key: str) -> DictConfig:
@@ -74,16 +91,33 @@ class RunSpec:
     @property
     def largest(self) -> Batching:
         """Return how the largest effective batch of the run is cut."""
-        size = stages.largest(self.resolved["accumulation"], self.batching.effective_batch_size)
-        return self.batching if size == self.batching.effective_batch_size else self.batching.at(size)
+        size = stages.largest(
+            self.resolved["accumulation"], self.batching.effective_batch_size
+        )
+        return (
+            self.batching
+            if size == self.batching.effective_batch_size
+            else self.batching.at(size)
+        )
 
     def at_largest(self) -> RunSpec:
         """Return the spec of a run whose every effective batch is as large as the largest of this one."""
         if self.resolved["accumulation"]["schedule"] is None:
             return self
-        unscaled = {"scaling.rule": "none", "scaling.rate": None, "scaling.peak_batch_size": None}
-        values = {stages.SCHEDULE: None, stages.SEESAW_MAX: None, sizes.EFFECTIVE: self.largest.effective_batch_size}
-        return replace(self.changed(values | unscaled), batching=self.largest.of(self.largest.share))
+        unscaled = {
+            "scaling.rule": "none",
+            "scaling.rate": None,
+            "scaling.peak_batch_size": None,
+        }
+        values = {
+            stages.SCHEDULE: None,
+            stages.SEESAW_MAX: None,
+            sizes.EFFECTIVE: self.largest.effective_batch_size,
+        }
+        return replace(
+            self.changed(values | unscaled),
+            batching=self.largest.of(self.largest.share),
+        )
 
     @property
     def same_noise(self) -> bool:
@@ -95,7 +129,9 @@ class RunSpec:
         """Return how many processes of the run share this machine."""
         return 1 if self.workers is None else self.workers.on_machine
 
-    def changed(self, values: Mapping[str, Any], without: Iterable[str] = ()) -> RunSpec:
+    def changed(
+        self, values: Mapping[str, Any], without: Iterable[str] = ()
+    ) -> RunSpec:
         """Return the spec with other `values`, by dotted keys, and `without` some keys; `batching` stays as it is."""
         composed = deepcopy(self._composed)
         _update(composed, values)
@@ -108,12 +144,23 @@ class RunSpec:
     def with_micro_batch(self, size: int) -> RunSpec:
         """Return the spec with the micro-batch size that was found in place of `auto`, in the overrides too."""
         given = f"{sizes.MICRO}="
-        overrides = (f"{given}{size}" if text.lstrip("+").startswith(given) else text for text in self.overrides)
-        return replace(self.changed({sizes.MICRO: size}), overrides=tuple(overrides), batching=self.batching.of(size))
+        overrides = (
+            f"{given}{size}" if text.lstrip("+").startswith(given) else text
+            for text in self.overrides
+        )
+        return replace(
+            self.changed({sizes.MICRO: size}),
+            overrides=tuple(overrides),
+            batching=self.batching.of(size),
+        )
 
     def to_text(self) -> str:
         """Return the whole spec as text for a process that this one starts: YAML, as JSON has no integers for keys."""
-        return str(yaml.safe_dump({"asked": self.asked, "resolved": self.resolved}, sort_keys=False))
+        return str(
+            yaml.safe_dump(
+                {"asked": self.asked, "resolved": self.resolved}, sort_keys=False
+            )
+        )
 
     def shared_text(self) -> str:
         """Return the spec as text for the other workers, without secrets and without what is a machine's own."""
@@ -124,15 +171,26 @@ class RunSpec:
 
     def adopting(self, text: str) -> RunSpec:
         """Return the spec of another worker's `shared_text`, completed by what is this machine's own or secret here."""
-        composed = OmegaConf.create(plain.escaped(_with_secrets(yaml.safe_load(text), self.resolved)))
-        _update(composed, {key: value for key, value in plain.leaves(self.resolved).items() if _is_own(key)})
+        composed = OmegaConf.create(
+            plain.escaped(_with_secrets(yaml.safe_load(text), self.resolved))
+        )
+        _update(
+            composed,
+            {
+                key: value
+                for key, value in plain.leaves(self.resolved).items()
+                if _is_own(key)
+            },
+        )
         composed = OmegaConf.merge(OmegaConf.structured(Config), composed)
         return replace(_spec(composed, self.workers, self.overrides), asked=self.asked)
 
 
 @as_config_error()
 def resolve(
-    composed: DictConfig, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+    composed: DictConfig,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
 ) -> RunSpec:
     """Check a composed config, and return the spec that follows from it, from `overrides` and from the environment.
 
@@ -140,14 +198,21 @@ def resolve(
     """
     composed = deepcopy(composed)  # the caller's stays as it is
     validate.check_form(composed)
-    if isinstance(micro := composed.accumulation.micro_batch_size, str) and micro.isdecimal():
-        composed.accumulation.micro_batch_size = int(micro)  # as it comes out of the environment
+    if (
+        isinstance(micro := composed.accumulation.micro_batch_size, str)
+        and micro.isdecimal()
+    ):
+        composed.accumulation.micro_batch_size = int(
+            micro
+        )  # as it comes out of the environment
     validate.check_values(composed)
     named = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
     workers = cluster.resolve(composed.hardware.workers, environment)
     composed.hardware.workers = 1 if workers is None else len(workers.addresses)
     horizon = sizes.horizon_of(composed.training, named)
-    composed.training.update({unit: None for unit in sizes.HORIZONS if unit != horizon.unit})
+    composed.training.update(
+        {unit: None for unit in sizes.HORIZONS if unit != horizon.unit}
+    )
     validate.check_settings(composed)
     replicas = composed.hardware.replicas * composed.hardware.workers
     of_stages = stages.resolved(plain.plain(composed), horizon.unit, replicas, named)
@@ -155,53 +220,107 @@ def resolve(
     named |= of_stages.keys()
     if composed.dataset.get("batched"):
         scaled = composed.scaling.rule != Rule.none
-        composed.accumulation.update(sizes.of_batches(composed.accumulation, scaled, replicas, named))
-        for key, choices in (("hardware.xla", ("auto", False)), ("training.loss_over", (LossOver.example,))):
+        composed.accumulation.update(
+            sizes.of_batches(composed.accumulation, scaled, replicas, named)
+        )
+        for key, choices in (
+            ("hardware.xla", ("auto", False)),
+            ("training.loss_over", (LossOver.example,)),
+        ):
             if (given := OmegaConf.select(composed, key)) not in choices:
-                names = " or ".join(str(getattr(choice, "name", choice)).lower() for choice in choices)
-                raise ConfigError(key, f"must be {names} with {sizes.BATCHED}=true: batches have any size", given)
+                names = " or ".join(
+                    str(getattr(choice, "name", choice)).lower() for choice in choices
+                )
+                raise ConfigError(
+                    key,
+                    f"must be {names} with {sizes.BATCHED}=true: batches have any size",
+                    given,
+                )
     composed.accumulation.update(sizes.sizes_in_force(composed.accumulation, named))
     spec = _spec(composed, workers, overrides, named=named)
-    most, first = spec.config.accumulation.seesaw_max, spec.batching.effective_batch_size
+    most, first = (
+        spec.config.accumulation.seesaw_max,
+        spec.batching.effective_batch_size,
+    )
     if most is not None and most < 2 * first:
-        raise ConfigError(stages.SEESAW_MAX, f"must be at least twice the effective batch of {first}", most)
-    gpu, here = spec.config.hardware.gpu, spec.config.hardware.replicas * spec.workers_on_machine
+        raise ConfigError(
+            stages.SEESAW_MAX,
+            f"must be at least twice the effective batch of {first}",
+            most,
+        )
+    gpu, here = (
+        spec.config.hardware.gpu,
+        spec.config.hardware.replicas * spec.workers_on_machine,
+    )
     if gpu is not None and spec.config.hardware.device == Device.cpu:
         raise ConfigError("hardware.gpu", "must be null with hardware.device=cpu", gpu)
     if gpu is not None and here != (len(gpu) if isinstance(gpu, list) else 1):
-        raise ConfigError("hardware.gpu", f"must name one GPU for each of the {here} replicas here", gpu)
+        raise ConfigError(
+            "hardware.gpu",
+            f"must name one GPU for each of the {here} replicas here",
+            gpu,
+        )
     if workers is not None:
         cluster.check_open_ports(composed.hardware.open_ports)
-        cluster.secret(composed.hardware.secret_file, environment)  # one that cannot be used is refused at once
+        cluster.secret(
+            composed.hardware.secret_file, environment
+        )  # one that cannot be used is refused at once
     return spec
 
 
 def from_text(text: str, workers: Cluster | None = None) -> RunSpec:
     """Return the spec of a `RunSpec.to_text`."""
     given = yaml.safe_load(text)
-    composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(plain.escaped(given["resolved"])))
+    composed = OmegaConf.merge(
+        OmegaConf.structured(Config), OmegaConf.create(plain.escaped(given["resolved"]))
+    )
     return replace(_spec(composed, workers), asked=given["asked"])
 
 
 def comparable(spec: RunSpec) -> dict[str, Any]:
     """Return the values that all workers must have in common, by their dotted keys: as asked, without their `OWN`."""
-    return {key: value for key, value in plain.leaves(plain.mapped(spec.asked, mask)).items() if not _is_own(key)}
+    return {
+        key: value
+        for key, value in plain.leaves(plain.mapped(spec.asked, mask)).items()
+        if not _is_own(key)
+    }
 
 
-def _spec(composed: Any, workers: Cluster | None, given: Sequence[str] = (), named: Container[str] = ()) -> RunSpec:
+def _spec(
+    composed: Any,
+    workers: Cluster | None,
+    given: Sequence[str] = (),
+    named: Container[str] = (),
+) -> RunSpec:
     """Return the spec of a config whose horizon and sizes are those in force; `given` are the overrides."""
     read, horizon = _read(composed), sizes.horizon_of(composed.training)
-    accumulation, replicas = read["resolved"]["accumulation"], composed.hardware.replicas
+    accumulation, replicas = (
+        read["resolved"]["accumulation"],
+        composed.hardware.replicas,
+    )
     if replicas > 0:  # else it is refused as it was given
         replicas *= composed.hardware.workers
     most = accumulation["seesaw_max"] or stages.largest(accumulation, 0)
-    cut = sizes.batching(accumulation, replicas, named, bool(composed.dataset.get("batched")), most)
+    cut = sizes.batching(
+        accumulation, replicas, named, bool(composed.dataset.get("batched")), most
+    )
     asked, overrides = read["resolved"], tuple(given)
-    return RunSpec(**read, asked=asked, overrides=overrides, batching=cut, horizon=horizon, workers=workers)
+    return RunSpec(
+        **read,
+        asked=asked,
+        overrides=overrides,
+        batching=cut,
+        horizon=horizon,
+        workers=workers,
+    )
 
 
 def _read(composed: DictConfig) -> dict[str, Any]:
-    return {"_composed": composed, "config": OmegaConf.to_object(composed), "resolved": plain.plain(composed)}
+    return {
+        "_composed": composed,
+        "config": OmegaConf.to_object(composed),
+        "resolved": plain.plain(composed),
+    }
 
 
 def _update(composed: DictConfig, values: Mapping[str, Any]) -> None:
@@ -220,6 +339,14 @@ def _with_secrets(given: Any, own: Any) -> Any:
         own = own if isinstance(own, Mapping) else {}
         return {key: _with_secrets(value, own.get(key)) for key, value in given.items()}
     if isinstance(given, list):
-        own = own if isinstance(own, list) and len(own) == len(given) else [None] * len(given)
-        return [_with_secrets(value, each) for value, each in zip(given, own, strict=True)]
-    return own if isinstance(given, str) and HIDDEN in given and own is not None else given
+        own = (
+            own
+            if isinstance(own, list) and len(own) == len(given)
+            else [None] * len(given)
+        )
+        return [
+            _with_secrets(value, each) for value, each in zip(given, own, strict=True)
+        ]
+    return (
+        own if isinstance(given, str) and HIDDEN in given and own is not None else given
+    )

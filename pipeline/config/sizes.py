@@ -14,7 +14,10 @@ MICRO = "accumulation.micro_batch_size"
 REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
 SIZES = ("effective_batch_size", "factor", "micro_batch_size")
-SEARCHED = ("auto", "auto_fastest")  # a micro-batch size that is searched for on the machine
+SEARCHED = (
+    "auto",
+    "auto_fastest",
+)  # a micro-batch size that is searched for on the machine
 BATCHED = "dataset.batched"
 
 
@@ -38,11 +41,17 @@ class Batching:
 
     def of(self, micro_batch_size: int) -> Batching:
         """Return the same effective batch on as many replicas, cut into micro-batches of this size."""
-        return replace(self, micro_batch_size=micro_batch_size, factor=ceil_div(self.share, micro_batch_size))
+        return replace(
+            self,
+            micro_batch_size=micro_batch_size,
+            factor=ceil_div(self.share, micro_batch_size),
+        )
 
     def at(self, effective_batch_size: int) -> Batching:
         """Return how an effective batch of another size is cut into micro-batches of the same size."""
-        return replace(self, effective_batch_size=effective_batch_size).of(self.micro_batch_size)
+        return replace(self, effective_batch_size=effective_batch_size).of(
+            self.micro_batch_size
+        )
 
     def __str__(self) -> str:
         replicas = f"{self.replicas} replica" + "s" * (self.replicas > 1)
@@ -52,18 +61,30 @@ class Batching:
         return text + (smaller if rounded_up != self.effective_batch_size else "")
 
 
-def derive(effective: int | None, factor: int | None, micro: int | None, replicas: int = 1, most: int = 0) -> Batching:
+def derive(
+    effective: int | None,
+    factor: int | None,
+    micro: int | None,
+    replicas: int = 1,
+    most: int = 0,
+) -> Batching:
     """Derive the third size from any two; three have to agree. Later effective batches have up to `most` examples."""
     given: dict[str, Any] = {EFFECTIVE: effective, FACTOR: factor, MICRO: micro}
     for key, value in {**given, REPLICAS: replicas}.items():
         if value is not None and value < 1:
             raise ConfigError(key, "must be at least 1", value)
     if sum(value is not None for value in given.values()) < 2:
-        raise ConfigError("accumulation", "must give two of effective_batch_size, factor, micro_batch_size", given)
+        raise ConfigError(
+            "accumulation",
+            "must give two of effective_batch_size, factor, micro_batch_size",
+            given,
+        )
     if effective is None:
         effective = int(given[MICRO] * given[FACTOR] * replicas)
     if effective < replicas:
-        raise ConfigError(EFFECTIVE, f"must be at least the number of replicas, {replicas}", effective)
+        raise ConfigError(
+            EFFECTIVE, f"must be at least the number of replicas, {replicas}", effective
+        )
     share = ceil_div(effective, replicas)
     if micro is None:
         micro = ceil_div(share, given[FACTOR])
@@ -73,8 +94,16 @@ def derive(effective: int | None, factor: int | None, micro: int | None, replica
     needed = ceil_div(share, micro)
     if factor is not None and factor != needed:
         if given[MICRO] is None:
-            fits = sorted({ceil_div(share, size) for size in range(1, share + 1)}, key=lambda f: abs(f - factor))[:3]
-            raise ConfigError(FACTOR, f"must cut {share} examples into equal micro-batches", factor, sorted(fits))
+            fits = sorted(
+                {ceil_div(share, size) for size in range(1, share + 1)},
+                key=lambda f: abs(f - factor),
+            )[:3]
+            raise ConfigError(
+                FACTOR,
+                f"must cut {share} examples into equal micro-batches",
+                factor,
+                sorted(fits),
+            )
         rule = f"must agree with effective batch {effective} and micro-batch {micro} on {replicas} replica(s)"
         raise ConfigError(FACTOR, rule, factor, [needed])
     return Batching(effective, micro, needed, replicas)
@@ -93,16 +122,24 @@ def horizon_of(training: Mapping[str, Any], named: Container[str] = ()) -> Horiz
     explicit = {unit for unit in HORIZONS if f"training.{unit}" in named}
     if any(given[unit] is not None for unit in explicit):
         given = {unit: given[unit] if unit in explicit else None for unit in HORIZONS}
-    counting = [Horizon(unit, length) for unit, length in given.items() if length is not None]
+    counting = [
+        Horizon(unit, length) for unit, length in given.items() if length is not None
+    ]
     if len(counting) != 1:
-        raise ConfigError("training", "must set exactly one of epochs, updates, examples", given)
+        raise ConfigError(
+            "training", "must set exactly one of epochs, updates, examples", given
+        )
     (horizon,) = counting
     if horizon.length < 1:
-        raise ConfigError(f"training.{horizon.unit}", "must be at least 1", horizon.length)
+        raise ConfigError(
+            f"training.{horizon.unit}", "must be at least 1", horizon.length
+        )
     return horizon
 
 
-def sizes_in_force(accumulation: Mapping[str, Any], named: Container[str] = ()) -> dict[str, Any]:
+def sizes_in_force(
+    accumulation: Mapping[str, Any], named: Container[str] = ()
+) -> dict[str, Any]:
     """Return the sizes of `accumulation` with null for the defaults that the `named` ones outrank."""
     given = {name: accumulation[name] for name in SIZES}
     present = [name for name in SIZES if given[name] is not None]
@@ -114,26 +151,41 @@ def sizes_in_force(accumulation: Mapping[str, Any], named: Container[str] = ()) 
     return {**given, **dict.fromkeys(defaults[max(0, 2 - len(explicit)) :])}
 
 
-def of_batches(asked: Mapping[str, Any], scaled: bool, replicas: int, named: Container[str] = ()) -> dict[str, Any]:
+def of_batches(
+    asked: Mapping[str, Any], scaled: bool, replicas: int, named: Container[str] = ()
+) -> dict[str, Any]:
     """Return the sizes in force with `dataset.batched`, where the factor alone counts; refuse the others by name."""
     rule = f"must be left out with {BATCHED}=true, whose batches and {FACTOR} give it"
     if EFFECTIVE in named and asked["effective_batch_size"] is not None:
         raise ConfigError(EFFECTIVE, rule, asked["effective_batch_size"])
     if scaled:
-        raise ConfigError("scaling.rule", f"must be none with {BATCHED}=true: the effective batch is not known before")
+        raise ConfigError(
+            "scaling.rule",
+            f"must be none with {BATCHED}=true: the effective batch is not known before",
+        )
     if replicas != 1:
-        raise ConfigError(REPLICAS, f"must be 1, of one worker, with {BATCHED}=true: no batch is divided", replicas)
+        raise ConfigError(
+            REPLICAS,
+            f"must be 1, of one worker, with {BATCHED}=true: no batch is divided",
+            replicas,
+        )
     if asked["micro_batch_size"] in SEARCHED:
         rule = f"must be null or a number with {BATCHED}=true: the largest batch is not known before"
         raise ConfigError(MICRO, rule, asked["micro_batch_size"])
     if asked["factor"] is None or asked["factor"] < 1:
-        rule = f"must be at least 1 with {BATCHED}=true: that many batches are an update"
+        rule = (
+            f"must be at least 1 with {BATCHED}=true: that many batches are an update"
+        )
         raise ConfigError(FACTOR, rule, asked["factor"])
     return {**{name: asked[name] for name in SIZES}, "effective_batch_size": None}
 
 
 def batching(
-    sizes: Mapping[str, Any], replicas: int, named: Container[str] = (), batched: bool = False, most: int = 0
+    sizes: Mapping[str, Any],
+    replicas: int,
+    named: Container[str] = (),
+    batched: bool = False,
+    most: int = 0,
 ) -> Batching:
     """Return how an effective batch, the first of up to `most` examples, is cut on the `replicas` of all workers.
 

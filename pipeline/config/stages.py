@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import ConfigError
 
-EFFECTIVE, SCHEDULE, SEESAW_MAX = (f"accumulation.{key}" for key in ("effective_batch_size", "schedule", "seesaw_max"))
+EFFECTIVE, SCHEDULE, SEESAW_MAX = (
+    f"accumulation.{key}" for key in ("effective_batch_size", "schedule", "seesaw_max")
+)
 CLOCK, SEESAW = "schedule.clock", "seesaw"
 UNITS = ("updates", "examples", "epochs")
 STAGES = "accumulation.stages"  # the tag of a run with its stages as JSON: [[updates before, effective batch size], …]
@@ -42,7 +44,11 @@ class Stage(NamedTuple):
 
     def updates_at(self, epoch: int, first: int) -> int:
         """Return the least number of updates that reach an epoch's example."""
-        return self.after + (epoch - self.epoch) * self.in_epoch - (self.first - first) // self.size
+        return (
+            self.after
+            + (epoch - self.epoch) * self.in_epoch
+            - (self.first - first) // self.size
+        )
 
     def micro_steps(self, done: int, of: Callable[[int], int]) -> int:
         """Return its micro-steps up to update `done`, where an update of so many examples has `of` them."""
@@ -70,23 +76,46 @@ def asked(schedule: Any) -> list[Asked]:
     if schedule is None or schedule == SEESAW:
         return []
     if not isinstance(schedule, list) or not schedule:
-        raise ConfigError(SCHEDULE, "must be null, seesaw or a list of stages", schedule)
+        raise ConfigError(
+            SCHEDULE, "must be null, seesaw or a list of stages", schedule
+        )
     found: list[Asked] = []
-    for key, stage in ((f"{SCHEDULE}[{number}]", stage) for number, stage in enumerate(schedule)):
+    for key, stage in (
+        (f"{SCHEDULE}[{number}]", stage) for number, stage in enumerate(schedule)
+    ):
         start = stage.get("start") if isinstance(stage, Mapping) else None
-        if not isinstance(start, Mapping) or {*stage} != {"start", "effective_batch_size"} or len(start) != 1:
-            raise ConfigError(key, "must be as {start: {updates: 400}, effective_batch_size: 128}", stage)
+        if (
+            not isinstance(start, Mapping)
+            or {*stage} != {"start", "effective_batch_size"}
+            or len(start) != 1
+        ):
+            raise ConfigError(
+                key,
+                "must be as {start: {updates: 400}, effective_batch_size: 128}",
+                stage,
+            )
         ((unit, value),), size = start.items(), stage["effective_batch_size"]
         if unit not in UNITS:
             raise ConfigError(f"{key}.start", "must be in a known unit", unit, UNITS)
-        if not (_is_count(value) or (unit == "epochs" and isinstance(value, float) and 0 <= value < 2**31)):
-            raise ConfigError(f"{key}.start.{unit}", "must be a number of at least 0, whole but for epochs", value)
+        if not (
+            _is_count(value)
+            or (unit == "epochs" and isinstance(value, float) and 0 <= value < 2**31)
+        ):
+            raise ConfigError(
+                f"{key}.start.{unit}",
+                "must be a number of at least 0, whole but for epochs",
+                value,
+            )
         if not _is_count(size) or size < 1:
             raise ConfigError(f"{key}.effective_batch_size", "must be at least 1", size)
         if not found and value != 0:
-            raise ConfigError(f"{key}.start.{unit}", "must be 0, as the run begins with it", value)
+            raise ConfigError(
+                f"{key}.start.{unit}", "must be 0, as the run begins with it", value
+            )
         if found and value <= (found[-1].start if found[-1].unit == unit else 0):
-            raise ConfigError(f"{key}.start.{unit}", "must rise from stage to stage", value)
+            raise ConfigError(
+                f"{key}.start.{unit}", "must rise from stage to stage", value
+            )
         found.append(Asked(unit, value, size))
     return found
 
@@ -102,26 +131,86 @@ def largest(accumulation: Mapping[str, Any], first: int) -> int:
     return max([first, *(stage.size for stage in asked(accumulation["schedule"]))])
 
 
-def resolved(config: Mapping[str, Any], unit: str, replicas: int, named: Container[str]) -> dict[str, Any]:
+def resolved(
+    config: Mapping[str, Any], unit: str, replicas: int, named: Container[str]
+) -> dict[str, Any]:
     """Return the keys that a batch-size schedule sets; refuse what does not go with it or with the horizon's `unit`."""
     accumulation, clock = config["accumulation"], config["schedule"].get("clock")
-    schedule, most, batched = accumulation["schedule"], accumulation["seesaw_max"], config["dataset"].get("batched")
-    seesaw, by_seesaw, by_batches = schedule == SEESAW, f"with {SCHEDULE}={SEESAW}", "with dataset.batched=true"
-    stages, given = asked(schedule), accumulation["effective_batch_size"] if EFFECTIVE in named else None
+    schedule, most, batched = (
+        accumulation["schedule"],
+        accumulation["seesaw_max"],
+        config["dataset"].get("batched"),
+    )
+    seesaw, by_seesaw, by_batches = (
+        schedule == SEESAW,
+        f"with {SCHEDULE}={SEESAW}",
+        "with dataset.batched=true",
+    )
+    stages, given = (
+        asked(schedule),
+        accumulation["effective_batch_size"] if EFFECTIVE in named else None,
+    )
     first = stages[0].size if stages else given
     refused = [
-        (batched and schedule is not None, SCHEDULE, f"must be null {by_batches}", schedule),
-        (batched and clock == "examples", CLOCK, f"must be updates {by_batches}", clock),
-        (not seesaw and most is not None, SEESAW_MAX, f"must be null without {SCHEDULE}={SEESAW}", most),
-        (seesaw and most is None, SEESAW_MAX, f"must be given {by_seesaw}: the largest effective batch", None),
-        (seesaw and unit == "updates", "training.updates", f"must be null {by_seesaw}: set epochs or examples", unit),
-        (seesaw and clock == "updates" and CLOCK in named, CLOCK, f"must be examples {by_seesaw}", clock),
-        (seesaw and not accumulation["scale_rate"], "accumulation.scale_rate", f"must be true {by_seesaw}", False),
-        (given not in (None, first), EFFECTIVE, f"must be left out, or that of the first stage, {first}", given),
+        (
+            batched and schedule is not None,
+            SCHEDULE,
+            f"must be null {by_batches}",
+            schedule,
+        ),
+        (
+            batched and clock == "examples",
+            CLOCK,
+            f"must be updates {by_batches}",
+            clock,
+        ),
+        (
+            not seesaw and most is not None,
+            SEESAW_MAX,
+            f"must be null without {SCHEDULE}={SEESAW}",
+            most,
+        ),
+        (
+            seesaw and most is None,
+            SEESAW_MAX,
+            f"must be given {by_seesaw}: the largest effective batch",
+            None,
+        ),
+        (
+            seesaw and unit == "updates",
+            "training.updates",
+            f"must be null {by_seesaw}: set epochs or examples",
+            unit,
+        ),
+        (
+            seesaw and clock == "updates" and CLOCK in named,
+            CLOCK,
+            f"must be examples {by_seesaw}",
+            clock,
+        ),
+        (
+            seesaw and not accumulation["scale_rate"],
+            "accumulation.scale_rate",
+            f"must be true {by_seesaw}",
+            False,
+        ),
+        (
+            given not in (None, first),
+            EFFECTIVE,
+            f"must be left out, or that of the first stage, {first}",
+            given,
+        ),
     ]
     at_least = f"must be at least the number of replicas, {replicas}"
     for number, (_, _, size) in enumerate(stages):
-        refused.append((size < replicas, f"{SCHEDULE}[{number}].effective_batch_size", at_least, size))
+        refused.append(
+            (
+                size < replicas,
+                f"{SCHEDULE}[{number}].effective_batch_size",
+                at_least,
+                size,
+            )
+        )
     for wrong, *error in refused:
         if wrong:
             raise ConfigError(*error)

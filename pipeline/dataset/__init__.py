@@ -6,7 +6,17 @@ its files.
 
 from typing import Any
 
-__all__ = ["Data", "Stored", "bad_example", "batches", "cache", "checksums", "class_weights", "load", "longest_batch"]
+__all__ = [
+    "Data",
+    "Stored",
+    "bad_example",
+    "batches",
+    "cache",
+    "checksums",
+    "class_weights",
+    "load",
+    "longest_batch",
+]
 __all__ += ["source", "splits", "stream", "tokens"]
 
 _AT_THE_DOOR = {

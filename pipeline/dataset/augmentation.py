@@ -14,7 +14,9 @@ class Shift:
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         """`image` of (height, width, channels) and a seed of shape (2,) → the moved image."""
         padding = [[self.pixels, self.pixels], [self.pixels, self.pixels], [0, 0]]
-        return tf.image.stateless_random_crop(tf.pad(image, padding), tf.shape(image), seed)
+        return tf.image.stateless_random_crop(
+            tf.pad(image, padding), tf.shape(image), seed
+        )
 
 
 class Flip:

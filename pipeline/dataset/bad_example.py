@@ -23,8 +23,15 @@ def located(data: Data, files: Files) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         of_loader = bool(data.loaders) and "[[IteratorGetNext]]" in str(error)
-        of_data = of_loader or "Iterator::" in str(error) or isinstance(error, tf.errors.DataLossError)
-        if not of_data and ("Iterator" not in str(error) or isinstance(error, tf.errors.ResourceExhaustedError)):
+        of_data = (
+            of_loader
+            or "Iterator::" in str(error)
+            or isinstance(error, tf.errors.DataLossError)
+        )
+        if not of_data and (
+            "Iterator" not in str(error)
+            or isinstance(error, tf.errors.ResourceExhaustedError)
+        ):
             raise  # of the model
         files.check()
         try:
@@ -48,7 +55,11 @@ def _first(data: Data) -> str:
                     break
             except tf.errors.OpError as error:
                 # The split is shorter than its cardinality: no example of a file is at fault.
-                place = "" if "expected to contain" in str(error) else _file(data, name, number)
+                place = (
+                    ""
+                    if "expected to contain" in str(error)
+                    else _file(data, name, number)
+                )
                 return f"example {number} of the {name} split{place}, counted from 0: {cause(error)}"
             elapsed = time.monotonic() - start
             if elapsed > SECONDS:

@@ -19,7 +19,9 @@ BUFFER = 128 * 2**20  # bytes of the shuffle buffer of streamed examples
 _SAMPLE = 64  # examples that are read if their size does not follow from their shapes
 
 
-def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: int = 1) -> tuple[dict[str, Any], str]:
+def resolve(
+    node: DictConfig, data: Data, agreed: Callable = bool, processes: int = 1
+) -> tuple[dict[str, Any], str]:
     """Decide whether the training split is kept in memory where the `dataset` group has `in_memory: auto`.
 
     `agreed` returns whether something holds for each of several workers; `processes` of the run share the memory.
@@ -31,7 +33,9 @@ def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: in
     what = f"{readable(size * data.examples)} of training examples"
     if agreed(size * data.examples <= part):
         return {"in_memory": True}, f"{what} are kept in memory"
-    buffer = node.get("shuffle_buffer") or max(1, min(data.examples, int(BUFFER / size)))
+    buffer = node.get("shuffle_buffer") or max(
+        1, min(data.examples, int(BUFFER / size))
+    )
     shared = "" if processes == 1 else f", shared by {processes} workers,"
     how = f"shuffled by file and in a buffer of {buffer} examples"
     line = f"{what} are streamed, as a quarter of the memory{shared} is {readable(part)}; {how}"
@@ -40,9 +44,16 @@ def resolve(node: DictConfig, data: Data, agreed: Callable = bool, processes: in
 
 def keeps_validation(node: DictConfig, data: Data, processes: int = 1) -> bool:
     """Return whether the validation split is kept in memory once it was read: it is read for each evaluation."""
-    if not node.get("in_memory", True) or data.validation is None or "validation" in data.loaders:
+    if (
+        not node.get("in_memory", True)
+        or data.validation is None
+        or "validation" in data.loaders
+    ):
         return False
-    return _example_bytes(data.validation) * int(data.validation.cardinality()) <= limit() / EVALUATED / processes
+    return (
+        _example_bytes(data.validation) * int(data.validation.cardinality())
+        <= limit() / EVALUATED / processes
+    )
 
 
 def in_memory(data: Data) -> SourceOf:
@@ -52,15 +63,25 @@ def in_memory(data: Data) -> SourceOf:
     for weights in (leaf for leaf in tf.nest.flatten(split[2:]) if leaf is not None):
         total = float(tf.reduce_sum(tf.cast(weights, tf.float64)))
         if not 0 < total < math.inf:  # a sum of NaN is one too
-            raise ConfigError("dataset", "must give sample weights with a positive and finite sum", total)
+            raise ConfigError(
+                "dataset",
+                "must give sample weights with a positive and finite sum",
+                total,
+            )
 
     def gather(numbers: tf.Tensor) -> tuple:
         """Return the examples of numbers or of one number: twenty times as fast as one by one for a batch."""
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, numbers), split)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else tf.gather(leaf, numbers), split
+        )
 
     def source_of(seed: tf.Tensor, left_out: tf.Tensor) -> Source:
-        shuffled = tf.random.experimental.stateless_shuffle(tf.range(count, dtype=tf.int64), seed=seed)
-        return Source(tf.data.Dataset.from_tensor_slices(shuffled[left_out:]), gather, gather)
+        shuffled = tf.random.experimental.stateless_shuffle(
+            tf.range(count, dtype=tf.int64), seed=seed
+        )
+        return Source(
+            tf.data.Dataset.from_tensor_slices(shuffled[left_out:]), gather, gather
+        )
 
     return source_of
 
@@ -69,11 +90,22 @@ def _example_bytes(split: tf.data.Dataset) -> float:
     """Return the bytes of an example: by its shapes, or as the mean of the first examples."""
     specs = tf.nest.flatten(split.element_spec)
     if fixed(specs) and all(spec.dtype != tf.string for spec in specs):
-        return max(1.0, float(sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)))
-    parts = ([*tf.nest.flatten(example, expand_composites=True)] for example in split.take(_SAMPLE))
-    sizes = [sum(_bytes(np.asarray(leaf)) for leaf in leaves if leaf is not None) for leaves in parts]
+        return max(
+            1.0,
+            float(sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)),
+        )
+    parts = (
+        [*tf.nest.flatten(example, expand_composites=True)]
+        for example in split.take(_SAMPLE)
+    )
+    sizes = [
+        sum(_bytes(np.asarray(leaf)) for leaf in leaves if leaf is not None)
+        for leaves in parts
+    ]
     return max(1.0, sum(sizes) / len(sizes))
 
 
 def _bytes(array: np.ndarray) -> int:
-    return sum(map(len, array.ravel().tolist())) if array.dtype.hasobject else array.nbytes
+    return (
+        sum(map(len, array.ravel().tolist())) if array.dtype.hasobject else array.nbytes
+    )

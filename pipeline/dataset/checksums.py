@@ -24,7 +24,9 @@ def of(path: Path) -> str:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, lambda: size).hexdigest()
     if _stat(path) == stat and time.time() - stat[1] / 1e9 > SETTLED:
-        disk_cache.remember(known, {"file": str(path.absolute()), "stat": stat, "sha256": found})
+        disk_cache.remember(
+            known, {"file": str(path.absolute()), "stat": stat, "sha256": found}
+        )
     return found
 
 
@@ -32,7 +34,9 @@ class Files:
     """The files that a run's data are read from, as they are when the object is created."""
 
     def __init__(self, paths: Sequence[Path] = ()):
-        self.paths = self.reread = tuple(paths)  # the latter are those that are read again while the run trains
+        self.paths = self.reread = tuple(
+            paths
+        )  # the latter are those that are read again while the run trains
         self.checksums: dict[str, str] = {}  # by the files' names, where they are known
         self._of: dict[Path, str] = {}
         self._stats: dict[Path, list[int]] = {}
@@ -43,7 +47,9 @@ class Files:
 
     def compute(self, then: Callable[[dict[str, str]], None]) -> None:
         """Compute the checksums in a thread, which then calls `then` with them."""
-        self._thread = threading.Thread(target=self._compute, args=(then,), name="checksums", daemon=True)
+        self._thread = threading.Thread(
+            target=self._compute, args=(then,), name="checksums", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -52,13 +58,17 @@ class Files:
             return
         self._thread.join(SILENCE)
         if self._thread.is_alive():
-            say("waiting for the checksums of the data: dataset.checksum=none leaves them out")
+            say(
+                "waiting for the checksums of the data: dataset.checksum=none leaves them out"
+            )
             self._thread.join()
 
     def check(self) -> None:
         """Raise DataError if a file in `reread` has changed."""
         if changed := self._changed(self.reread):
-            raise DataError(f"{changed} has changed since the run began: not all of it was on the same data")
+            raise DataError(
+                f"{changed} has changed since the run began: not all of it was on the same data"
+            )
 
     def known(self) -> None:
         """Compute the checksums in this thread."""
@@ -71,9 +81,15 @@ class Files:
     def _compute(self, then: Callable[[dict[str, str]], None]) -> None:
         try:
             found = self._computed()
-            if changed := self._changed(self.paths):  # so the checksum may not be that of the data that was trained on
-                say(f"{changed} has changed since the run began: its checksum is not known")
-                found[changed.name] = "changed while the run began"  # the checksum of no file
+            if changed := self._changed(
+                self.paths
+            ):  # so the checksum may not be that of the data that was trained on
+                say(
+                    f"{changed} has changed since the run began: its checksum is not known"
+                )
+                found[changed.name] = (
+                    "changed while the run began"  # the checksum of no file
+                )
             then(found)
             self.checksums = found  # last: a run that ends now logs what `then` wrote
         except Exception as error:  # training does not need them
@@ -82,8 +98,12 @@ class Files:
     def _changed(self, paths: Sequence[Path]) -> Path | None:
         """Return the first file that has changed, by its size and date, and by its checksum where that is known."""
         for path in paths:
-            with suppress(OSError):  # a file that was deleted has been read for the last time
-                changed = path in self._stats and _stat(path)[:2] != self._stats[path][:2]
+            with suppress(
+                OSError
+            ):  # a file that was deleted has been read for the last time
+                changed = (
+                    path in self._stats and _stat(path)[:2] != self._stats[path][:2]
+                )
                 if changed and (path not in self._of or of(path) != self._of[path]):
                     return path
         return None

@@ -23,12 +23,24 @@ def weigher(training: TrainingConfig, data: Data) -> Weigh:
     if (given := training.class_weight) is None:
         return None
     spec = data.train.element_spec
-    if len(spec) != 2 or not isinstance(spec[1], tf.TensorSpec) or None in (spec[1].shape or ()):
+    if (
+        len(spec) != 2
+        or not isinstance(spec[1], tf.TensorSpec)
+        or None in (spec[1].shape or ())
+    ):
         rule = "must be null where an example is not (x, y) with labels of one output, and of one length"
         raise ConfigError(KEY, rule, [type(part).__name__ for part in spec])
-    one_hot, last = _one_hot(spec[1].shape, training.loss, data.classes), spec[1].shape[-1:]
-    of_class = tf.constant([*given], tf.int64), tf.constant([*given.values()], keras.config.floatx())
-    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(*of_class), 1.0)
+    one_hot, last = (
+        _one_hot(spec[1].shape, training.loss, data.classes),
+        spec[1].shape[-1:],
+    )
+    of_class = (
+        tf.constant([*given], tf.int64),
+        tf.constant([*given.values()], keras.config.floatx()),
+    )
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(*of_class), 1.0
+    )
 
     @tf.autograph.experimental.do_not_convert
     def weigh(x: Any, y: tf.Tensor) -> tuple:
@@ -42,11 +54,17 @@ def weigher(training: TrainingConfig, data: Data) -> Weigh:
 
 def _one_hot(shape: tf.TensorShape, loss: Any, classes: int | None) -> bool:
     """Return whether the last axis of labels holds classes; refuse where that cannot be decided."""
-    names = [str(node["_target_"]).rpartition(".")[2].lower() for _, node in by_output(loss) if node is not None]
+    names = [
+        str(node["_target_"]).rpartition(".")[2].lower()
+        for _, node in by_output(loss)
+        if node is not None
+    ]
     if shape[-1:] in ([], [1]) or any("sparse" in name for name in names):
         return False
     if classes is None and not any("categorical" in name for name in names):
         rule = f"must be null where labels {tuple(shape)} may be one-hot or a class per element: let the dataset give "
-        rule += "its `classes`, or take a loss whose name begins with Sparse or Categorical"
+        rule += (
+            "its `classes`, or take a loss whose name begins with Sparse or Categorical"
+        )
         raise ConfigError(KEY, rule)
     return classes in (None, shape[-1])

@@ -24,7 +24,9 @@ class Stored:
 
     split: tf.data.Dataset  # the examples that they make; a split that replaces it in a `Data` is not made from them
     records: tf.data.Dataset  # in the order of the split
-    make: Callable[[tf.Tensor], tuple]  # one record → its example, a tuple as in the split
+    make: Callable[
+        [tf.Tensor], tuple
+    ]  # one record → its example, a tuple as in the split
     # A seed, scalar of int64 → the records with their files in an order that follows from it; None if not in files.
     shuffled: Callable[[tf.Tensor], tf.data.Dataset] | None = None
 
@@ -72,7 +74,9 @@ class Data:
     def made_of(self, name: str) -> Stored | None:
         """Return the records that a split is made from; None where they are not known."""
         found = self.stored.get(name)
-        return None if found is None or found.split is not self.splits.get(name) else found
+        return (
+            None if found is None or found.split is not self.splits.get(name) else found
+        )
 
     @property
     def input_shape(self) -> tuple[int | None, ...] | None:

@@ -33,16 +33,33 @@ class Loader:
         iterator = self.epoch()
         first = next(iterator, None)
         if first is None:
-            raise ConfigError(KEY, f"must give at least one batch in its {split} split", 0)
-        self.first, self._begun = first, iterator  # of the first epoch; the rest of it follows when it is trained on
+            raise ConfigError(
+                KEY, f"must give at least one batch in its {split} split", 0
+            )
+        self.first, self._begun = (
+            first,
+            iterator,
+        )  # of the first epoch; the rest of it follows when it is trained on
         of_tf = isinstance(source, tf.data.Dataset)
-        parts = keras.utils.unpack_x_y_sample_weight(source.element_spec if of_tf else first)
+        parts = keras.utils.unpack_x_y_sample_weight(
+            source.element_spec if of_tf else first
+        )
         of_any = lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)  # noqa: E731
-        self.spec = tf.nest.map_structure(of_any, tuple(part for part in parts if part is not None))  # of a batch
-        known = int(source.cardinality()) if of_tf else getattr(source, "num_batches", None)
-        self.count = None if known is None or known < 0 else known  # batches in an epoch
+        self.spec = tf.nest.map_structure(
+            of_any, tuple(part for part in parts if part is not None)
+        )  # of a batch
+        known = (
+            int(source.cardinality()) if of_tf else getattr(source, "num_batches", None)
+        )
+        self.count = (
+            None if known is None or known < 0 else known
+        )  # batches in an epoch
         # Whether the first epoch is known not to end.
-        self.endless = known == (None if isinstance(source, keras.utils.PyDataset) else tf.data.INFINITE_CARDINALITY)
+        self.endless = known == (
+            None
+            if isinstance(source, keras.utils.PyDataset)
+            else tf.data.INFINITE_CARDINALITY
+        )
         if self.endless and split != "train":
             raise ConfigError(KEY, f"must give a {split} split that ends")
 
@@ -53,13 +70,19 @@ class Loader:
             return itertools.chain([self.first], begun)
         source = self._source
         with tf.device("CPU:0"):
-            made = _items(source) if isinstance(source, keras.utils.PyDataset) else source
+            made = (
+                _items(source) if isinstance(source, keras.utils.PyDataset) else source
+            )
             return map(self._checked, iter(made() if callable(made) else made))
 
     def examples(self) -> tf.data.Dataset:
         """Return the examples of the first batch."""
-        batch = tf.data.Dataset.from_generator(lambda: [self.first], output_signature=self.spec)
-        return batch.unbatch().apply(tf.data.experimental.assert_cardinality(int(examples_in(self.first))))
+        batch = tf.data.Dataset.from_generator(
+            lambda: [self.first], output_signature=self.spec
+        )
+        return batch.unbatch().apply(
+            tf.data.experimental.assert_cardinality(int(examples_in(self.first)))
+        )
 
     def _checked(self, batch: Any) -> tuple:
         """Return a batch as tensors `(x, y, sample_weight)`, without what is None."""
@@ -75,7 +98,12 @@ class Loader:
 
 
 def _items(source: keras.utils.PyDataset) -> Iterator[Any]:
-    yield from (source[place] for place in (itertools.count() if source.num_batches is None else range(len(source))))
+    yield from (
+        source[place]
+        for place in (
+            itertools.count() if source.num_batches is None else range(len(source))
+        )
+    )
     source.on_epoch_end()
 
 
@@ -92,7 +120,10 @@ class Stream:
         made = self._made()
         for _ in range(first_update):
             next(made)
-        spec = Batches(tf.nest.map_structure(_joined_spec, self._loader.spec), tf.TensorSpec([None], tf.int32))
+        spec = Batches(
+            tf.nest.map_structure(_joined_spec, self._loader.spec),
+            tf.TensorSpec([None], tf.int32),
+        )
         return tf.data.Dataset.from_generator(lambda: made, output_signature=spec)
 
     def _made(self) -> Iterator[Batches]:
@@ -101,13 +132,17 @@ class Stream:
             batches = self._loader.epoch()
             window = list(itertools.islice(batches, self._factor))
             if not window:
-                raise ValueError(f"{KEY} must give the training split anew in each epoch. Received: none in {epoch}")
+                raise ValueError(
+                    f"{KEY} must give the training split anew in each epoch. Received: none in {epoch}"
+                )
             for index in itertools.count():
                 ahead = list(itertools.islice(batches, self._factor))
                 joined = tf.nest.map_structure(_joined, self._loader.spec, *window)
                 sizes = tuple(int(examples_in(batch)) for batch in window)
                 seen += sum(sizes)
-                self.windows.append(Window(sizes, seen, epoch, index, not ahead, digest(joined)))
+                self.windows.append(
+                    Window(sizes, seen, epoch, index, not ahead, digest(joined))
+                )
                 yield Batches(joined, tf.constant(sizes, tf.int32))
                 if not (window := ahead):
                     break
@@ -126,7 +161,9 @@ def _joined_spec(spec: tf.TensorSpec) -> tf.TypeSpec:
 def _joined(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
     with tf.device("CPU:0"):
         if axis := _varying(spec):
-            leaves = tuple(tf.RaggedTensor.from_tensor(leaf, ragged_rank=axis) for leaf in leaves)
+            leaves = tuple(
+                tf.RaggedTensor.from_tensor(leaf, ragged_rank=axis) for leaf in leaves
+            )
         return tf.concat(leaves, 0)
 
 
@@ -134,5 +171,8 @@ def digest(nest: Any, found: int = 0) -> int:
     """Return a checksum of the content of tensors, which goes on from one that was `found` before."""
     for leaf in tf.nest.flatten(nest, expand_composites=True):
         array = np.asarray(leaf)
-        found = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), found)
+        found = zlib.crc32(
+            repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(),
+            found,
+        )
     return found

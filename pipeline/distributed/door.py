@@ -9,11 +9,19 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from pipeline.common.errors import refused
-from pipeline.distributed.json_socket import LONGEST, JsonSocket, readable, sealed, unsealed
+from pipeline.distributed.json_socket import (
+    LONGEST,
+    JsonSocket,
+    readable,
+    sealed,
+    unsealed,
+)
 
 ANSWERING = 5.0  # seconds for the answer
 LONGEST_GREETING = 2**20  # bytes of it
-MOST_STRANGERS = 128  # who have not answered; for one more the first of them is turned away
+MOST_STRANGERS = (
+    128  # who have not answered; for one more the first of them is turned away
+)
 FREE = "must have an address of its own that is free"
 
 
@@ -41,11 +49,15 @@ class Door:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with refused("worker 0", FREE, address):
             try:
-                self._server = socket.create_server((host.strip("[]"), int(port)), family=family)
+                self._server = socket.create_server(
+                    (host.strip("[]"), int(port)), family=family
+                )
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-                self._server = socket.create_server(("", int(port)), family=family)  # a name from outside a container
+                self._server = socket.create_server(
+                    ("", int(port)), family=family
+                )  # a name from outside a container
         self.address = f"{host}:{self._server.getsockname()[1]}"
 
     def arrivals(self, seconds: float) -> Iterator[Visitor]:
@@ -66,7 +78,11 @@ class Door:
                     ready.close()
             elif messages is None:
                 self._strangers.pop(ready).socket.close()
-        late = [each for each, stranger in self._strangers.items() if time.monotonic() > stranger.until]
+        late = [
+            each
+            for each, stranger in self._strangers.items()
+            if time.monotonic() > stranger.until
+        ]
         for each in late or list(self._strangers)[:-MOST_STRANGERS]:
             self._strangers.pop(each).socket.close()
 
@@ -90,6 +106,16 @@ def _is_greeting(said: dict[str, Any], count: int) -> bool:
     match said:
         case {"index": int(index), "challenge": str(), "refused": str()}:
             return type(index) is int and 0 < index < count
-        case {"index": int(index), "challenge": str(), "port": int(port), "versions": dict(), "config": dict()}:
-            return type(index) is type(port) is int and 0 < index < count and 0 < port < 2**16
+        case {
+            "index": int(index),
+            "challenge": str(),
+            "port": int(port),
+            "versions": dict(),
+            "config": dict(),
+        }:
+            return (
+                type(index) is type(port) is int
+                and 0 < index < count
+                and 0 < port < 2**16
+            )
     return False

@@ -41,11 +41,19 @@ class JsonSocket:
 
     def received(self) -> list[dict[str, Any]] | None:
         """Return the messages that are there; None if the other side is gone, or sends something else."""
-        if b"\n" not in self._rest and readable([self.socket], 0.0) and not self._more(1.0):
+        if (
+            b"\n" not in self._rest
+            and readable([self.socket], 0.0)
+            and not self._more(1.0)
+        ):
             return None
         *texts, self._rest = self._rest.split(b"\n")
         messages = [_parsed(text) for text in texts]
-        return None if None in messages else [message for message in messages if message is not None]
+        return (
+            None
+            if None in messages
+            else [message for message in messages if message is not None]
+        )
 
     def _more(self, seconds: float | None) -> bool:
         try:
@@ -57,21 +65,31 @@ class JsonSocket:
         return bool(more) and len(self._rest) <= self.longest
 
 
-def sealed(message: Mapping[str, Any], secret: bytes, sender: str, challenge: str) -> dict[str, str]:
+def sealed(
+    message: Mapping[str, Any], secret: bytes, sender: str, challenge: str
+) -> dict[str, str]:
     """Return `message` with the proof that a `sender` who knows the `secret` answers the `challenge` with it."""
     text = json.dumps(message)
     return {"sealed": text, "proof": _proof(text, secret, sender, challenge)}
 
 
-def unsealed(message: Mapping[str, Any], secret: bytes, sender: str, challenge: str) -> dict[str, Any] | None:
+def unsealed(
+    message: Mapping[str, Any], secret: bytes, sender: str, challenge: str
+) -> dict[str, Any] | None:
     """Return what was `sealed`; None if it is malformed, or its sender does not know the secret."""
     text, proof = (str(message.get(name)) for name in ("sealed", "proof"))
     expected = _proof(text, secret, sender, challenge)
-    return _parsed(text) if hmac.compare_digest(proof.encode(errors="replace"), expected.encode()) else None
+    return (
+        _parsed(text)
+        if hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
+        else None
+    )
 
 
 def _proof(text: str, secret: bytes, sender: str, challenge: str) -> str:
-    return hmac.digest(secret, f"{sender} {challenge} {text}".encode(errors="replace"), "sha256").hex()
+    return hmac.digest(
+        secret, f"{sender} {challenge} {text}".encode(errors="replace"), "sha256"
+    ).hex()
 
 
 def _parsed(text: str | bytes) -> dict[str, Any] | None:

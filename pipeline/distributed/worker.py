@@ -36,7 +36,9 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
     workers = spec.workers
     assert workers is not None
     secrets.remember(spec.config.tracking.uri)
-    client = rendezvous.Client(workers, cluster.secret(spec.config.hardware.secret_file, os.environ))
+    client = rendezvous.Client(
+        workers, cluster.secret(spec.config.hardware.secret_file, os.environ)
+    )
     try:
         with imports.without_chatter():
             from pipeline.components import assembly
@@ -45,7 +47,10 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the chief ends the run
-        spec = replace(spec.adopting(answer["spec"]), workers=replace(workers, addresses=tuple(answer["addresses"])))
+        spec = replace(
+            spec.adopting(answer["spec"]),
+            workers=replace(workers, addresses=tuple(answer["addresses"])),
+        )
         counted: list[Any] = []  # the variable in which all-reduces are counted
         client.watch(lambda: counted[0] if counted else 0)
         start = _from_json(answer["start"])
@@ -56,7 +61,9 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
         refuses = isinstance(error, ConfigError)
         if workers.started or not refuses:
             say(*secrets.mask(traceback.format_exc()).splitlines())
-        client.fail({"refused": str(error)} if refuses else {"failed": described(error)})
+        client.fail(
+            {"refused": str(error)} if refuses else {"failed": described(error)}
+        )
         if refuses and not (workers.started or client.told):
             say(f"pipeline: {error}")
         sys.stderr.flush()
@@ -65,14 +72,22 @@ def run(spec: resolve.RunSpec, task: str = TRAIN) -> None:
     client.wait()
 
 
-def train(parts: "Parts", run_dir: Path, start: files.Checkpoint | fork.Fork | None) -> None:
+def train(
+    parts: "Parts", run_dir: Path, start: files.Checkpoint | fork.Fork | None
+) -> None:
     """Train as the chief does, without writing anything."""
     from pipeline.components import fitting
 
     update = parts.update()
     if isinstance(start, fork.Fork):
         start.check(update, parts.plan)
-    fitting.fit(parts, update, fitting.recorder(parts), fitting.checkpoints(parts, run_dir, writes=False), start)
+    fitting.fit(
+        parts,
+        update,
+        fitting.recorder(parts),
+        fitting.checkpoints(parts, run_dir, writes=False),
+        start,
+    )
 
 
 def _from_json(said: dict[str, Any] | None) -> files.Checkpoint | fork.Fork | None:
@@ -88,9 +103,16 @@ def _from_json(said: dict[str, Any] | None) -> files.Checkpoint | fork.Fork | No
 def main() -> None:
     sys.path.append(os.getcwd())  # the user's own modules, as for the run
     given = json.loads(sys.stdin.readline())
-    own = cluster.Cluster(tuple(given["addresses"]), given["index"], started=True, rendezvous=given["rendezvous"])
+    own = cluster.Cluster(
+        tuple(given["addresses"]),
+        given["index"],
+        started=True,
+        rendezvous=given["rendezvous"],
+    )
     passed = given["gate"] or {}
-    places = {name: Path(passed[name]) for name in ("run_dir", "data_dir") if passed.get(name)}
+    places = {
+        name: Path(passed[name]) for name in ("run_dir", "data_dir") if passed.get(name)
+    }
     with gate.strict(gate.Gate(**passed | places)) if passed else nullcontext():
         run(resolve.from_text(given["spec"], own), given["task"])
 

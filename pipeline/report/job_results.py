@@ -15,7 +15,11 @@ from pipeline.config import former_names
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
 
-AXES = {"updates": "updates", "examples": "examples seen", "seconds": "seconds in updates"}
+AXES = {
+    "updates": "updates",
+    "examples": "examples seen",
+    "seconds": "seconds in updates",
+}
 NO_RUN = "NO RUN"  # status of a planned job without a run
 SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
 
@@ -61,7 +65,9 @@ class JobResult:
     @property
     def recipe(self) -> str:
         """Return the name without seed, batch sizes and learning rate, as each batch may have its own best rate."""
-        rate = {"rate"} if isinstance(self.setting("rate"), float) else set[str]()  # `scaling.rate` is a word
+        rate = (
+            {"rate"} if isinstance(self.setting("rate"), float) else set[str]()
+        )  # `scaling.rate` is a word
         return self.without({"seed", *SIZES} | rate)
 
     @cached_property
@@ -69,7 +75,9 @@ class JobResult:
         """Return the keys and values in the name, such as `rate` and `0.1`."""
         # Jobs with equal values end in a number: they are repetitions too.
         words = re.split(r" (?=[^\s=]+=)", re.sub(r" #\d+$", "", self.name))
-        return [(key, value) for key, _, value in (word.partition("=") for word in words)]
+        return [
+            (key, value) for key, _, value in (word.partition("=") for word in words)
+        ]
 
     def setting(self, key: str) -> Any:
         """Return the value of a swept key: a number where it is one; None without it."""
@@ -82,14 +90,20 @@ class JobResult:
 
     def without(self, keys: set[str]) -> str:
         """Return the name without the settings of `keys`."""
-        return " ".join(f"{key}={value}" if value else key for key, value in self.settings if key not in keys)
+        return " ".join(
+            f"{key}={value}" if value else key
+            for key, value in self.settings
+            if key not in keys
+        )
 
     @cached_property
     def seconds(self) -> Curve | None:
         """Return the cumulative time spent in updates, without evaluation, checkpoints, start-up and first tracing."""
         if (curve := self.curves.get("perf/update_seconds")) is None:
             return None
-        each = np.where(curve.steps == 1, self.typical("perf/update_seconds"), curve.values)
+        each = np.where(
+            curve.steps == 1, self.typical("perf/update_seconds"), curve.values
+        )
         # If only some updates were logged, each row stands for all updates since the previous row.
         return Curve(curve.steps, np.cumsum(each * np.diff(curve.steps, prepend=0)))
 
@@ -97,14 +111,22 @@ class JobResult:
         """Convert `steps` to an axis of `AXES`; NaN beyond what the run logged."""
         if axis == "updates":
             return steps.astype(float)
-        curve = self.seconds if axis == "seconds" else self.curves.get("train/examples_seen")
+        curve = (
+            self.seconds
+            if axis == "seconds"
+            else self.curves.get("train/examples_seen")
+        )
         if curve is None:
             return np.full(len(steps), np.nan)
-        known = np.interp(steps, np.append(0, curve.steps), np.append(0.0, curve.values), right=np.nan)
+        known = np.interp(
+            steps, np.append(0, curve.steps), np.append(0.0, curve.values), right=np.nan
+        )
         return np.asarray(known, float)
 
     def last(self, metric: str) -> float:
-        return float(curve.values[-1]) if (curve := self.curves.get(metric)) else math.nan
+        return (
+            float(curve.values[-1]) if (curve := self.curves.get(metric)) else math.nan
+        )
 
     def typical(self, metric: str) -> float:
         """Return the median over all rows but the first update's, which includes tracing."""
@@ -114,7 +136,9 @@ class JobResult:
         return float(np.median(later if later.size else curve.values))
 
 
-def grouped(jobs: Sequence[JobResult], key: str | Callable[[JobResult], Any]) -> dict[Any, list[JobResult]]:
+def grouped(
+    jobs: Sequence[JobResult], key: str | Callable[[JobResult], Any]
+) -> dict[Any, list[JobResult]]:
     """Group the jobs by their attribute `key` or by what it returns, in order; jobs with None are left out."""
     found: dict[Any, list[JobResult]] = {}
     for job in jobs:
@@ -138,10 +162,16 @@ def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
     The latter has no deviation, since groups do not differ by chance, and counts the fewest seeds of a group.
     """
     groups = grouped(jobs, "group").values()
-    spreads = [found for group in groups if (found := statistics.spread([value(job) for job in group])) is not None]
+    spreads = [
+        found
+        for group in groups
+        if (found := statistics.spread([value(job) for job in group])) is not None
+    ]
     if len(spreads) < 2:
         return spreads[0] if spreads else None
-    return Spread(float(np.mean([s.mean for s in spreads])), None, min(s.count for s in spreads))
+    return Spread(
+        float(np.mean([s.mean for s in spreads])), None, min(s.count for s in spreads)
+    )
 
 
 def job_result(client: Any, name: str, run: Any) -> JobResult:
@@ -149,17 +179,42 @@ def job_result(client: Any, name: str, run: Any) -> JobResult:
     if run is None:
         return JobResult(name)
     info, tags = run.info, run.data.tags
-    params = {key: former_names.current(value) for key, value in run.data.params.items()}
-    metrics = [key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))]
-    curves = {key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics}
+    params = {
+        key: former_names.current(value) for key, value in run.data.params.items()
+    }
+    metrics = [
+        key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))
+    ]
+    curves = {
+        key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics
+    }
     # As derived, or as configured if the run ended before it was derived.
-    keys = [(f"derived.{key}", f"accumulation.{key}") for key in ("factor", "effective_batch_size", "micro_batch_size")]
-    sizes = [next((int(params[key]) for key in both if params.get(key, "").isdigit()), None) for both in keys]
-    return JobResult(name, info.run_id, info.status, params, tags, curves, info.start_time, info.end_time, *sizes)
+    keys = [
+        (f"derived.{key}", f"accumulation.{key}")
+        for key in ("factor", "effective_batch_size", "micro_batch_size")
+    ]
+    sizes = [
+        next((int(params[key]) for key in both if params.get(key, "").isdigit()), None)
+        for both in keys
+    ]
+    return JobResult(
+        name,
+        info.run_id,
+        info.status,
+        params,
+        tags,
+        curves,
+        info.start_time,
+        info.end_time,
+        *sizes,
+    )
 
 
 def _curve(points: Sequence[Any]) -> Curve:
-    by_step = {point.step: point.value for point in sorted(points, key=lambda point: (point.step, point.timestamp))}
+    by_step = {
+        point.step: point.value
+        for point in sorted(points, key=lambda point: (point.step, point.timestamp))
+    }
     values = np.array(list(by_step.values()), float)
     # SQL stores hold the largest double in place of infinity.
     values = np.where(np.abs(values) > 1.7e308, np.copysign(np.inf, values), values)

@@ -9,9 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Scale = tuple[tuple[float, float, str], ...]  # units: the least value that each is for, its divisor, its name
+Scale = tuple[
+    tuple[float, float, str], ...
+]  # units: the least value that each is for, its divisor, its name
 PLAIN: Scale = ((0, 1.0, ""),)
-SECONDS: Scale = ((7200, 3600.0, " h"), (300, 60.0, " min"), (1, 1.0, " s"), (1e-3, 1e-3, " ms"), (0, 1e-6, " µs"))
+SECONDS: Scale = (
+    (7200, 3600.0, " h"),
+    (300, 60.0, " min"),
+    (1, 1.0, " s"),
+    (1e-3, 1e-3, " ms"),
+    (0, 1e-6, " µs"),
+)
 SIZE: Scale = ((1000 * 2**20, 2.0**30, " GiB"), (0, 2.0**20, " MiB"))
 
 
@@ -77,7 +85,9 @@ def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
     """
     if one.deviation is None or other.deviation is None:
         return None
-    from scipy.special import stdtrit  # Student's quantile; scipy.stats takes seconds to import
+    from scipy.special import (
+        stdtrit,
+    )  # Student's quantile; scipy.stats takes seconds to import
 
     a, b = one.deviation**2 / one.count, other.deviation**2 / other.count
     if a + b == 0:
@@ -86,7 +96,9 @@ def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
     return other.mean - one.mean, float(stdtrit(freedom, 0.975) * math.sqrt(a + b))
 
 
-def differences(groups: Sequence[Sequence[float]], draws: int = 2000) -> tuple[Array, Array, float]:
+def differences(
+    groups: Sequence[Sequence[float]], draws: int = 2000
+) -> tuple[Array, Array, float]:
     """Return how far the means of the later groups are from that of the first, their standard errors, and a quantile.
 
     Each difference ± quantile · error is a 95% interval, all at once (Dunnett 1955). The quantile is that of the
@@ -99,7 +111,9 @@ def differences(groups: Sequence[Sequence[float]], draws: int = 2000) -> tuple[A
     drawn = np.split(rows, np.cumsum([len(group) for group in values])[:-1], axis=1)
     with np.errstate(all="ignore"):
         largest = np.max([abs(by) / error for by, error in _contrasts(drawn)], axis=0)
-    quantile = np.quantile(np.where(np.isnan(largest), np.inf, largest), 0.95, method="higher")
+    quantile = np.quantile(
+        np.where(np.isnan(largest), np.inf, largest), 0.95, method="higher"
+    )
     return (*np.transpose(_contrasts(values)), float(quantile))
 
 
@@ -107,9 +121,15 @@ def _contrasts(groups: Sequence[Array]) -> list[tuple[Array, Array]]:
     """Return each mean − the first, and its standard error by the common variance, or by Welch's if that is larger."""
     freedom = max(sum(group.shape[-1] - 1 for group in groups), 1)
     common = sum(group.var(axis=-1) * group.shape[-1] for group in groups) / freedom
-    of = [(g.mean(axis=-1), g.shape[-1], g.var(axis=-1) / max(g.shape[-1] - 1, 1)) for g in groups]
+    of = [
+        (g.mean(axis=-1), g.shape[-1], g.var(axis=-1) / max(g.shape[-1] - 1, 1))
+        for g in groups
+    ]
     (mean, n, own), *others = of
-    return [(m - mean, np.sqrt(np.maximum(common * (1 / n + 1 / k), own + w))) for m, k, w in others]
+    return [
+        (m - mean, np.sqrt(np.maximum(common * (1 / n + 1 / k), own + w)))
+        for m, k, w in others
+    ]
 
 
 def relative_difference(one: Array, other: Array) -> Array:
@@ -137,12 +157,17 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
     `examples` are seen after each value, ascending; a value is a mean over those since the previous one, and a part of
     them has the same mean.
     """
-    seen, sums = np.append(0.0, examples), np.append(0.0, np.cumsum(np.diff(examples, prepend=0.0) * values))
+    seen, sums = (
+        np.append(0.0, examples),
+        np.append(0.0, np.cumsum(np.diff(examples, prepend=0.0) * values)),
+    )
     start = np.maximum(examples - window, 0.0)
     return (sums[1:] - np.interp(start, seen, sums)) / (examples - start)
 
 
-def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> tuple[float, float] | None:
+def tradeoff(
+    batches: Sequence[float], examples: Sequence[float]
+) -> tuple[float, float] | None:
     """Fit (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
 
     With E = B·S it is the line E = E_min + S_min·B, fitted by least squares of the relative residuals. E are the

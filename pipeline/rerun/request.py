@@ -13,7 +13,12 @@ from pipeline.checkpoints.run_dirs import quoted
 from pipeline.common.errors import Parser
 from pipeline.config import compose, hydra_errors
 
-_PLACE = ("dataset.data_dir=", "hydra", "tracking", "trust.")  # overrides that do not change the run
+_PLACE = (
+    "dataset.data_dir=",
+    "hydra",
+    "tracking",
+    "trust.",
+)  # overrides that do not change the run
 
 
 class Request(Namespace):
@@ -22,15 +27,24 @@ class Request(Namespace):
     @property
     def own(self) -> list[str]:  # the Hydra options that select the user's own config
         named = {"--config-dir": self.config_dir, "--config-name": self.config_name}
-        return [text for option, value in named.items() if value for text in (option, value)]
+        return [
+            text for option, value in named.items() if value for text in (option, value)
+        ]
 
     @property
     def changing(self) -> list[str]:  # the run, not where it runs
-        return [override for override in self.overrides if not override.lstrip("+~").startswith(_PLACE)]
+        return [
+            override
+            for override in self.overrides
+            if not override.lstrip("+~").startswith(_PLACE)
+        ]
 
     @property
     def folders(self) -> list[str]:  # with config groups, the package's first
-        return [compose.directory(), *([str(Path(self.config_dir).absolute())] if self.config_dir else [])]
+        return [
+            compose.directory(),
+            *([str(Path(self.config_dir).absolute())] if self.config_dir else []),
+        ]
 
     @cached_property
     def parsed(self) -> list[Override]:
@@ -44,18 +58,28 @@ class Request(Namespace):
     @cached_property
     def groups(self) -> set[str]:
         """Return the config groups of which an option is chosen, as by `optimizer=lion`."""
-        return {key for key in hydra_errors.groups(self.folders) if isinstance(self.values.get(key), str)}
+        return {
+            key
+            for key in hydra_errors.groups(self.folders)
+            if isinstance(self.values.get(key), str)
+        }
 
     def for_hydra(self, run_dir: Path) -> list[str]:
         """Return the overrides in a form for the record, which has no groups and lacks the overridden keys."""
         found = []
         for text, override in zip(self.overrides, self.parsed, strict=True):
             key = override.key_or_group
-            if key in ("hydra.run.dir", "tracking", "dataset.data_dir"):  # already applied
+            if key in (
+                "hydra.run.dir",
+                "tracking",
+                "dataset.data_dir",
+            ):  # already applied
                 continue
             if key in self.groups:
                 text = f"+{text.lstrip('+')}"
-            elif text.startswith(f"{key}=") and not (key.startswith("hydra") or isinstance(self.values[key], dict)):
+            elif text.startswith(f"{key}=") and not (
+                key.startswith("hydra") or isinstance(self.values[key], dict)
+            ):
                 text = f"++{text}"
             found.append(text)
         return [*found, f"hydra.run.dir={quoted(run_dir)}"]
@@ -64,11 +88,27 @@ class Request(Namespace):
 def parsed(arguments: Sequence[str], description: str | None) -> Request:
     parser = Parser(prog="pipeline rerun", description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("run_id", metavar="RUN_ID", help="ID of a run in the store of tracking.uri, or its start")
+    add(
+        "run_id",
+        metavar="RUN_ID",
+        help="ID of a run in the store of tracking.uri, or its start",
+    )
     add("--dry", action="store_true", help="only show the plan and the differences")
-    add("--sweep", action="store_true", help="RUN_ID is a sweep: repeat all of its jobs")
-    add("--allow", action="append", default=[], metavar="PREFIX", help="a dotted name or place to trust")
-    add("--config-dir", "-cd", help="a folder with config groups of your own, which may set trust.allow")
+    add(
+        "--sweep", action="store_true", help="RUN_ID is a sweep: repeat all of its jobs"
+    )
+    add(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="a dotted name or place to trust",
+    )
+    add(
+        "--config-dir",
+        "-cd",
+        help="a folder with config groups of your own, which may set trust.allow",
+    )
     add("--config-name", "-cn", help="name of your own config")
     add("overrides", nargs="*", help="overrides in Hydra's grammar")
     found = parser.parse_intermixed_args(compose.as_text(arguments), Request())

@@ -33,11 +33,23 @@ from pipeline.tracking import provenance
 ALIKE = 0.98  # of the best speed counts as equal: the smaller micro-batch is taken
 SLOWER = 0.9  # of the best speed, twice in a row: smaller ones are not timed
 SILENCE = 5.0  # seconds of waiting for another process until a line says so
-COLUMNS = ("micro_batch_size", "factor", "fits", "peak_memory_bytes", "update_seconds", "examples_per_second", "why")
+COLUMNS = (
+    "micro_batch_size",
+    "factor",
+    "fits",
+    "peak_memory_bytes",
+    "update_seconds",
+    "examples_per_second",
+    "why",
+)
 TABLE = "micro_batch_sizes.json"
 _ENTRY = {"micro_batch_size": int, "how": str, "tries": [list]}  # of the cache
 TAG = "micro_batch_size.found"
-PLACING = ("parallel_jobs", "gpus_per_job", "jobs_per_gpu")  # keys of `hardware` that change no try
+PLACING = (
+    "parallel_jobs",
+    "gpus_per_job",
+    "jobs_per_gpu",
+)  # keys of `hardware` that change no try
 
 
 def search(spec: RunSpec) -> tuple[RunSpec, dict[str, Any]]:
@@ -48,14 +60,22 @@ def search(spec: RunSpec) -> tuple[RunSpec, dict[str, Any]]:
     """
     run, spec = spec, spec.at_largest()
     memory = spec.config.hardware.memory
-    resident = memory_budget.limit() // spec.workers_on_machine if memory is None else memory_budget.parsed(memory)
+    resident = (
+        memory_budget.limit() // spec.workers_on_machine
+        if memory is None
+        else memory_budget.parsed(memory)
+    )
     budget = {"resident": resident, "address_space": memory_budget.address_space()}
-    file = disk_cache.place("micro_batch_size", json.dumps(_identity(spec, budget), sort_keys=True))
+    file = disk_cache.place(
+        "micro_batch_size", json.dumps(_identity(spec, budget), sort_keys=True)
+    )
     with _locked(file):
         entry = disk_cache.recall(file, _ENTRY)
         rows = all(len(row) == len(COLUMNS) for row in entry.get("tries", ()))
         if rows and 1 <= entry.get("micro_batch_size", 0) <= spec.batching.share:
-            say(f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})")
+            say(
+                f"{MICRO} {entry['micro_batch_size']}: {entry['how']}, as was found before ({file})"
+            )
         else:
             disk_cache.remember(file, entry := _found(spec, budget))
     return run.with_micro_batch(entry["micro_batch_size"]), entry
@@ -75,34 +95,61 @@ def _locked(file: Path) -> AbstractContextManager[Any]:
 
 
 def _found(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
-    cut, asked, memory = spec.batching, spec.config.accumulation.micro_batch_size, spec.config.hardware.memory
+    cut, asked, memory = (
+        spec.batching,
+        spec.config.accumulation.micro_batch_size,
+        spec.config.hardware.memory,
+    )
     limit = min(filter(None, budget.values()))
-    say(f"{MICRO}={asked}: trying what fits into {MARGIN:.0%} of {memory_budget.readable(limit)}, or into the GPU")
+    say(
+        f"{MICRO}={asked}: trying what fits into {MARGIN:.0%} of {memory_budget.readable(limit)}, or into the GPU"
+    )
     tries: list[list[Any]] = []
     answers: list[dict[str, Any]] = []
-    with _trials(spec, {name: value and MARGIN * value for name, value in budget.items()}) as trial:
+    with _trials(
+        spec, {name: value and MARGIN * value for name, value in budget.items()}
+    ) as trial:
 
         def attempt(size: int, timed: bool) -> dict[str, Any]:
             answers.append(answer := trial(size, timed))
             fits, seconds = "why" not in answer, answer.get("update") if timed else None
             why = mask(answer.get("why", ""))
-            factor, rate = cut.of(size).factor, cut.effective_batch_size / seconds if seconds else None
+            factor, rate = (
+                cut.of(size).factor,
+                cut.effective_batch_size / seconds if seconds else None,
+            )
             tries.append([size, factor, fits, answer.get("peak"), seconds, rate, why])
-            what = f"fits: {memory_budget.readable(answer['peak'])}" if fits else f"does not fit: {why}"
+            what = (
+                f"fits: {memory_budget.readable(answer['peak'])}"
+                if fits
+                else f"does not fit: {why}"
+            )
             speed = f", {rate:.4g} examples/s" if rate else ""
             say(f"  micro-batch of {size} {what}{speed} ({answer['took']:.1f} s)")
             return {**answer, "rate": rate}
 
         size = largest(cut.share, lambda size: "why" not in attempt(size, False))
-        if size is None and answers[-1].get("failed"):  # the smallest, so that it is no matter of memory
-            raise ConfigError(MICRO, f"must be a number, as the update that is tried fails ({tries[-1][-1]})")
+        if size is None and answers[-1].get(
+            "failed"
+        ):  # the smallest, so that it is no matter of memory
+            raise ConfigError(
+                MICRO,
+                f"must be a number, as the update that is tried fails ({tries[-1][-1]})",
+            )
         if size is None:
-            key, rule = ("hardware.memory", "must be enough for") if memory else (MICRO, "must find room for")
+            key, rule = (
+                ("hardware.memory", "must be enough for")
+                if memory
+                else (MICRO, "must find room for")
+            )
             rule = f"{rule} a micro-batch of one example, which does not fit ({tries[-1][-1]})"
             raise ConfigError(key, rule, memory or asked)
         how = f"the largest of at most {cut.share} that fits"
         if asked == "auto_fastest":
-            size, how = fastest(size, cut.share, lambda size: attempt(size, True)), "the fastest that fits"
+            size, how = (
+                fastest(size, cut.share, lambda size: attempt(size, True)),
+                "the fastest that fits",
+            )
     return {"micro_batch_size": size, "how": how, "tries": tries}
 
 
@@ -115,12 +162,17 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
     """Return the largest micro-batch of up to `share` examples that fits; None if not even one example does."""
     if fits(share):
         return share
-    powers = sorted({balanced(share, 2**power) for power in range((share - 1).bit_length())})
+    powers = sorted(
+        {balanced(share, 2**power) for power in range((share - 1).bit_length())}
+    )
     found = _last([size for size in powers if size < share], fits)
     if found is None:
         return None
     above = min([size for size in powers if size > found], default=share)
-    between = {balanced(share, size) for size in range(found + 1, above)} - {found, above}
+    between = {balanced(share, size) for size in range(found + 1, above)} - {
+        found,
+        above,
+    }
     return _last(sorted(between), fits) or found
 
 
@@ -132,21 +184,37 @@ def _last(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 def fastest(most: int, share: int, attempt: Callable[[int], dict[str, Any]]) -> int:
     """Return the fastest of `most`, which fit, and the powers of two below; the smallest of those about as fast."""
-    sizes = sorted({balanced(share, 2**power) for power in range(most.bit_length())} | {most}, reverse=True)
+    sizes = sorted(
+        {balanced(share, 2**power) for power in range(most.bit_length())} | {most},
+        reverse=True,
+    )
     rates: dict[int, float] = {}
     for size in (size for size in sizes if size <= most):
-        if (rate := attempt(size)["rate"]) is not None:  # timed updates may need more memory
+        if (
+            rate := attempt(size)["rate"]
+        ) is not None:  # timed updates may need more memory
             rates[size] = rate
-        if len(rates) > 2 and all(rate < SLOWER * max(rates.values()) for rate in [*rates.values()][-2:]):
+        if len(rates) > 2 and all(
+            rate < SLOWER * max(rates.values()) for rate in [*rates.values()][-2:]
+        ):
             break
-    return min((size for size in rates if rates[size] >= ALIKE * max(rates.values())), default=most)
+    return min(
+        (size for size in rates if rates[size] >= ALIKE * max(rates.values())),
+        default=most,
+    )
 
 
 def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
     given = spec.resolved
     # Only whether they are 0 matters: without momentum there is no velocity in memory.
-    numbers = {key: bool(value) for key, value in given["optimizer"].items() if isinstance(value, int | float)}
-    hardware = {key: value for key, value in given["hardware"].items() if key not in PLACING}
+    numbers = {
+        key: bool(value)
+        for key, value in given["optimizer"].items()
+        if isinstance(value, int | float)
+    }
+    hardware = {
+        key: value for key, value in given["hardware"].items() if key not in PLACING
+    }
     training = ("loss", "loss_weights", "class_weight", "metrics", "weighted_metrics")
     surroundings = provenance.environment(Path())
     machine = ("python", "processor", "processors", "driver", "package", "packages")
@@ -155,12 +223,19 @@ def _identity(spec: RunSpec, budget: dict[str, Any]) -> dict[str, Any]:
         "effective_batch_size": spec.batching.effective_batch_size,
         "budget": budget,
         **{key: given[key] for key in ("dataset", "model")},
-        "hardware": {**hardware, "gpus": [] if given["hardware"]["device"] == "cpu" else _gpus(surroundings["gpus"])},
+        "hardware": {
+            **hardware,
+            "gpus": []
+            if given["hardware"]["device"] == "cpu"
+            else _gpus(surroundings["gpus"]),
+        },
         "optimizer": {**given["optimizer"], **numbers},
         "training": {key: given["training"][key] for key in training},
         "noise_every": given["tracking"]["noise_every"],
         "machine": {key: surroundings[key] for key in machine},
-        "code": _own_code([value for key, value in leaves(given).items() if key.endswith("_target_")]),
+        "code": _own_code(
+            [value for key, value in leaves(given).items() if key.endswith("_target_")]
+        ),
     }
 
 
@@ -168,18 +243,27 @@ def _gpus(names: Sequence[str]) -> Sequence[str]:
     """Return the names of the GPUs that this process may use, from the `names` of all GPUs of the machine."""
     if not names:
         return names
-    known = itertools.takewhile(lambda gpu: not gpu.isdecimal() or int(gpu) < len(names), nvidia.visible())
+    known = itertools.takewhile(
+        lambda gpu: not gpu.isdecimal() or int(gpu) < len(names), nvidia.visible()
+    )
     return [names[int(gpu)] if gpu.isdecimal() else gpu for gpu in known]
 
 
 def _own_code(targets: Sequence[str]) -> str:
     """Return a SHA-256 of the user's modules that define the `targets`, and of the other files of their folders."""
     found = hashlib.sha256()
-    for name in sorted({target.partition(".")[0] for target in targets} - {"pipeline", "keras", "tensorflow"}):
+    for name in sorted(
+        {target.partition(".")[0] for target in targets}
+        - {"pipeline", "keras", "tensorflow"}
+    ):
         spec = importlib.util.find_spec(name)
         if spec is None or "site-packages" in str(spec.origin):  # whose version counts
             continue
-        files = [path for folder in spec.submodule_search_locations or () for path in Path(folder).rglob("*.py")]
+        files = [
+            path
+            for folder in spec.submodule_search_locations or ()
+            for path in Path(folder).rglob("*.py")
+        ]
         if not files and spec.has_location and spec.origin:
             files = [*Path(spec.origin).parent.glob("*.py")]
         for path in sorted(files):
@@ -188,11 +272,15 @@ def _own_code(targets: Sequence[str]) -> str:
 
 
 @contextmanager
-def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Callable[[int, bool], dict[str, Any]]]:
+def _trials(
+    spec: RunSpec, budget: dict[str, Any]
+) -> Iterator[Callable[[int, bool], dict[str, Any]]]:
     """Yield what tries a micro-batch size; the second argument is whether its updates are timed."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,
-        imports.started("pipeline.run.batch_size_trial", stdout=subprocess.PIPE, stderr=said) as process,
+        imports.started(
+            "pipeline.run.batch_size_trial", stdout=subprocess.PIPE, stderr=said
+        ) as process,
     ):
 
         def tell(what: dict[str, Any]) -> None:
@@ -203,8 +291,13 @@ def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Callable[[int, bo
             tell({"micro_batch_size": size, "timed": timed})
             if not (line := process.stdout.readline()):
                 said.seek(0)
-                last = next((text for text in reversed([*map(str.strip, said)]) if text), "")
-                raise ConfigError(MICRO, f"must be a number, as the process that tries sizes ended ({mask(last)})")
+                last = next(
+                    (text for text in reversed([*map(str.strip, said)]) if text), ""
+                )
+                raise ConfigError(
+                    MICRO,
+                    f"must be a number, as the process that tries sizes ended ({mask(last)})",
+                )
             answer: dict[str, Any] = json.loads(line)
             if refused := answer.get("refused"):
                 error = ConfigError(refused["key"], refused["rule"])

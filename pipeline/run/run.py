@@ -20,7 +20,14 @@ from pipeline.checkpoints.files import Checkpoint
 from pipeline.checkpoints.fork import Fork
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common import imports
-from pipeline.common.errors import ConfigError, NotShippedError, exits_as_failures, first_line, say, say_id
+from pipeline.common.errors import (
+    ConfigError,
+    NotShippedError,
+    exits_as_failures,
+    first_line,
+    say,
+    say_id,
+)
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Interruption, Terminated
 from pipeline.config.plain import leaves
@@ -69,18 +76,29 @@ def run(
         if spec.workers is not None and not spec.workers.is_chief:
             worker.run(spec)
             return "", math.inf
-        with Chief(spec) as workers, ExitStack() as undo, exits_as_failures():  # a refused run leaves no trace
+        with (
+            Chief(spec) as workers,
+            ExitStack() as undo,
+            exits_as_failures(),
+        ):  # a refused run leaves no trace
             before = resume_rules.of(run_dir, spec, required=resume)
             if before is not None:
                 if before.finished:
                     return before.run_id, _finished(before, workers)
                 undo.callback(before.past.close)
                 spec, check_dataset = before.spec, before.check_dataset
-            began_with = None if before is None else before.past.start["tags"].get(fork.UPDATE)
+            began_with = (
+                None if before is None else before.past.start["tags"].get(fork.UPDATE)
+            )
             start = (before and before.checkpoint) or fork.of(spec, run_dir, began_with)
             asked, found = spec.config.tracking, None
             when = asked.when_unreachable.name
-            journal = Journal(asked.uri, asked.experiment, patience=asked.patience, when_unreachable=when)
+            journal = Journal(
+                asked.uri,
+                asked.experiment,
+                patience=asked.patience,
+                when_unreachable=when,
+            )
             undo.callback(journal.abandon)  # it opens while TensorFlow is imported
             if spec.searches:
                 journal.ready()  # before: the search takes minutes, which a store that refuses the run would waste
@@ -94,7 +112,14 @@ def run(
                 journal.ready()
             undo.pop_all()
             tracker = Tracker(journal, run_dir, parts.plan, parts.files)
-            loss = _train(parts, update, tracker, _Beginning(tags, before, start, found), interruption, workers)
+            loss = _train(
+                parts,
+                update,
+                tracker,
+                _Beginning(tags, before, start, found),
+                interruption,
+                workers,
+            )
     say(f"open it with: {shlex.join(['pipeline', 'ui', *store_argument(asked.uri)])}")
     return tracker.run_id, loss
 
@@ -104,7 +129,9 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
     try:
         return resolve(composed, overrides)
     except ConfigError as error:
-        with suppress(Exception):  # the environment may be wrong, or the config too wrong to name the workers
+        with suppress(
+            Exception
+        ):  # the environment may be wrong, or the config too wrong to name the workers
             if chief.tell_workers(composed.hardware, error):
                 raise SystemExit(2) from None
         raise
@@ -112,17 +139,25 @@ def resolve_for_all(composed: DictConfig, overrides: Sequence[str]) -> RunSpec:
 
 def _finished(before: Continuation, workers: Chief) -> float:
     before.past.close()
-    say(f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train")
+    say(
+        f"run {before.run_id} has finished in {before.run_dir}: there is nothing to train"
+    )
     workers.dismiss()
     last, tracking = before.past.last, before.spec.config.tracking
     loss = last.get("val/loss", last.get("train/loss", math.inf))
-    if sync_run(str(before.run_dir), OwnStore(tracking.uri), tracking.patience, named=False):
+    if sync_run(
+        str(before.run_dir), OwnStore(tracking.uri), tracking.patience, named=False
+    ):
         raise NotShippedError(_unshipped_line(before.run_dir, tracking.uri), loss)
     return loss
 
 
 def _gather(
-    spec: RunSpec, run_dir: Path, start: Checkpoint | Fork | None, check_dataset: CheckDataset | None, workers: Chief
+    spec: RunSpec,
+    run_dir: Path,
+    start: Checkpoint | Fork | None,
+    check_dataset: CheckDataset | None,
+    workers: Chief,
 ) -> Parts:
     workers.start(spec, run_dir)
     with imports.without_chatter():
@@ -130,7 +165,9 @@ def _gather(
 
     spec = workers.gather(spec, run_dir, start)
     with workers.as_worker_error():
-        parts = assembly.assemble(spec, check_dataset, 0 if start is None else start.update)
+        parts = assembly.assemble(
+            spec, check_dataset, 0 if start is None else start.update
+        )
     workers.reductions_ready = parts.devices.reductions_ready
     return parts
 
@@ -140,7 +177,9 @@ class _Beginning:
     tags: Mapping[str, str]  # in addition to the run's own
     before: Continuation | None  # the run that is resumed; None for a new one
     start: Checkpoint | Fork | None  # the checkpoint that the training starts from
-    found: dict[str, Any] | None  # how a micro-batch size was found that was searched for
+    found: (
+        dict[str, Any] | None
+    )  # how a micro-batch size was found that was searched for
 
     def link(self, tracker: Tracker) -> None:
         """Name the run in the one whose checkpoint it starts from."""
@@ -153,45 +192,82 @@ class _Beginning:
         record = (0 if self.start is None else self.start.update), spec
         data = parts.data, parts.recorded_data
         if self.before is None:
-            tags = parts.tags() | (self.start.tags if isinstance(self.start, Fork) else {}) | dict(self.tags)
+            tags = (
+                parts.tags()
+                | (self.start.tags if isinstance(self.start, Fork) else {})
+                | dict(self.tags)
+            )
             tracker.start(*record, *data, parts.model, tags, parts.devices.gpus)
-            lines = [*filter(None, [parts.scaled]), *parts.notes, *parts.differences_from_large_batch()]
+            lines = [
+                *filter(None, [parts.scaled]),
+                *parts.notes,
+                *parts.differences_from_large_batch(),
+            ]
         else:
             tracker.resume(self.before.past, *record, *data)
             lines = self.before.said(callbacks)
         say(f"{parts.devices.description}; {parts.plan}", *lines)
         if self.found is not None:
-            tracker.table(batch_size_search.TABLE, batch_size_search.COLUMNS, self.found["tries"])
+            tracker.table(
+                batch_size_search.TABLE, batch_size_search.COLUMNS, self.found["tries"]
+            )
             tracker.journal.write({"tags": {batch_size_search.TAG: self.found["how"]}})
         if isinstance(self.start, Fork):
             say(*self.start.said(callbacks))
         self.link(tracker)
         where = mask(spec.config.tracking.uri)
-        run = f"MLflow run {tracker.run_id} in {where}" if tracker.run_id else "no MLflow run yet"
+        run = (
+            f"MLflow run {tracker.run_id} in {where}"
+            if tracker.run_id
+            else "no MLflow run yet"
+        )
         say(f"run directory {tracker.run_dir}", run)
         say_id(tracker.run_id)
 
 
 def _train(
-    parts: Parts, update: Update, tracker: Tracker, beginning: _Beginning, interruption: Interruption, workers: Chief
+    parts: Parts,
+    update: Update,
+    tracker: Tracker,
+    beginning: _Beginning,
+    interruption: Interruption,
+    workers: Chief,
 ) -> float:
     from pipeline.components import fitting
 
     recorder = fitting.recorder(parts, tracker)
-    with _closing(tracker, recorder) as unshipped, fitting.checkpoints(parts, tracker.run_dir) as checkpoints:
+    with (
+        _closing(tracker, recorder) as unshipped,
+        fitting.checkpoints(parts, tracker.run_dir) as checkpoints,
+    ):
         beginning.begin(tracker, parts)
-        if (before := beginning.before) is not None and (cuts := recorded_cuts(before.past.tags)):
+        if (before := beginning.before) is not None and (
+            cuts := recorded_cuts(before.past.tags)
+        ):
             # The updates that were cut smaller keep their micro-steps; from here on the config cuts.
-            recorder.cut(parts.plan.after(cuts, max([before.update, *before.past.updates])))
+            recorder.cut(
+                parts.plan.after(cuts, max([before.update, *before.past.updates]))
+            )
         recorder.restart_clock()
-        warming = threading.Thread(target=_warm_up, args=(recorder.traced,), daemon=True)
+        warming = threading.Thread(
+            target=_warm_up, args=(recorder.traced,), daemon=True
+        )
         if parts.spec.config.tracking.log_model:
             warming.start()
         with workers.as_worker_error(), interruption.between_updates():
-            loss = fitting.fit(parts, update, recorder, checkpoints, beginning.start, interruption.asked)
+            loss = fitting.fit(
+                parts,
+                update,
+                recorder,
+                checkpoints,
+                beginning.start,
+                interruption.asked,
+            )
         recorder.progress.close()
         tracker.check_files()
-        beginning.link(tracker)  # again: two runs that begin at one moment may have overwritten each other's link
+        beginning.link(
+            tracker
+        )  # again: two runs that begin at one moment may have overwritten each other's link
         if parts.spec.config.tracking.log_model:
             recorder.traced.set()  # also if there was nothing left to train
             warming.join()  # what it imports is not looked at meanwhile
@@ -209,9 +285,13 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
     try:
         yield unshipped
     except BaseException as error:
-        status = "KILLED" if isinstance(error, KeyboardInterrupt | Terminated) else "FAILED"
+        status = (
+            "KILLED" if isinstance(error, KeyboardInterrupt | Terminated) else "FAILED"
+        )
         failure = "".join(traceback.format_exception_only(error)).strip()
-        with suppress(Exception):  # a second failure, such as of a lost device, must not hide the first
+        with suppress(
+            Exception
+        ):  # a second failure, such as of a lost device, must not hide the first
             recorder.fetch()
         raise
     finally:
@@ -221,7 +301,11 @@ def _closing(tracker: Tracker, recorder: Recorder) -> Iterator[list[str]]:
         except BaseException:
             say(_unshipped_line(tracker.run_dir, tracker.journal.uri))
             raise
-        unshipped += [_unshipped_line(tracker.run_dir, tracker.journal.uri, f" ({why})")] if why else []
+        unshipped += (
+            [_unshipped_line(tracker.run_dir, tracker.journal.uri, f" ({why})")]
+            if why
+            else []
+        )
         if failure is not None:
             say(*unshipped)
 
@@ -248,7 +332,9 @@ def _log_model(parts: Parts, tracker: Tracker) -> None:
         code = parts.spec.config.tracking.code
         if code is None:
             resolved = leaves(parts.spec.resolved).items()
-            targets = [str(value) for key, value in resolved if key.endswith("_target_")]
+            targets = [
+                str(value) for key, value in resolved if key.endswith("_target_")
+            ]
             code = logged_model.own_code(parts.model, targets)
         tracker.log_model(parts.model, parts.example(), code)
     except Exception as error:  # the run is trained and recorded all the same

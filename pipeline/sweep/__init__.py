@@ -4,4 +4,14 @@ In: the jobs of a Hydra multirun. Out: the parent run with its page in MLflow's 
 Slurm's own options are `hydra.launcher.*`, and need no code here.
 """
 
-__all__ = ["again", "files", "gpus", "launcher", "local", "mlflow_view", "parent_run", "search", "slurm"]
+__all__ = [
+    "again",
+    "files",
+    "gpus",
+    "launcher",
+    "local",
+    "mlflow_view",
+    "parent_run",
+    "search",
+    "slurm",
+]

@@ -14,7 +14,9 @@ from omegaconf import DictConfig, open_dict
 from pipeline.common import imports, secrets
 from pipeline.common.errors import first_line
 
-WORST = float("inf")  # loss of a job that returned none: the worst, for a sweeper that searches
+WORST = float(
+    "inf"
+)  # loss of a job that returned none: the worst, for a sweeper that searches
 FINISHED, FAILED = "finished", "failed"
 
 
@@ -42,12 +44,22 @@ class JobCall:
         sys.argv = ["pipeline", *self.overrides]  # the run records how it was started
         Singleton.set_state(self.singletons)
         setup_globals()
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, self.overrides)
+        config = self.hydra_context.config_loader.load_sweep_config(
+            self.config, self.overrides
+        )
         with open_dict(config):
             config.hydra.job.id, config.hydra.job.num = str(self.number), self.number
-        returned = run_job(self.task_function, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.hydra_context)
+        returned = run_job(
+            self.task_function,
+            config,
+            "hydra.sweep.dir",
+            "hydra.sweep.subdir",
+            self.hydra_context,
+        )
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # the ending says what Hydra prints here
+            with contextlib.redirect_stderr(
+                io.StringIO()
+            ):  # the ending says what Hydra prints here
                 return Ending(FINISHED, float(returned.return_value))
         except Exception as error:
             return Ending(FAILED, reason=first_line(error))
@@ -61,4 +73,6 @@ def killed(how: str, printed: str) -> Ending:
 
 def importing_only_this_package(**more: str) -> contextlib.AbstractContextManager[None]:
     """Set `more` variables, and that a new Python process imports no `random.py` of the user's before it is a job."""
-    return imports.variables_set(PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **more)
+    return imports.variables_set(
+        PYTHONSAFEPATH="1", PYTHONPATH=imports.path_of_processes(), **more
+    )

@@ -35,7 +35,9 @@ class Slot:
 
     gpus: list[str]
     name: str = ""
-    job: Any = None  # has `start()` and `ending()`, which returns None while the job runs
+    job: Any = (
+        None  # has `start()` and `ending()`, which returns None while the job runs
+    )
     since: float = 0.0
 
 
@@ -48,14 +50,30 @@ class SweepLauncher(Launcher):
     sweep: parent_run.ParentRun  # from the first batch on
     interval = 0.1  # seconds between two polls of the jobs
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
-        self._begun: dict[str, Path] = {}  # run directories of interrupted jobs, by name
+    def setup(
+        self,
+        *,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,
+        config: DictConfig,
+    ) -> None:
+        self.config, self.hydra_context, self.task_function = (
+            config,
+            hydra_context,
+            task_function,
+        )
+        self._begun: dict[
+            str, Path
+        ] = {}  # run directories of interrupted jobs, by name
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt, as for Ctrl-C
+                signal.signal(
+                    number, signal.default_int_handler
+                )  # KeyboardInterrupt, as for Ctrl-C
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         jobs, varied, hardware = self.plan(job_overrides, initial_job_idx)
         slots = [Slot(gpus) for gpus in self._slots(hardware)]
         if hasattr(self, "sweep"):
@@ -66,42 +84,87 @@ class SweepLauncher(Launcher):
         losses = self.sweep.finished()
         if self.config.tracking.sweep is not None:  # --again
             here = by_id("SWEEP")  # the run directories below the working directory
-            runs = {name: run.info for name, run in self.sweep.children().items() if run.info.status == "KILLED"}
-            self._begun = {name: here[info.run_id] for name, info in runs.items() if info.run_id in here}
+            runs = {
+                name: run.info
+                for name, run in self.sweep.children().items()
+                if run.info.status == "KILLED"
+            }
+            self._begun = {
+                name: here[info.run_id]
+                for name, info in runs.items()
+                if info.run_id in here
+            }
         numbered = enumerate(jobs.items(), initial_job_idx)
-        calls = {name: self._call(name, given, number) for number, (name, given) in numbered if name not in losses}
+        calls = {
+            name: self._call(name, given, number)
+            for number, (name, given) in numbered
+            if name not in losses
+        }
         losses |= self._run(calls, slots)
         return [completed_with(losses.get(name, WORST)) for name in jobs]
 
-    def plan(self, job_overrides: Sequence[Sequence[str]], first: int) -> tuple[Jobs, list[str], list[HardwareConfig]]:
+    def plan(
+        self, job_overrides: Sequence[Sequence[str]], first: int
+    ) -> tuple[Jobs, list[str], list[HardwareConfig]]:
         """Compose and check all jobs before any starts; return their overrides by name, what varies, and `hardware`."""
         composed = [self._composed(overrides) for overrides in job_overrides]
         parse = OverridesParser.create().parse_override
         parsed = [list(map(parse, overrides)) for overrides in job_overrides]
-        values = [{o.get_key_element().lstrip("+~"): o.get_value_element_as_str() for o in job} for job in parsed]
-        asked: Any = OmegaConf.to_container(self.config.hydra.overrides.task, resolve=False)
-        asked += [f"{key}={value}" for key, value in (self.config.hydra.sweeper.get("params") or {}).items()]
+        values = [
+            {
+                o.get_key_element().lstrip("+~"): o.get_value_element_as_str()
+                for o in job
+            }
+            for job in parsed
+        ]
+        asked: Any = OmegaConf.to_container(
+            self.config.hydra.overrides.task, resolve=False
+        )
+        asked += [
+            f"{key}={value}"
+            for key, value in (self.config.hydra.sweeper.get("params") or {}).items()
+        ]
         # A swept key is in the name even if this batch has one value of it.
-        swept = {o.get_key_element().lstrip("+~") for o in map(parse, asked) if o.is_sweep_override()}
+        swept = {
+            o.get_key_element().lstrip("+~")
+            for o in map(parse, asked)
+            if o.is_sweep_override()
+        }
         keys = dict.fromkeys(key for job in values for key in job)
-        varied = [key for key in keys if key in swept or len({job.get(key) for job in values}) > 1]
+        varied = [
+            key
+            for key in keys
+            if key in swept or len({job.get(key) for job in values}) > 1
+        ]
         differing = [{key: job[key] for key in varied if key in job} for job in values]
         sizes = [spec.batching.effective_batch_size for spec in composed]
-        jobs = dict(zip(parent_run.names_of(differing, sizes, first), job_overrides, strict=True))
+        jobs = dict(
+            zip(
+                parent_run.names_of(differing, sizes, first), job_overrides, strict=True
+            )
+        )
         return jobs, varied, [spec.config.hardware for spec in composed]
 
     def _composed(self, overrides: Sequence[str]) -> RunSpec:
-        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(
+            self.config, list(overrides)
+        )
         before = HydraConfig.instance().cfg
         try:
             with open_dict(config):
                 # Configs may refer to these as `${hydra:…}`; the job has no number yet.
                 config.hydra.job.num, config.hydra.job.id = 0, "0"
-                config.hydra.runtime.output_dir = str(Path(config.hydra.sweep.dir).absolute() / "0")
+                config.hydra.runtime.output_dir = str(
+                    Path(config.hydra.sweep.dir).absolute() / "0"
+                )
                 HydraConfig.instance().set_config(config)
                 config.pop("hydra")
-                for key, value in leaves(OmegaConf.to_container(config, resolve=False)).items():
-                    if isinstance(value, str) and mask(value) != value:  # Hydra and submitit write it into files
+                for key, value in leaves(
+                    OmegaConf.to_container(config, resolve=False)
+                ).items():
+                    if (
+                        isinstance(value, str) and mask(value) != value
+                    ):  # Hydra and submitit write it into files
                         rule = "must come to a sweep as an override, or from the environment as ${oc.env:NAME}"
                         raise ConfigError(key, f"{rule}: it holds a secret", value)
                 return resolve(config, overrides)
@@ -113,10 +176,26 @@ class SweepLauncher(Launcher):
 
     def _call(self, name: str, given: Sequence[str], number: int) -> JobCall:
         own = quoted(name)
-        overrides = [*given, f"tracking.sweep={self.sweep.run_id}", f"tracking.job={own}", f"tracking.run_name={own}"]
+        overrides = [
+            *given,
+            f"tracking.sweep={self.sweep.run_id}",
+            f"tracking.job={own}",
+            f"tracking.run_name={own}",
+        ]
         if (place := self._begun.get(name)) is not None:  # resume from its checkpoint
-            overrides += ["training.resume=auto", f"hydra.sweep.dir={quoted(place.absolute())}", "hydra.sweep.subdir=."]
-        return JobCall(overrides, number, self.config, self.hydra_context, self.task_function, Singleton.get_state())
+            overrides += [
+                "training.resume=auto",
+                f"hydra.sweep.dir={quoted(place.absolute())}",
+                "hydra.sweep.subdir=.",
+            ]
+        return JobCall(
+            overrides,
+            number,
+            self.config,
+            self.hydra_context,
+            self.task_function,
+            Singleton.get_state(),
+        )
 
     def _run(self, calls: dict[str, JobCall], slots: list[Slot]) -> dict[str, float]:
         """Run all jobs; `calls` and the returned losses are by the job's name."""
@@ -138,7 +217,9 @@ class SweepLauncher(Launcher):
         say(f"  {name}: started")
         slot.name, slot.since = name, time.monotonic()
         try:
-            slot.job = self._job(call, slot.gpus)  # set before the job starts: an interruption may come at any time
+            slot.job = self._job(
+                call, slot.gpus
+            )  # set before the job starts: an interruption may come at any time
             slot.job.start()
         except Exception as error:
             self._note(slot, Ending(FAILED, reason=first_line(error)))
@@ -197,8 +278,12 @@ class BasicLauncher(SweepLauncher):
     interval = 0.0
 
     def _slots(self, hardware: Sequence[HardwareConfig]) -> list[list[str]]:
-        if any(each.workers != 1 for each in hardware):  # TensorFlow joins a cluster once in a process
-            raise ConfigError("hydra/launcher", "must not be basic with several workers", "basic")
+        if any(
+            each.workers != 1 for each in hardware
+        ):  # TensorFlow joins a cluster once in a process
+            raise ConfigError(
+                "hydra/launcher", "must not be basic with several workers", "basic"
+            )
         return super()._slots(hardware)
 
 

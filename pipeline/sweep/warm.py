@@ -14,9 +14,16 @@ with imports.without_chatter():
 
     from pipeline.components import fitting  # noqa: F401
     from pipeline.run import run  # noqa: F401
-opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-if any(path.startswith(gpus.DEVICES) for path in opened):  # a forked process could not use it
-    sys.exit("pipeline: importing TensorFlow has opened a device: each job imports it for itself")
+opened = [
+    os.path.realpath(f"/proc/self/fd/{number}")
+    for number in os.listdir("/proc/self/fd")
+]
+if any(
+    path.startswith(gpus.DEVICES) for path in opened
+):  # a forked process could not use it
+    sys.exit(
+        "pipeline: importing TensorFlow has opened a device: each job imports it for itself"
+    )
 
 
 def _print_error(kind: Any, error: Any, trace: Any) -> None:

@@ -8,7 +8,16 @@ In: rows of updates and evaluations, tags, files. Out: a journal on disk, which 
 import logging
 import os
 
-__all__ = ["foreign_store", "journal", "journal_file", "logged_model", "provenance", "store", "sync_run", "tracker"]
+__all__ = [
+    "foreign_store",
+    "journal",
+    "journal_file",
+    "logged_model",
+    "provenance",
+    "store",
+    "sync_run",
+    "tracker",
+]
 
 # MLflow reads these when it is imported: quiet migrations, and errors within seconds if a server is gone.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -19,5 +28,8 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 # It would print a server's address with its password, and to the pipe on which the shipper answers the trainer.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 logging.getLogger("alembic").setLevel(logging.WARNING)
-for _name in ("mlflow.store.db.utils", "urllib3.connectionpool"):  # they log what they raise, at every retry
+for _name in (
+    "mlflow.store.db.utils",
+    "urllib3.connectionpool",
+):  # they log what they raise, at every retry
     logging.getLogger(_name).setLevel(logging.CRITICAL)

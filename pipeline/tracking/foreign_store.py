@@ -55,17 +55,27 @@ class ForeignStore:
             try:
                 found = [self.client().get_run(start)]
             except MlflowException as error:
-                raise ConfigError("RUN_ID", "must be a run of the store", start) from error
+                raise ConfigError(
+                    "RUN_ID", "must be a run of the store", start
+                ) from error
         elif re.fullmatch("[0-9a-f]{4,32}", start):
             found = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
-            raise ConfigError("RUN_ID", "must be the ID of a run, or at least 4 digits of its start", start)
+            raise ConfigError(
+                "RUN_ID",
+                "must be the ID of a run, or at least 4 digits of its start",
+                start,
+            )
         return self._only("RUN_ID", "run", start, found)
 
     def sweep(self, start: str) -> Any:
         """Return the parent run whose ID begins with `start`, or of that name; the newest of a sweep file's name."""
         runs = self._search("tags.`sweep.name` != ''")
-        found = [run for run in runs if run.info.run_id.startswith(start) or run.info.run_name == start]
+        found = [
+            run
+            for run in runs
+            if run.info.run_id.startswith(start) or run.info.run_name == start
+        ]
         of_file = [run for run in runs if run.data.tags["sweep.name"] == start]
         newest = sorted(of_file, key=lambda run: run.info.start_time)[-1:]
         return self._only("SWEEP", "sweep", start, found or newest, runs)
@@ -76,18 +86,41 @@ class ForeignStore:
             artifact_locations.check(found.artifact_location, self.uri, self.places)
 
     def _search(self, condition: str) -> list[Any]:
-        experiments = [experiment.experiment_id for experiment in self.client().search_experiments()]
-        return list(self.client().search_runs(experiments, condition, max_results=_MOST))
+        experiments = [
+            experiment.experiment_id
+            for experiment in self.client().search_experiments()
+        ]
+        return list(
+            self.client().search_runs(experiments, condition, max_results=_MOST)
+        )
 
-    def _only(self, key: str, kind: str, start: str, found: Sequence[Any], known: Sequence[Any] = ()) -> Any:
+    def _only(
+        self,
+        key: str,
+        kind: str,
+        start: str,
+        found: Sequence[Any],
+        known: Sequence[Any] = (),
+    ) -> Any:
         """Return the only run of `found`, checked; `known` are the choices if there is none."""
         if len(found) != 1:
-            rule = f"must name one {kind}, not {len(found)}" if found else f"must name one {kind} of the store"
-            choices = [f"{run.info.run_id} ({run.info.run_name})" for run in (found or known)[:10]]
+            rule = (
+                f"must name one {kind}, not {len(found)}"
+                if found
+                else f"must name one {kind} of the store"
+            )
+            choices = [
+                f"{run.info.run_id} ({run.info.run_name})"
+                for run in (found or known)[:10]
+            ]
             raise ConfigError(key, rule, start, choices)
         (run,) = found
-        if not RUN_ID.fullmatch(run.info.run_id):  # it becomes an argument and an override
-            raise ConfigError(key, f"must be a {kind} with an ID of MLflow's own", run.info.run_id)
+        if not RUN_ID.fullmatch(
+            run.info.run_id
+        ):  # it becomes an argument and an override
+            raise ConfigError(
+                key, f"must be a {kind} with an ID of MLflow's own", run.info.run_id
+            )
         artifact_locations.check(run.info.artifact_uri, self.uri, self.places)
         return run
 
@@ -98,11 +131,17 @@ def listed(tags: Mapping[str, str], key: str) -> list[str]:
     while (part := tags.get(f"{key}.{len(parts)}")) is not None:
         parts.append(part)
     try:
-        found = json.JSONDecoder().raw_decode("".join(parts))[0]  # what follows is left over from a longer list
-        if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        found = json.JSONDecoder().raw_decode("".join(parts))[
+            0
+        ]  # what follows is left over from a longer list
+        if not isinstance(found, list) or not all(
+            isinstance(entry, str) for entry in found
+        ):
             raise ValueError("it is no list of texts")
     except (ValueError, RecursionError) as error:
-        raise ConfigError("SWEEP", f"must have a tag {key} that can be read ({first_line(error)})") from error
+        raise ConfigError(
+            "SWEEP", f"must have a tag {key} that can be read ({first_line(error)})"
+        ) from error
     return found
 
 
@@ -120,10 +159,18 @@ class SweepRecord:
     def children(self) -> dict[str, Any]:
         """Return the latest run of each job, by the job's name; a run that does not name its job is refused."""
         jobs = f"tags.sweep = '{self.run_id}'"
-        runs = self.client().search_runs([self.experiment_id], jobs, max_results=_MOST, order_by=["start_time ASC"])
+        runs = self.client().search_runs(
+            [self.experiment_id], jobs, max_results=_MOST, order_by=["start_time ASC"]
+        )
         for run in runs:
-            if "sweep.job" not in run.data.tags or not RUN_ID.fullmatch(run.info.run_id):
-                raise ConfigError("SWEEP", "must have runs with MLflow's IDs and a tag sweep.job", run.info.run_id)
+            if "sweep.job" not in run.data.tags or not RUN_ID.fullmatch(
+                run.info.run_id
+            ):
+                raise ConfigError(
+                    "SWEEP",
+                    "must have runs with MLflow's IDs and a tag sweep.job",
+                    run.info.run_id,
+                )
         return {run.data.tags["sweep.job"]: run for run in runs}
 
 
@@ -141,9 +188,15 @@ class OwnStore:
         What `moves`, as it was in no store yet, goes to one on the command line.
         """
         remember(self.uri)  # the record may hide what only its URI shows to be a secret
-        if mask(absolute(self.uri)) == mask(recorded) or (self.on_command_line and moves):
+        if mask(absolute(self.uri)) == mask(recorded) or (
+            self.on_command_line and moves
+        ):
             return self.uri
-        if not self.on_command_line and HIDDEN not in recorded and artifact_locations.lies_in(recorded, self.places):
+        if (
+            not self.on_command_line
+            and HIDDEN not in recorded
+            and artifact_locations.lies_in(recorded, self.places)
+        ):
             return recorded
         rule = f"must be that of {where}, {mask(recorded)}; if that is yours, add tracking.uri={mask(recorded)}"
         raise ConfigError("tracking.uri", rule, self.uri)
@@ -153,7 +206,9 @@ def again_command(name: str, run_id: str, uri: str) -> str:
     """Return the command that runs the rest of the sweep `run_id`, as far as the store `uri` can tell."""
     if name == MULTIRUN:
         return f"pipeline train -m … {shlex.join([f'tracking.sweep={run_id}', *store_argument(uri)])}"
-    return shlex.join(["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)])
+    return shlex.join(
+        ["pipeline", "sweep", name, "--again", run_id, *store_argument(uri)]
+    )
 
 
 def sync_command(folder: str, uri: str) -> str:
@@ -163,4 +218,8 @@ def sync_command(folder: str, uri: str) -> str:
 
 def store_argument(uri: str) -> list[str]:
     """Return the override with which a command finds the store `uri`; none is needed for the default one."""
-    return [] if uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ else [f"tracking.uri={mask(uri)}"]
+    return (
+        []
+        if uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ
+        else [f"tracking.uri={mask(uri)}"]
+    )

@@ -47,7 +47,9 @@ class ShipperProcess:
 
     def __init__(self, opening: dict[str, Any]):
         # It runs none of the user's code. Ctrl-C reaches the trainer alone, which then says how the run ended.
-        self.process = imports.started("pipeline.tracking.shipper", stdout=subprocess.PIPE)
+        self.process = imports.started(
+            "pipeline.tracking.shipper", stdout=subprocess.PIPE
+        )
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.send(opening)
@@ -81,10 +83,15 @@ class ShipperProcess:
         self.process.wait()
 
     def _listen(self) -> None:
-        with contextlib.suppress(ValueError), self.process.stdout as answers:  # half a line, if it was killed
+        with (
+            contextlib.suppress(ValueError),
+            self.process.stdout as answers,
+        ):  # half a line, if it was killed
             for line in answers:
                 self._answers.put(json.loads(line))
-        self._answers.put({"error": "the shipper ended without an answer", "died": True})
+        self._answers.put(
+            {"error": "the shipper ended without an answer", "died": True}
+        )
 
 
 class Journal:
@@ -94,9 +101,20 @@ class Journal:
     store is waited for, at the start and at the end. `when_unreachable`: `refuse` the run, `wait`, or train `offline`.
     """
 
-    def __init__(self, uri: str, experiment: str, *, patience: float = 60.0, when_unreachable: str = "refuse"):
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        *,
+        patience: float = 60.0,
+        when_unreachable: str = "refuse",
+    ):
         self.uri, self.experiment, self.patience = uri, experiment, patience
-        self._when_unreachable, self._offline, self._path = when_unreachable, False, Path()
+        self._when_unreachable, self._offline, self._path = (
+            when_unreachable,
+            False,
+            Path(),
+        )
         self._lives, self._lag, self._checked = LIVES, LAG, time.monotonic()
         self.shipper = self._open()
 
@@ -106,7 +124,9 @@ class Journal:
             key = answer.get("key", "tracking.uri")
             if not self._recovers(answer, final=key != "tracking.uri"):
                 rule = answer.get("rule", AWAY.format(answer["error"]))
-                raise ConfigError(key, rule, self.uri if key == "tracking.uri" else self.experiment)
+                raise ConfigError(
+                    key, rule, self.uri if key == "tracking.uri" else self.experiment
+                )
 
     def start(self, path: Path, run: dict[str, Any]) -> dict[str, str]:
         """Create the run and return its `run_id` and `experiment_id`, or an empty dict if the run is kept offline.
@@ -114,7 +134,12 @@ class Journal:
         The journal at `path` must be new; `run` has `experiment`, `name`, `params`, `tags` and `system_metrics`.
         """
         tags = {**run["tags"], "journal": uuid.uuid4().hex}
-        start = {"format": FORMAT, "store": secrets.mask(journal_file.absolute(self.uri)), **run, "tags": tags}
+        start = {
+            "format": FORMAT,
+            "store": secrets.mask(journal_file.absolute(self.uri)),
+            **run,
+            "tags": tags,
+        }
         try:
             self._writer = journal_file.create(path)
             self._writer.write({"start": start})
@@ -140,9 +165,16 @@ class Journal:
         self._writer.write(line)
         if time.monotonic() - self._checked > REVIVE:
             self._revive()
-            told = [answer.get("left", 0) for answer in iter(lambda: self.shipper.answer(0), None)]
-            if told and min(told) > self._lag:  # since the last look: it does not catch up
-                say(f"the store is slower than the run: about {min(told):,} points wait in {self._path}")
+            told = [
+                answer.get("left", 0)
+                for answer in iter(lambda: self.shipper.answer(0), None)
+            ]
+            if (
+                told and min(told) > self._lag
+            ):  # since the last look: it does not catch up
+                say(
+                    f"the store is slower than the run: about {min(told):,} points wait in {self._path}"
+                )
                 self._lag = 2 * min(told)
 
     def ship_now(self) -> None:
@@ -151,12 +183,18 @@ class Journal:
 
     def close(self, status: str) -> str | None:
         """End the run and wait for the shipper; return why something was not shipped, or None if everything was."""
-        with contextlib.suppress(OSError):  # what the disk does not take is handed to the shipper
+        with contextlib.suppress(
+            OSError
+        ):  # what the disk does not take is handed to the shipper
             self._writer.write({"end": status})
         self._deadline = time.monotonic() + self.patience
         why: str | None = "the store was not asked"
         try:
-            while not self._offline and why is not None and time.monotonic() < self._deadline:
+            while (
+                not self._offline
+                and why is not None
+                and time.monotonic() < self._deadline
+            ):
                 self._revive()
                 why = self._finish()
                 time.sleep(0 if why is None else 1)
@@ -172,7 +210,11 @@ class Journal:
         self.shipper.terminate()  # it may still be importing MLflow, or creating a schema that is no longer needed
 
     def _open(self) -> ShipperProcess:
-        known = {"open": self.uri, "experiment": self.experiment, "patience": self.patience}
+        known = {
+            "open": self.uri,
+            "experiment": self.experiment,
+            "patience": self.patience,
+        }
         return ShipperProcess({**known, "places": artifact_locations.confined_to})
 
     def _attach(self, path: Path, *, may_exist: bool) -> dict[str, str]:
@@ -188,8 +230,12 @@ class Journal:
                 if answer.get("key") == "RUN_DIR":
                     raise ConfigError(answer["key"], answer["rule"], str(path.parent))
                 command = foreign_store.sync_command(str(path.parent), self.uri)
-                raise RuntimeError(f"the store did not take the run ({answer['error']}); what it has of it: {command}")
-            self._lives -= "died" not in answer  # the store may not be away, but refuse the run
+                raise RuntimeError(
+                    f"the store did not take the run ({answer['error']}); what it has of it: {command}"
+                )
+            self._lives -= (
+                "died" not in answer
+            )  # the store may not be away, but refuse the run
             self.ready()
             may_exist = True
         return {}
@@ -205,8 +251,14 @@ class Journal:
         self.abandon()
         if not died:
             self._offline = self._when_unreachable == "offline"
-            what = "this run is kept in its directory, for pipeline sync" if self._offline else "waiting for it"
-            say(f"tracking.uri {answer.get('rule', AWAY.format(answer['error']))}: {what}")
+            what = (
+                "this run is kept in its directory, for pipeline sync"
+                if self._offline
+                else "waiting for it"
+            )
+            say(
+                f"tracking.uri {answer.get('rule', AWAY.format(answer['error']))}: {what}"
+            )
             if self._offline:
                 return True
             time.sleep(RETRY)
@@ -219,13 +271,19 @@ class Journal:
 
         The patience begins `anew`, or goes on. The user is told of progress, and of a store that is silent for long.
         """
-        why, told, silent = "", time.monotonic(), f"no answer within {self.patience:.0f} s"
+        why, told, silent = (
+            "",
+            time.monotonic(),
+            f"no answer within {self.patience:.0f} s",
+        )
         self._deadline = told + self.patience if anew else self._deadline
         while (seconds := self._deadline - time.monotonic()) > 0:
             answer = self.shipper.answer(min(seconds, SILENCE))
             if answer is None or "failing" in answer:
                 if not why:
-                    say(f"waiting for the store {secrets.mask(self.uri)}, {seconds:.0f} s at most")
+                    say(
+                        f"waiting for the store {secrets.mask(self.uri)}, {seconds:.0f} s at most"
+                    )
                 why = answer["failing"] if answer else why or silent
             elif "left" in answer:
                 self._deadline, why = time.monotonic() + self.patience, ""

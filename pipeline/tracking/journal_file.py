@@ -28,8 +28,12 @@ MODEL = "logged_model-{}"  # a trained model in the run directory, from when it 
 FORMAT = 1  # of the lines; `{"start": {"format": …}}` says it
 WRITER, SHIPPER = 0, 1  # the bytes that are locked
 MOST_WAITING = 2**28  # bytes kept in memory while the disk is full
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one per call
-_LINE = {"end?": str, "step?": int} | dict.fromkeys(("start?", "run?", "metrics?", "tags?"), dict)
+_ENCODE = json.JSONEncoder(
+    separators=(",", ":")
+).encode  # made once: json.dumps makes one per call
+_LINE = {"end?": str, "step?": int} | dict.fromkeys(
+    ("start?", "run?", "metrics?", "tags?"), dict
+)
 _HEAD = len('{"crc":"00000000",')
 _AT_ONCE = 2**16  # bytes read at a time
 
@@ -44,7 +48,10 @@ def lock(descriptor: int, byte: int, seconds: float = 0.0) -> bool:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             return True
-        except (BlockingIOError, PermissionError):  # which of the two it is differs between systems
+        except (
+            BlockingIOError,
+            PermissionError,
+        ):  # which of the two it is differs between systems
             if time.monotonic() >= until:
                 return False
         time.sleep(0.1)
@@ -54,7 +61,9 @@ class Reader:
     """Reads the lines of a journal, also while they are being written; one that was changed is a `FormError`."""
 
     def __init__(self, descriptor: int):
-        self.offset = self.crc = self._number = 0  # bytes and lines read, which are complete, and their checksum
+        self.offset = self.crc = self._number = (
+            0  # bytes and lines read, which are complete, and their checksum
+        )
         self._descriptor = descriptor
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -72,7 +81,9 @@ class Reader:
     def continued(self, text: str) -> Iterator[dict[str, Any]]:
         """Yield the lines that follow, in the file and then in `text`; a line may begin in one and end in the other."""
         yield from self.lines()
-        beginning = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, self.offset)
+        beginning = os.pread(
+            self._descriptor, os.fstat(self._descriptor).st_size, self.offset
+        )
         for line in (beginning + text.encode()).splitlines(keepends=True):
             yield self._parsed(line)
 
@@ -82,7 +93,11 @@ class Reader:
             older = self._number == 0 and text.startswith(b'{"time":')
             wrong = f"line {self._number + 1} is not as it was written"
             raise FormError("it is of a version before this one" if older else wrong)
-        self.offset, self.crc, self._number = self.offset + len(text), crc, self._number + 1
+        self.offset, self.crc, self._number = (
+            self.offset + len(text),
+            crc,
+            self._number + 1,
+        )
         try:
             line: dict[str, Any] = json.loads(text)
             check(line, _LINE, [])
@@ -109,10 +124,15 @@ class Writer:
         try:
             self._drain()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._waiting) > MOST_WAITING:
+            if (
+                error.errno not in (errno.ENOSPC, errno.EDQUOT)
+                or len(self._waiting) > MOST_WAITING
+            ):
                 raise
             if not was_waiting:
-                say(f"the journal cannot be written ({error.strerror}): its lines wait in memory")
+                say(
+                    f"the journal cannot be written ({error.strerror}): its lines wait in memory"
+                )
 
     def sync(self) -> None:
         """Flush all lines to the disk; an `OSError` if it has no room."""
@@ -138,9 +158,13 @@ class Writer:
 def create(path: Path) -> Writer:
     """Return the writer of a new journal, locked; a `ConfigError` if there is one already."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    if not lock(descriptor, WRITER) or b"\n" in os.pread(descriptor, os.fstat(descriptor).st_size, 0):
+    if not lock(descriptor, WRITER) or b"\n" in os.pread(
+        descriptor, os.fstat(descriptor).st_size, 0
+    ):
         os.close(descriptor)
-        raise ConfigError("hydra.run.dir", "must be a folder without a run in it", str(path.parent))
+        raise ConfigError(
+            "hydra.run.dir", "must be a folder without a run in it", str(path.parent)
+        )
     return Writer(descriptor)
 
 
@@ -156,17 +180,36 @@ class Past:
     path: Path
     descriptor: int
     start: dict[str, Any] = field(default_factory=dict)  # what the run was created with
-    run: dict[str, str] = field(default_factory=dict)  # `run_id` and `experiment_id`; empty if it was never in a store
-    steps: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # of rows, by kind, as `val`
-    last: dict[str, float] = field(default_factory=dict)  # the latest value of each metric
+    run: dict[str, str] = field(
+        default_factory=dict
+    )  # `run_id` and `experiment_id`; empty if it was never in a store
+    steps: defaultdict[str, set[int]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # of rows, by kind, as `val`
+    last: dict[str, float] = field(
+        default_factory=dict
+    )  # the latest value of each metric
     tags: dict[str, str] = field(default_factory=dict)  # set while the run was running
-    resumed: list[dict[str, Any]] = field(default_factory=list)  # what each segment after the first began with
-    described: bool = False  # whether everything is logged that a run logs before it trains
-    status: str | None = None  # FINISHED, FAILED or KILLED; None if the run ended without a word
+    resumed: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # what each segment after the first began with
+    described: bool = (
+        False  # whether everything is logged that a run logs before it trains
+    )
+    status: str | None = (
+        None  # FINISHED, FAILED or KILLED; None if the run ended without a word
+    )
     damage: str = ""  # which line is not as it was written; empty if there is none
 
     @classmethod
-    def of(cls, run_dir: Path, key: str = "RUN", *, running: bool = False, seconds: float = 0.0) -> Self:
+    def of(
+        cls,
+        run_dir: Path,
+        key: str = "RUN",
+        *,
+        running: bool = False,
+        seconds: float = 0.0,
+    ) -> Self:
         """Return the past of the run in `run_dir`, which the argument `key` names; the file is locked within `seconds`.
 
         It must have one of this version, whose run has ended unless it may be `running`; then nothing is locked.
@@ -198,7 +241,11 @@ class Past:
         version = self.start.get("format")
         if version != FORMAT:
             found = f"format {version}" if self.start else self.damage or "it is empty"
-            raise ConfigError(key, f"must have a journal of format {FORMAT} ({found})", str(self.path.parent))
+            raise ConfigError(
+                key,
+                f"must have a journal of format {FORMAT} ({found})",
+                str(self.path.parent),
+            )
 
     def _add(self, line: dict[str, Any]) -> None:
         if "metrics" in line:
@@ -225,4 +272,8 @@ class Past:
 def absolute(uri: str) -> str:
     """Return the URI of a store, with the absolute path of a SQLite file."""
     prefix = "sqlite:///"
-    return prefix + os.path.abspath(uri.removeprefix(prefix)) if uri.startswith(prefix) else uri
+    return (
+        prefix + os.path.abspath(uri.removeprefix(prefix))
+        if uri.startswith(prefix)
+        else uri
+    )

@@ -25,23 +25,39 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.trust import artifact_locations
 
 if __name__ == "__main__":  # registered first, so that it runs after all others
-    atexit.register(os._exit, 0)  # without destructors, for which the trainer would wait
+    atexit.register(
+        os._exit, 0
+    )  # without destructors, for which the trainer would wait
 with imports.executed_on_use(), imports.without_collections():
     from pipeline.tracking.store import Store
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
-INTERVAL = 5.0  # seconds between two writes, and between two samples of the system's metrics
+INTERVAL = (
+    5.0  # seconds between two writes, and between two samples of the system's metrics
+)
 
 
 def main() -> None:
     """Serve the process that started this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process ends with the trainer, which closes its standard input
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until there is a run to close
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # this process ends with the trainer, which closes its standard input
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit()
+    )  # until there is a run to close
     # Without SystemExit, which is SIGTERM in a destructor: the end of standard input follows it.
-    sys.unraisablehook = lambda what: what.exc_type is SystemExit or sys.__unraisablehook__(what)
+    sys.unraisablehook = lambda what: (
+        what.exc_type is SystemExit or sys.__unraisablehook__(what)
+    )
     if (command := _command()) is not None:
-        places = command["places"]  # None: the user's own store, whose artifacts may lie anywhere
-        with nullcontext() if places is None else artifact_locations.confined(command["open"], places):
+        places = command[
+            "places"
+        ]  # None: the user's own store, whose artifacts may lie anywhere
+        with (
+            nullcontext()
+            if places is None
+            else artifact_locations.confined(command["open"], places)
+        ):
             _serve(command["open"], command["experiment"], command["patience"])
 
 
@@ -57,7 +73,10 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         if command is None:
             return
         # A shipper that an earlier trainer left behind ships its lines first.
-        given = {"may_exist": command["may_exist"], "tell": lambda left: _answer({"left": left})}
+        given = {
+            "may_exist": command["may_exist"],
+            "tell": lambda left: _answer({"left": left}),
+        }
         uploader = Uploader(store, Path(command["ship"]), seconds=2 * patience, **given)
         _answer({"run_id": uploader.run_id, "experiment_id": uploader.experiment_id})
         _follow(uploader)
@@ -65,7 +84,11 @@ def _serve(uri: str, experiment: str, patience: float) -> None:
         shipped = {"shipped": uploader.sent, "not_logged": uploader.not_logged}
         _answer({"error": uploader.damage} if uploader.damage else shipped)
     except Exception as error:
-        refusal = {"key": error.key, "rule": error.rule} if isinstance(error, ConfigError) else {}
+        refusal = (
+            {"key": error.key, "rule": error.rule}
+            if isinstance(error, ConfigError)
+            else {}
+        )
         _answer({"error": first_line(error), **refusal})
 
 
@@ -74,7 +97,9 @@ def _follow(uploader: Uploader) -> None:
     more = failing = False
     uploader.sample()  # now: a run may be shorter than the interval
     while True:
-        if select.select([sys.stdin], [], [], 0 if more and not failing else INTERVAL)[0]:
+        if select.select([sys.stdin], [], [], 0 if more and not failing else INTERVAL)[
+            0
+        ]:
             command = _command()
             if command is None:
                 return

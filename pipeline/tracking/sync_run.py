@@ -14,7 +14,9 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
     A run that the user has not `named` is skipped if it is running or complete, and its `ConfigError` is printed.
     """
     try:
-        past = Past.of(Path(folder), "RUN_DIR", seconds=1.0)  # another sync may be reading it too
+        past = Past.of(
+            Path(folder), "RUN_DIR", seconds=1.0
+        )  # another sync may be reading it too
         past.close()
     except ConfigError as error:
         if named:
@@ -22,7 +24,9 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         say(f"{folder}: {error}")
         return 0
     try:
-        uri = own.followed(str(past.start["store"]), f"the journal in {folder}", moves=not past.run)
+        uri = own.followed(
+            str(past.start["store"]), f"the journal in {folder}", moves=not past.run
+        )
         from pipeline.tracking.store import Store  # imports MLflow
         from pipeline.tracking.uploader import Uploader
 
@@ -30,14 +34,25 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
             store = Store(uri)
         except ConfigError as error:  # it may answer another time
             raise OSError(str(error)) from error
-        if not named and (experiment_id := store.check(past.start["experiment"])) is not None:
+        if (
+            not named
+            and (experiment_id := store.check(past.start["experiment"])) is not None
+        ):
             run = store.find_run(experiment_id, past.start["tags"]["journal"])
-            if run is not None and run.info.status == (past.status or "KILLED"):  # which is shipped last
+            if run is not None and run.info.status == (
+                past.status or "KILLED"
+            ):  # which is shipped last
                 return 0
-        with closing(Uploader(store, past.path, may_exist=True, seconds=patience)) as uploader:
+        with closing(
+            Uploader(store, past.path, may_exist=True, seconds=patience)
+        ) as uploader:
             uploader.finish(patience)
         shipped = f"{uploader.sent} points were missing; run {uploader.run_id} is {uploader.status}"
-        not_logged = f"the model was not logged: {uploader.not_logged}" if uploader.not_logged else ""
+        not_logged = (
+            f"the model was not logged: {uploader.not_logged}"
+            if uploader.not_logged
+            else ""
+        )
         say("; ".join(filter(None, (f"{folder}: {shipped}", not_logged, past.damage))))
     except Exception as error:
         if named and isinstance(error, ConfigError):

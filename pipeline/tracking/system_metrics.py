@@ -9,7 +9,9 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from pipeline.common import nvidia
 
 
-def system_sampler(uri: str, run_id: str, gpus: Sequence[int] | None = None) -> Callable[[], dict[str, float]]:
+def system_sampler(
+    uri: str, run_id: str, gpus: Sequence[int] | None = None
+) -> Callable[[], dict[str, float]]:
     """Return a function that samples MLflow's system metrics, by name; `gpu_0` is the first of the run's `gpus`.
 
     These are places in CUDA_VISIBLE_DEVICES; with None, as of an older journal, all GPUs of the machine are sampled.
@@ -18,8 +20,12 @@ def system_sampler(uri: str, run_id: str, gpus: Sequence[int] | None = None) -> 
     """
     monitor = SystemMetricsMonitor(run_id, tracking_uri=uri)
     for part in monitor.monitors:
-        if gpus is not None and hasattr(part, "gpu_handles"):  # NVIDIA's, by the library that MLflow has imported
-            part.gpu_handles = gpu_handles(sys.modules["pynvml"], nvidia.visible(), gpus)
+        if gpus is not None and hasattr(
+            part, "gpu_handles"
+        ):  # NVIDIA's, by the library that MLflow has imported
+            part.gpu_handles = gpu_handles(
+                sys.modules["pynvml"], nvidia.visible(), gpus
+            )
 
     def sample() -> dict[str, float]:
         monitor.collect_metrics()

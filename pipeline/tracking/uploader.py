@@ -33,13 +33,20 @@ PARAMS_AT_ONCE = 100  # params per request, at most; MLflow's limit
 PARAM_LENGTH = 6000  # characters of a param's value
 TRIES = 5  # of a request that the store refuses because of its content
 RETRY = 1.0  # seconds between two tries
-REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE")
+REFUSALS = (
+    "INVALID_PARAMETER_VALUE",
+    "BAD_REQUEST",
+    "RESOURCE_ALREADY_EXISTS",
+    "INVALID_STATE",
+)
 UNWRITTEN = "journal.unwritten"  # tag: the segment whose end reached the store, but perhaps never the full disk
 FORKS = "forks"  # tag: the runs that began with a checkpoint of this one
 MOST_FORKS = 140  # that are named: MLflow takes 5000 characters
 NOT_LOGGED = "model.not_logged"  # tag: why the model is not in the store
 NOT_SHIPPED = "not_shipped"  # tag: what the store did not take, or could not be read
-Tell = Callable[[int], object]  # takes about how many points the store does not have yet
+Tell = Callable[
+    [int], object
+]  # takes about how many points the store does not have yet
 
 
 class StoreGoneError(OSError):
@@ -53,21 +60,39 @@ class Uploader:
     A `ConfigError` says that the run is deleted, is being shipped, or has artifacts that lie where they must not.
     """
 
-    def __init__(self, store: Store, path: Path, *, may_exist: bool, seconds: float = 0.0, tell: Tell = lambda _: None):
+    def __init__(
+        self,
+        store: Store,
+        path: Path,
+        *,
+        may_exist: bool,
+        seconds: float = 0.0,
+        tell: Tell = lambda _: None,
+    ):
         self._store, self._folder, self._tell = store, path.parent, tell
         self._points: list[Metric] = []
-        self._lines: list[dict[str, Any]] = []  # other than metrics, shipped after the metrics before them
-        self._stored: dict[str, bytearray] = {}  # metric → 1 at each step that the store has
+        self._lines: list[
+            dict[str, Any]
+        ] = []  # other than metrics, shipped after the metrics before them
+        self._stored: dict[
+            str, bytearray
+        ] = {}  # metric → 1 at each step that the store has
         self._at_once = AT_ONCE
         self._last_step = self._segment = self._tries = self._points_read = 0
         self.sent = 0  # number of points that the store did not have
-        self.status: str | None = None  # of the run by the lines read so far; None while it goes on
-        self.not_logged = ""  # why the model could not be logged; empty if it could, or there is none
+        self.status: str | None = (
+            None  # of the run by the lines read so far; None while it goes on
+        )
+        self.not_logged = (
+            ""  # why the model could not be logged; empty if it could, or there is none
+        )
         self.damage = ""  # why the journal cannot be read further; empty if it can
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not lock(self._descriptor, SHIPPER, seconds):
-                raise ConfigError("RUN_DIR", "is being shipped by another process", str(path.parent))
+                raise ConfigError(
+                    "RUN_DIR", "is being shipped by another process", str(path.parent)
+                )
             self._reader = Reader(self._descriptor)
             self._open_run(next(self._reader.lines()), may_exist)
         except BaseException:
@@ -103,7 +128,10 @@ class Uploader:
         """Take one sample of the system's metrics; its step is the number of samples before it, as MLflow has it."""
         if self._system is not None:
             sampled, now = self._system(), int(time.time() * 1000)
-            self._points += [Metric(f"system/{key}", value, now, self._samples) for key, value in sampled.items()]
+            self._points += [
+                Metric(f"system/{key}", value, now, self._samples)
+                for key, value in sampled.items()
+            ]
             self._samples += 1
 
     def ship(self) -> None:
@@ -130,7 +158,11 @@ class Uploader:
             del self._lines[0]
             self._tell(self.left())
 
-    def finish(self, patience: float, report: Callable[[Exception], object] = lambda error: None) -> None:
+    def finish(
+        self,
+        patience: float,
+        report: Callable[[Exception], object] = lambda error: None,
+    ) -> None:
         """Ship the rest once no trainer writes; errors are reported, and raised once they last `patience` seconds."""
         more = True
         while more:
@@ -141,7 +173,10 @@ class Uploader:
                     self.ship()
                     break
                 except Exception as error:
-                    if before != (self.sent, len(self._lines)):  # it answers now and then
+                    if before != (
+                        self.sent,
+                        len(self._lines),
+                    ):  # it answers now and then
                         until = time.monotonic() + patience
                     if isinstance(error, StoreGoneError) or time.monotonic() > until:
                         raise
@@ -155,31 +190,55 @@ class Uploader:
     def _open_run(self, line: dict[str, Any], may_exist: bool) -> None:
         """Find or create the run of a journal's first line; complete its params, and ask for its points."""
         start = line["start"]
-        self.client, self.experiment_id = self._store.client(), self._store.experiment(start["experiment"])
+        self.client, self.experiment_id = (
+            self._store.client(),
+            self._store.experiment(start["experiment"]),
+        )
         self._file_id = self._store.file_id()
-        self._run = (self._found(start["tags"]["journal"]) if may_exist else None) or self._created(line)
+        self._run = (
+            self._found(start["tags"]["journal"]) if may_exist else None
+        ) or self._created(line)
         self.run_id = self._run.info.run_id
         try:
             if (places := artifact_locations.confined_to) is not None:
-                artifact_locations.check(self._run.info.artifact_uri, self._store.uri, places)
+                artifact_locations.check(
+                    self._run.info.artifact_uri, self._store.uri, places
+                )
             known, given = self._run.data.params, start["params"].items()
-            params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in given if key not in known]
+            params = [
+                Param(key, str(value)[:PARAM_LENGTH])
+                for key, value in given
+                if key not in known
+            ]
             for first in range(0, len(params), PARAMS_AT_ONCE):
-                self.client.log_batch(self.run_id, params=params[first : first + PARAMS_AT_ONCE])
+                self.client.log_batch(
+                    self.run_id, params=params[first : first + PARAMS_AT_ONCE]
+                )
             of_run = self._store.uri, self.run_id, start.get("gpus")
             self._system = system_sampler(*of_run) if start["system_metrics"] else None
         except Exception:
             if not may_exist:
-                with contextlib.suppress(Exception):  # the trainer is told of the first failure
+                with contextlib.suppress(
+                    Exception
+                ):  # the trainer is told of the first failure
                     self.client.set_terminated(self.run_id, "FAILED")
             raise
         for key in self._run.data.metrics:
-            steps = [point.step for point in self.client.get_metric_history(self.run_id, key)]
+            steps = [
+                point.step for point in self.client.get_metric_history(self.run_id, key)
+            ]
             self._stored[key] = bytearray(max(steps) + 1)
             for step in steps:
                 self._stored[key][step] = 1
             self._tell(self.left())
-        self._samples = max((len(steps) for key, steps in self._stored.items() if key.startswith("system/")), default=0)
+        self._samples = max(
+            (
+                len(steps)
+                for key, steps in self._stored.items()
+                if key.startswith("system/")
+            ),
+            default=0,
+        )
 
     def _found(self, journal: str) -> Any:
         run = self._store.find_run(self.experiment_id, journal)
@@ -193,8 +252,12 @@ class Uploader:
         start = line["start"]
         for left in reversed(range(TRIES)):
             try:
-                with imports.variables_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"):  # which is read at each request
-                    return self.client.create_run(self.experiment_id, line["time"], start["tags"], start["name"])
+                with imports.variables_set(
+                    MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"
+                ):  # which is read at each request
+                    return self.client.create_run(
+                        self.experiment_id, line["time"], start["tags"], start["name"]
+                    )
             except MlflowException as error:
                 if not left or error.error_code in REFUSALS:
                     raise
@@ -219,10 +282,16 @@ class Uploader:
     def _add_end(self) -> None:
         """End the run of a trainer that died without a word; one whose end only the store has ends as it did there."""
         run = self._run
-        if run.data.tags.get(UNWRITTEN) == str(self._segment) and run.info.end_time is not None:
+        if (
+            run.data.tags.get(UNWRITTEN) == str(self._segment)
+            and run.info.end_time is not None
+        ):
             self._add({"end": run.info.status, "time": run.info.end_time})
         else:
-            failure = self.damage or f"The process ended without a word after update {self._last_step}."
+            failure = (
+                self.damage
+                or f"The process ended without a word after update {self._last_step}."
+            )
             self._add({"tags": {"failure": failure}})
             self._add({"end": "KILLED", "time": int(time.time() * 1000)})
 
@@ -233,14 +302,22 @@ class Uploader:
             self.damage = f"The journal cannot be read further: {error}."
 
     def _ship_line(self, line: dict[str, Any]) -> None:
-        if "dataset" in line:  # MLflow refuses one that another run inserts at the same time; then it is sent again
+        if (
+            "dataset" in line
+        ):  # MLflow refuses one that another run inserts at the same time; then it is sent again
             tags = [InputTag("mlflow.data.context", line["context"])]
-            self.client.log_inputs(self.run_id, [DatasetInput(Dataset(**line["dataset"]), tags)])
+            self.client.log_inputs(
+                self.run_id, [DatasetInput(Dataset(**line["dataset"]), tags)]
+            )
         for key, value in line.get("tags", {}).items():
             self.client.set_tag(self.run_id, key, value)
         if "fork_of" in line:
             with contextlib.suppress(MlflowException):  # the source may be gone
-                named = self.client.get_run(line["fork_of"]).data.tags.get(FORKS, "").split(", ")
+                named = (
+                    self.client.get_run(line["fork_of"])
+                    .data.tags.get(FORKS, "")
+                    .split(", ")
+                )
                 forks = ", ".join([*filter(None, named), self.run_id][-MOST_FORKS:])
                 if self.run_id not in named:
                     self.client.set_tag(line["fork_of"], FORKS, forks)
@@ -248,14 +325,22 @@ class Uploader:
             name = str(line["artifact"])
             file = self._folder / name
             try:
-                if not stat.S_ISREG(file.lstat().st_mode) or file.name != name:  # a journal may be somebody else's
-                    raise OSError(errno.EINVAL, "it is no file of the run directory itself")
+                if (
+                    not stat.S_ISREG(file.lstat().st_mode) or file.name != name
+                ):  # a journal may be somebody else's
+                    raise OSError(
+                        errno.EINVAL, "it is no file of the run directory itself"
+                    )
                 file.open("rb").close()
             except (OSError, ValueError) as error:
                 self._note(f"{name}: {getattr(error, 'strerror', error)}")
             else:
                 # TensorBoard finds a profile in such a folder alone.
-                place = f"plugins/profile/{name.partition('.')[0]}" if name.endswith(".xplane.pb") else None
+                place = (
+                    f"plugins/profile/{name.partition('.')[0]}"
+                    if name.endswith(".xplane.pb")
+                    else None
+                )
                 self.client.log_artifact(self.run_id, str(file), place)
         if "model" in line:
             self._ship_model(str(line["model"]))
@@ -263,15 +348,21 @@ class Uploader:
             with contextlib.suppress(MlflowException):  # it may have none
                 self.client.delete_tag(self.run_id, "failure")
             self.client.update_run(self.run_id, "RUNNING")
-        if "end" in line and line is self._lines[-1]:  # the run was not resumed afterwards
+        if (
+            "end" in line and line is self._lines[-1]
+        ):  # the run was not resumed afterwards
             self.client.set_terminated(self.run_id, line["end"], line["time"])
             if (found := self._store.status(self.run_id)) != line["end"]:
-                raise OSError(f"the store has the run as {found} when it is read again, and not as {line['end']}")
+                raise OSError(
+                    f"the store has the run as {found} when it is read again, and not as {line['end']}"
+                )
 
     def _ship_model(self, name: str) -> None:
         """Log the model of that name; one that cannot be logged does not keep the run from its end."""
         try:
-            if not re.fullmatch("[0-9a-f]{32}", name):  # a journal may be somebody else's
+            if not re.fullmatch(
+                "[0-9a-f]{32}", name
+            ):  # a journal may be somebody else's
                 raise ValueError("its name is not one that this package gives")
             folder = self._folder / MODEL.format(name)
             of_run = self.client, self.experiment_id, self.run_id

@@ -18,22 +18,39 @@ class OomRetry:
     batch. One of several workers does not `retry`: the others are in the middle of the update.
     """
 
-    def __init__(self, update: Update, changed: Sequence[tf.Variable], spec: Any, retry: bool = True):
-        self._update, self._spec, self._changed, self._retry = update, spec, changed, retry
+    def __init__(
+        self,
+        update: Update,
+        changed: Sequence[tf.Variable],
+        spec: Any,
+        retry: bool = True,
+    ):
+        self._update, self._spec, self._changed, self._retry = (
+            update,
+            spec,
+            changed,
+            retry,
+        )
         self._copies: list[tf.Variable] = []
         for variable in changed:
             with tf.device(variable.device):
-                self._copies.append(tf.Variable(variable, trainable=False, shape=variable.shape))
+                self._copies.append(
+                    tf.Variable(variable, trainable=False, shape=variable.shape)
+                )
         # A function of its own, and only run if there is something to copy: a control edge from the copies to the
         # reading of the batch would make the host wait for a GPU at every update.
-        self._copy_changed = tf.function(lambda: assign_all(self._copies, changed), autograph=False)
+        self._copy_changed = tf.function(
+            lambda: assign_all(self._copies, changed), autograph=False
+        )
         self._before, self._runs, self._done = int(update.applying), 0, 0
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
             self._run_number = tf.Variable(0, dtype=tf.int64, trainable=False)
             # Holds the number of a run and its batch until the next run. If a run fails and its number is not in here,
             # it failed to read its batch.
-            self._held = tf.queue.FIFOQueue(1, [tf.int64, *(part.dtype for part in parts)])
+            self._held = tf.queue.FIFOQueue(
+                1, [tf.int64, *(part.dtype for part in parts)]
+            )
             self._nothing = [tf.zeros((), dtype) for dtype in self._held.dtypes]
             self._held.enqueue(self._nothing)
 
@@ -43,7 +60,11 @@ class OomRetry:
             number = self._run_number.assign_add(1)
             self._held.dequeue()
             batch = next(iterator)
-            parts = [part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None]
+            parts = [
+                part
+                for part in tf.nest.flatten(batch, expand_composites=True)
+                if part is not None
+            ]
             held = self._held.enqueue([number, *parts])
         with tf.control_dependencies([held]):
             return step(batch)
@@ -57,7 +78,9 @@ class OomRetry:
         self._done += 1
         return results
 
-    def retry_halved(self, error: tf.errors.ResourceExhaustedError, number: int, step: Step) -> tf.Tensor:
+    def retry_halved(
+        self, error: tf.errors.ResourceExhaustedError, number: int, step: Step
+    ) -> tf.Tensor:
         """Return what `step` gives for the batch of update `number`, which failed, in micro-batches that fit.
 
         Raise `error` if the batch could not be read; an OutOfMemoryError if not even one example fits, or some of the
@@ -77,7 +100,9 @@ class OomRetry:
             assign_all(self._changed, self._copies)
             self._update.begun.assign(number - 1)
             try:
-                results = tf.function(step, autograph=False, input_signature=[self._spec])(batch)
+                results = tf.function(
+                    step, autograph=False, input_signature=[self._spec]
+                )(batch)
             except tf.errors.ResourceExhaustedError as next_error:
                 error = next_error
                 self._check_not_applied(error, number)
@@ -95,19 +120,27 @@ class OomRetry:
     def _may_be_applied(self) -> bool:
         return int(self._update.applying) != self._before + self._done
 
-    def _check_not_applied(self, error: tf.errors.ResourceExhaustedError, number: int) -> None:
+    def _check_not_applied(
+        self, error: tf.errors.ResourceExhaustedError, number: int
+    ) -> None:
         if self._may_be_applied():
-            raise OutOfMemoryError(f"memory ran out while update {number} was applied: {cause(error)}") from error
+            raise OutOfMemoryError(
+                f"memory ran out while update {number} was applied: {cause(error)}"
+            ) from error
 
 
-def halve(what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError) -> int:
+def halve(
+    what: Update | Evaluation, name: str, error: tf.errors.ResourceExhaustedError
+) -> int:
     """Halve the micro-batches of `what`, and say so; return their size. What traced it has to trace it anew."""
     size = what.micro_batch_size
     if size == 1:
         line = f"not even a micro-batch of one example fits into memory in {name}: {cause(error)}"
         raise OutOfMemoryError(line) from error
     what.micro_batch_size = -(-size // 2)
-    say(f"{name} does not fit into memory: again, in micro-batches of {what.micro_batch_size} in place of {size}")
+    say(
+        f"{name} does not fit into memory: again, in micro-batches of {what.micro_batch_size} in place of {size}"
+    )
     return what.micro_batch_size
 
 

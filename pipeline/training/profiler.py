@@ -38,7 +38,11 @@ class Profiler(AbstractContextManager["Profiler"]):
             else:
                 self._stop()
             recorder.restart_clock()
-        with tf.profiler.experimental.Trace("update", step_num=number, _r=1) if traced else nullcontext():
+        with (
+            tf.profiler.experimental.Trace("update", step_num=number, _r=1)
+            if traced
+            else nullcontext()
+        ):
             yield
 
     def __exit__(self, *_: object) -> None:
@@ -49,14 +53,21 @@ class Profiler(AbstractContextManager["Profiler"]):
         name, self._first = f"profile_{self._first}", 0
         tf.profiler.experimental.stop()
         # `tensorboard --logdir` finds it by this path, in the run directory and among the artifacts.
-        written = max(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        written = max(
+            self.folder.glob("plugins/profile/*/*.xplane.pb"),
+            key=lambda path: path.stat().st_mtime,
+        )
         shutil.copy(written, self.folder / f"{name}.xplane.pb")
         # Private, as read in TensorFlow 2.21: TensorBoard's plugin, by which it makes what a browser shows.
-        from tensorflow.python.profiler.internal import _pywrap_profiler_plugin as plugin
+        from tensorflow.python.profiler.internal import (
+            _pywrap_profiler_plugin as plugin,
+        )
 
         trace, _ = plugin.xspace_to_tools_data([str(written)], "trace_viewer@", {})
         (self.folder / f"{name}.trace.json.gz").write_bytes(gzip.compress(trace))
-        for kept in written.parent.glob("*.SSTABLE"):  # what the plugin would read next time
+        for kept in written.parent.glob(
+            "*.SSTABLE"
+        ):  # what the plugin would read next time
             kept.unlink()
         self.log(f"{name}.xplane.pb")
         self.log(f"{name}.trace.json.gz")

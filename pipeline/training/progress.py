@@ -20,24 +20,41 @@ class Progress:
     `work` of updates is what their time is proportional to, where they are of unequal sizes.
     """
 
-    def __init__(self, updates: int, shown: bool = True, work: Callable[[int], float] = float):
+    def __init__(
+        self, updates: int, shown: bool = True, work: Callable[[int], float] = float
+    ):
         self._work = work
-        self.updates, self.done, self._silent = updates, 0, not shown or QUIET in os.environ
+        self.updates, self.done, self._silent = (
+            updates,
+            0,
+            not shown or QUIET in os.environ,
+        )
         self._of = f"/{updates}" if updates else ""
         self._on_terminal = sys.stderr.isatty()
-        self._bar: tqdm[Any] | None = None  # drawn with the first update: what is printed before it stays readable
+        self._bar: tqdm[Any] | None = (
+            None  # drawn with the first update: what is printed before it stays readable
+        )
         self._begun = self._shown = self._evaluated = time.monotonic()
         self._held: dict[str, str] = {}  # the latest lines that were not due
 
-    def show(self, update: int, row: Mapping[str, float], examples_per_second: float | None) -> None:
+    def show(
+        self, update: int, row: Mapping[str, float], examples_per_second: float | None
+    ) -> None:
         """Show the row of `update`, the latest one that was fetched."""
         if self._silent:
             return
-        rate = "compiled" if examples_per_second is None else f"{examples_per_second:,.0f} examples/s"
+        rate = (
+            "compiled"
+            if examples_per_second is None
+            else f"{examples_per_second:,.0f} examples/s"
+        )
         if self._on_terminal:
             with suppress(OSError):  # it may be closed
                 self._bar = self._bar or tqdm(
-                    total=self.updates or None, initial=self.done, unit="update", file=sys.stderr
+                    total=self.updates or None,
+                    initial=self.done,
+                    unit="update",
+                    file=sys.stderr,
                 )
                 shown = f"loss {row['loss']:.4g}, lr {row['learning_rate']:.3g}, {rate}"
                 self._bar.set_postfix_str(shown, refresh=False)
@@ -58,13 +75,19 @@ class Progress:
         """Show the results over a split: `test`, which is the last, or `val`, above the bar or every few seconds."""
         if self._silent:
             return
-        values = "  ".join(f"{split}/{name} {value:.4f}" for name, value in results.items())
+        values = "  ".join(
+            f"{split}/{name} {value:.4f}" for name, value in results.items()
+        )
         line = f"update {update}{self._of}  {values}"
         if self._bar is not None and split == "val":
             self._held.pop(split, None)
             with suppress(OSError):
                 self._bar.write(line, file=sys.stderr)
-        elif split == "test" or update == self.updates or time.monotonic() - self._evaluated >= SECONDS:
+        elif (
+            split == "test"
+            or update == self.updates
+            or time.monotonic() - self._evaluated >= SECONDS
+        ):
             self.close() if split == "test" else self._end_bar()
             self._evaluated = time.monotonic()
             self._say(split, line)

@@ -54,16 +54,28 @@ class Gate:
         """Refuse a path that leads elsewhere, also by a link, unless `given`; data may lie in the working directory."""
         parts = key.split(".")
         groups = [".".join(parts[:end]) for end in range(1, len(parts))]
-        if self.given.get(key) == path or any(self.given.get(group, "") is None for group in groups):
+        if self.given.get(key) == path or any(
+            self.given.get(group, "") is None for group in groups
+        ):
             return
-        roots = [self.run_dir, *filter(None, [self.data_dir]), *([Path.cwd()] if key.startswith("dataset.") else [])]
-        if path == "" or _leads_away(path) or not artifact_locations.is_inside(Path(path), roots):
+        roots = [
+            self.run_dir,
+            *filter(None, [self.data_dir]),
+            *([Path.cwd()] if key.startswith("dataset.") else []),
+        ]
+        if (
+            path == ""
+            or _leads_away(path)
+            or not artifact_locations.is_inside(Path(path), roots)
+        ):
             again = shlex.quote(f"{key}={path[:300]}")
             rule = f"must lie in {' or '.join(map(str, roots))}; if the path is your own, give it again: {again}"
             raise ConfigError(key, rule, path)
 
 
-in_force: Gate | None = None  # of this process: a context variable would leave the threads of a run unguarded
+in_force: Gate | None = (
+    None  # of this process: a context variable would leave the threads of a run unguarded
+)
 
 
 @contextmanager
@@ -84,11 +96,15 @@ def check(node: DictConfig, key: str) -> None:
             check_config({key: OmegaConf.to_container(node, resolve=True)}, in_force)
 
 
-def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True) -> None:
+def check_config(
+    config: Mapping[str, Any], gate: Gate, *, imports: bool = True
+) -> None:
     """Refuse a fetched config in which something is not trusted; without `imports`, judge objects by name alone."""
     check_size(config)
     targets = []
-    for key, value, parents in _nodes({k: value for k, value in config.items() if not (gate.start and k == "start")}):
+    for key, value, parents in _nodes(
+        {k: value for k, value in config.items() if not (gate.start and k == "start")}
+    ):
         if isinstance(value, dict):
             _check_mapping(value, key)
             if "_target_" in value:
@@ -98,10 +114,21 @@ def check_config(config: Mapping[str, Any], gate: Gate, *, imports: bool = True)
             _check_scalar(value, key, gate)
     for key in ("hydra", "defaults"):
         if key in config:
-            raise ConfigError(key, "must be of your own config, not of one from a tracking store", str(config[key]))
+            raise ConfigError(
+                key,
+                "must be of your own config, not of one from a tracking store",
+                str(config[key]),
+            )
     tracking = config.get("tracking")
-    if isinstance(tracking, Mapping) and tracking.get("uri") not in (None, gate.tracking_uri):
-        raise ConfigError("tracking.uri", "must be your own, not that of a fetched config", tracking["uri"])
+    if isinstance(tracking, Mapping) and tracking.get("uri") not in (
+        None,
+        gate.tracking_uri,
+    ):
+        raise ConfigError(
+            "tracking.uri",
+            "must be your own, not that of a fetched config",
+            tracking["uri"],
+        )
     for key, target in dict.fromkeys(targets) if imports else ():
         allowlist.check_object(target, key, gate.allowed)
 
@@ -110,45 +137,93 @@ def check_size(config: Mapping[str, Any]) -> None:
     """Refuse a config that YAML's anchors make huge or endless."""
     for count, (key, _, parents) in enumerate(_nodes(dict(config))):
         if count > _MOST_VALUES or len(parents) > _DEEPEST:
-            raise ConfigError(key.partition(".")[0], f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep")
+            raise ConfigError(
+                key.partition(".")[0],
+                f"must be of at most {_MOST_VALUES} values, {_DEEPEST} deep",
+            )
 
 
-def drop_writers(config: dict[str, Any], allowed: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def drop_writers(
+    config: dict[str, Any], allowed: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a fetched config without the callbacks that write files and are not `allowed`, and those: key → target."""
     match config:
         case {"training": {"callbacks": dict(callbacks)} as training}:
-            writers = [target for target in allowlist.WRITERS if not allowlist.is_under(target, allowed)]
-            targets = {name: node.get("_target_") for name, node in callbacks.items() if isinstance(node, dict)}
-            dropped = {f"training.callbacks.{name}": target for name, target in targets.items() if target in writers}
-            kept = {name: node for name, node in callbacks.items() if targets.get(name) not in writers}
+            writers = [
+                target
+                for target in allowlist.WRITERS
+                if not allowlist.is_under(target, allowed)
+            ]
+            targets = {
+                name: node.get("_target_")
+                for name, node in callbacks.items()
+                if isinstance(node, dict)
+            }
+            dropped = {
+                f"training.callbacks.{name}": target
+                for name, target in targets.items()
+                if target in writers
+            }
+            kept = {
+                name: node
+                for name, node in callbacks.items()
+                if targets.get(name) not in writers
+            }
             return {**config, "training": {**training, "callbacks": kept}}, dropped
     return config, {}
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str | None]:
     """Return every text in a plain config by its dotted key, for `Gate.given`."""
-    return {key: value for key, value, _ in _nodes(dict(values)) if isinstance(value, str)}
+    return {
+        key: value for key, value, _ in _nodes(dict(values)) if isinstance(value, str)
+    }
 
 
-def _nodes(value: Any, key: str = "", parents: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def _nodes(
+    value: Any, key: str = "", parents: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Yield (key, value, mappings and lists around it) for a plain config and everything in it, outermost first."""
     yield key, value, parents
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    entries = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, entry in entries:
         yield from _nodes(entry, _join(key, name), (*parents, value))
 
 
 def _check_mapping(node: dict[Any, Any], key: str) -> None:
     for name in node:
-        if type(name) not in (str, int, bool, float) or "${" in str(name) or not str(name).isprintable():
-            raise ConfigError(key or "the config", "must have plain names for its keys", repr(name))
-        if name in ("class_name", "registered_name"):  # with either Keras would build an object from the mapping
-            raise ConfigError(_join(key, name), "must not be a serialized object: name it by _target_", node[name])
+        if (
+            type(name) not in (str, int, bool, float)
+            or "${" in str(name)
+            or not str(name).isprintable()
+        ):
+            raise ConfigError(
+                key or "the config", "must have plain names for its keys", repr(name)
+            )
+        if name in (
+            "class_name",
+            "registered_name",
+        ):  # with either Keras would build an object from the mapping
+            raise ConfigError(
+                _join(key, name),
+                "must not be a serialized object: name it by _target_",
+                node[name],
+            )
 
 
 def _is_tfds_name(value: Any, key: str, parent: Any) -> bool:
     """Return whether `value` is the name of a dataset of TFDS, which is no path and was checked with its target."""
-    named = key.endswith(".name") and isinstance(parent, dict) and parent.get("_target_") == _TFDS
+    named = (
+        key.endswith(".name")
+        and isinstance(parent, dict)
+        and parent.get("_target_") == _TFDS
+    )
     return named and value == parent.get("name")
 
 
@@ -157,20 +232,37 @@ def _check_scalar(value: Any, key: str, gate: Gate) -> None:
     if value is None or type(value) is bool:
         return
     if type(value) not in (str, int, float):
-        raise ConfigError(key, "must be a mapping, a list, text, a number, true, false or null", type(value).__name__)
-    if key.partition(".")[0] == "start":  # the run is looked for below the working directory
+        raise ConfigError(
+            key,
+            "must be a mapping, a list, text, a number, true, false or null",
+            type(value).__name__,
+        )
+    if (
+        key.partition(".")[0] == "start"
+    ):  # the run is looked for below the working directory
         if not _RUN.fullmatch(str(value)):
             rule = "must be the ID of a run where it comes from a store: give start.run again"
             raise ConfigError("start.run", rule, str(value))
     elif type(value) is str:
         if "${" in value:
-            raise ConfigError(key, "must be resolved: a record holds no interpolation", value)
+            raise ConfigError(
+                key, "must be resolved: a record holds no interpolation", value
+            )
         # A reader of paths or addresses may skip characters that are not visible.
-        if any(unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n" for sign in value):
+        if any(
+            unicodedata.category(sign) in ("Cc", "Cf") and sign not in "\t\n"
+            for sign in value
+        ):
             raise ConfigError(key, "must be of signs that can be seen", value)
         # As a path as well: code that receives it could read it, or write there.
-        is_path = value.startswith("/") or _leads_away(value) or (re.search(r"[\\/]", value) and os.path.lexists(value))
-        if is_path and not key.startswith("tracking."):  # the names of an experiment and of a run may look like one
+        is_path = (
+            value.startswith("/")
+            or _leads_away(value)
+            or (re.search(r"[\\/]", value) and os.path.lexists(value))
+        )
+        if is_path and not key.startswith(
+            "tracking."
+        ):  # the names of an experiment and of a run may look like one
             gate.confine(value, key)
 
 
@@ -178,20 +270,37 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
     """Refuse a target by its name, and the arguments of one that reads files."""
     target = node["_target_"]
     if type(target) is not str:
-        raise ConfigError(_join(key, "_target_"), "must be the dotted name of what builds it", str(target))
+        raise ConfigError(
+            _join(key, "_target_"),
+            "must be the dotted name of what builds it",
+            str(target),
+        )
     allowlist.check_name(target, _join(key, "_target_"), gate.allowed)
-    kinds = {"_partial_": (bool, "true or false"), "_recursive_": (bool, "true or false"), "_args_": (list, "a list")}
+    kinds = {
+        "_partial_": (bool, "true or false"),
+        "_recursive_": (bool, "true or false"),
+        "_args_": (list, "a list"),
+    }
     for name, (kind, rule) in kinds.items():
         if name in node and type(node[name]) is not kind:
-            raise ConfigError(_join(key, name), f"of {target} must be {rule}", node[name])
+            raise ConfigError(
+                _join(key, name), f"of {target} must be {rule}", node[name]
+            )
     of_keras = target.startswith(allowlist.APPLICATIONS)
     if target not in allowlist.READERS and not of_keras:  # it reads no files
         return
     for name in ("_args_", "_partial_"):
         if node.get(name):  # it would hide a path from these checks
-            raise ConfigError(_join(key, name), f"of {target} must be left out: give its arguments by name")
+            raise ConfigError(
+                _join(key, name),
+                f"of {target} must be left out: give its arguments by name",
+            )
     if of_keras and node.get("weights") not in (None, "imagenet"):
-        raise ConfigError(_join(key, "weights"), f"of {target} must be null or 'imagenet'", node["weights"])
+        raise ConfigError(
+            _join(key, "weights"),
+            f"of {target} must be null or 'imagenet'",
+            node["weights"],
+        )
     if target == _TFDS and not _TFDS_NAME.fullmatch(str(node.get("name"))):
         rule = f"of {target} must be a dataset of TFDS itself: name, name/config or name:version"
         raise ConfigError(_join(key, "name"), rule, str(node.get("name")))

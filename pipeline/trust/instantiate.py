@@ -15,8 +15,16 @@ from pipeline.common.errors import ConfigError, described
 from pipeline.trust import gate
 
 # Config key → the group of its files.
-_GROUPS = {key: key for key in ("dataset", "model", "optimizer", "schedule")} | {"training.loss": "objective"}
-_OF_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # all else is the target's argument
+_GROUPS = {key: key for key in ("dataset", "model", "optimizer", "schedule")} | {
+    "training.loss": "objective"
+}
+_OF_HYDRA = (
+    "_target_",
+    "_partial_",
+    "_args_",
+    "_recursive_",
+    "_convert_",
+)  # all else is the target's argument
 
 
 def build(node: DictConfig, key: str, **arguments: Any) -> Any:
@@ -37,7 +45,9 @@ def build(node: DictConfig, key: str, **arguments: Any) -> Any:
         path = named[1].removeprefix(key).lstrip(".") if named else ""
         inner = OmegaConf.select(node, path) if path else node
         rule = f"must be what {inner.get('_target_')} takes ({described(cause)})"
-        raise ConfigError(f"{key}.{path}".rstrip("."), rule, _arguments(inner)) from error
+        raise ConfigError(
+            f"{key}.{path}".rstrip("."), rule, _arguments(inner)
+        ) from error
 
 
 def locate(node: DictConfig, key: str) -> Callable[..., Any]:
@@ -51,45 +61,82 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
     except Exception as error:
         parent, _, name = target.rpartition(".")
         close = difflib.get_close_matches(name, dir(sys.modules.get(parent)), n=1)
-        rule = f"must name something that exists ({described(error.__cause__ or error)})"
-        raise ConfigError(key, rule, target, similar=[f"{parent}.{known}" for known in close]) from error
+        rule = (
+            f"must name something that exists ({described(error.__cause__ or error)})"
+        )
+        raise ConfigError(
+            key, rule, target, similar=[f"{parent}.{known}" for known in close]
+        ) from error
     if not callable(found):
         raise ConfigError(key, "must name something that can be called", target)
     return found
 
 
-def accepted(target: Callable[..., Any], node: DictConfig, **offers: Any) -> dict[str, Any]:
+def accepted(
+    target: Callable[..., Any], node: DictConfig, **offers: Any
+) -> dict[str, Any]:
     """Return those of `offers` that `target` has a parameter for and `node` gives no value."""
     parameters = _parameters(target) or {}
-    return {name: offer for name, offer in offers.items() if name in parameters and node.get(name) is None}
+    return {
+        name: offer
+        for name, offer in offers.items()
+        if name in parameters and node.get(name) is None
+    }
 
 
-def _check_arguments(target: Callable[..., Any], node: DictConfig, key: str, others: Collection[str]) -> None:
+def _check_arguments(
+    target: Callable[..., Any], node: DictConfig, key: str, others: Collection[str]
+) -> None:
     """Refuse unknown and missing arguments, and text or a number for a flag: Python takes most of them as true."""
     parameters, given = _parameters(target), _arguments(node)
-    open_ended = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
-    known = parameters is not None and not open_ended & {each.kind for each in parameters.values()}
+    open_ended = {
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.POSITIONAL_ONLY,
+    }
+    known = parameters is not None and not open_ended & {
+        each.kind for each in parameters.values()
+    }
     parameters = parameters or {}
     if known and "_args_" not in node:
         for name in given:
             if name not in parameters:
                 rule = f"must be an argument of {node._target_}"
-                if key in _GROUPS and not str(node._target_).startswith("pipeline."):  # named on the command line alone
-                    group, article = _GROUPS[key], "an" if _GROUPS[key].startswith("o") else "a"
+                if key in _GROUPS and not str(node._target_).startswith(
+                    "pipeline."
+                ):  # named on the command line alone
+                    group, article = (
+                        _GROUPS[key],
+                        "an" if _GROUPS[key].startswith("o") else "a",
+                    )
                     rule += f"; {article} {group} of your own stands whole in a file, conf/{group}/NAME.yaml, and is "
                     rule += f"taken with --config-dir conf {group}=NAME"
                 raise ConfigError(f"{key}.{name}", rule, name, parameters)
         for name, parameter in parameters.items():
-            missing = name not in given and name not in others and not node.get("_partial_")
+            missing = (
+                name not in given and name not in others and not node.get("_partial_")
+            )
             if parameter.default is parameter.empty and missing:
                 rule = f"must be given: {node._target_} has no default for it"
                 if key.startswith("training.") and not inspect.isclass(target):
-                    rule += f"; where the function itself is meant, {key}._partial_ is true"
+                    rule += (
+                        f"; where the function itself is meant, {key}._partial_ is true"
+                    )
                 raise ConfigError(f"{key}.{name}", rule)
-    for name, value in ((name, value) for name, value in given.items() if name in parameters):
+    for name, value in (
+        (name, value) for name, value in given.items() if name in parameters
+    ):
         parameter = parameters[name]
-        flag = isinstance(parameter.default, bool) if parameter.annotation is parameter.empty else parameter.annotation
-        if flag in (True, bool, "bool") and isinstance(value, str | int | float) and not isinstance(value, bool):
+        flag = (
+            isinstance(parameter.default, bool)
+            if parameter.annotation is parameter.empty
+            else parameter.annotation
+        )
+        if (
+            flag in (True, bool, "bool")
+            and isinstance(value, str | int | float)
+            and not isinstance(value, bool)
+        ):
             raise ConfigError(f"{key}.{name}", "must be true or false", value)
 
 

@@ -36,7 +36,12 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         apart, rounding = min(self.error, 1e300), min(self.bound, 1e300)
-        return {"what": f"{self.kind} {self.what}", "apart": apart, "rounding": rounding, "holds": self.holds}
+        return {
+            "what": f"{self.kind} {self.what}",
+            "apart": apart,
+            "rounding": rounding,
+            "holds": self.holds,
+        }
 
 
 class _Outcome(NamedTuple):
@@ -57,7 +62,9 @@ class _Traced(NamedTuple):
     apply: Callable[[list[Any]], None]  # of gradients
 
 
-def compare(update: Update, batches: Sequence[Any], other_weights: bool = False) -> list[list[Finding]]:
+def compare(
+    update: Update, batches: Sequence[Any], other_weights: bool = False
+) -> list[list[Finding]]:
     """Apply each of `batches` once as a whole and once in micro-batches, from the same weights; return the findings.
 
     With `other_weights` the last batch is compared once more, with weights near those of the model.
@@ -70,11 +77,23 @@ def compare(update: Update, batches: Sequence[Any], other_weights: bool = False)
     place of m, which holds with high probability (Higham and Mary, A new approach to probabilistic rounding error
     analysis, 2019). The bound of a weight is larger by the slope of the optimizer's step as a function of the gradient.
     """
-    measured = {id(variable) for metric in update.measured.values() for variable in metric.variables}
-    state = [v for v in [*update.model.variables, *update.optimizer.variables] if id(v) not in measured]
+    measured = {
+        id(variable)
+        for metric in update.measured.values()
+        for variable in metric.variables
+    }
+    state = [
+        v
+        for v in [*update.model.variables, *update.optimizer.variables]
+        if id(v) not in measured
+    ]
     state += [variable for _, variable in accumulation.unknown_to_keras(update.model)]
-    specs = map(accumulation.slice_specs, batches)  # which may be padded to different lengths
-    of_all = tf.nest.map_structure(lambda a, *more: a and a.most_specific_common_supertype(more), *specs)
+    specs = map(
+        accumulation.slice_specs, batches
+    )  # which may be padded to different lengths
+    of_all = tf.nest.map_structure(
+        lambda a, *more: a and a.most_specific_common_supertype(more), *specs
+    )
     traced = _traced(update, of_all)
 
     def run(function: Callable[[_Traced, Any], Any], batch: Any) -> Any:
@@ -83,10 +102,17 @@ def compare(update: Update, batches: Sequence[Any], other_weights: bool = False)
 
     def compared(batches: Sequence[Any]) -> list[list[Finding]]:
         old = [_array(variable) for variable in update.model.trainable_variables]
-        wholes = [run(_whole, batch) for batch in batches]  # all of them first, since metrics accumulate over updates
+        wholes = [
+            run(_whole, batch) for batch in batches
+        ]  # all of them first, since metrics accumulate over updates
         cuts = [run(_cut, batch) for batch in batches]
-        limits = [(run(_largest_term, batch), _gamma(update, batch)) for batch in batches]
-        return [list(_findings(update, old, *each)) for each in zip(wholes, cuts, limits, strict=True)]
+        limits = [
+            (run(_largest_term, batch), _gamma(update, batch)) for batch in batches
+        ]
+        return [
+            list(_findings(update, old, *each))
+            for each in zip(wholes, cuts, limits, strict=True)
+        ]
 
     found = compared(batches)
     if other_weights:
@@ -113,7 +139,10 @@ def perturbed(model: keras.Model) -> Iterator[None]:
     with restored(model.trainable_variables):
         for variable in model.trainable_variables:
             value = _array(variable)
-            variable.assign(value * random.normal(1, 0.1, value.shape) + random.normal(0, 0.01, value.shape))
+            variable.assign(
+                value * random.normal(1, 0.1, value.shape)
+                + random.normal(0, 0.01, value.shape)
+            )
         yield
 
 
@@ -121,16 +150,30 @@ def compare_evaluation(evaluation: Evaluation, batch: Any) -> list[Finding]:
     """Evaluate `batch` once as a whole by Keras and once in micro-batches; compare loss and metrics."""
     parts = accumulation.parts_of(batch)
     _reset_metrics(evaluation)
-    whole = tf.function(lambda: _by_keras(evaluation, *parts, training=False), autograph=False)()
+    whole = tf.function(
+        lambda: _by_keras(evaluation, *parts, training=False), autograph=False
+    )()
     _reset_metrics(evaluation)
-    reached = tf.function(evaluation, autograph=False)(batch).results(evaluation.measured)
-    return [replace(each, what=f"val/{each.what}") for each in _compared(whole, reached, 1, _gamma(evaluation, batch))]
+    reached = tf.function(evaluation, autograph=False)(batch).results(
+        evaluation.measured
+    )
+    return [
+        replace(each, what=f"val/{each.what}")
+        for each in _compared(whole, reached, 1, _gamma(evaluation, batch))
+    ]
 
 
 def unit(update: Update | Evaluation) -> float:
     """Return the unit roundoff of the lowest precision of any layer or loss."""
-    names = {"float64", *(layer.compute_dtype for layer in accumulation.layers_of(update.model))}
-    names |= {loss.dtype for loss in tf.nest.flatten(update.objective.loss) if loss is not None}
+    names = {
+        "float64",
+        *(layer.compute_dtype for layer in accumulation.layers_of(update.model)),
+    }
+    names |= {
+        loss.dtype
+        for loss in tf.nest.flatten(update.objective.loss)
+        if loss is not None
+    }
     return nvidia.unit_roundoff(names)
 
 
@@ -146,15 +189,23 @@ def _traced(update: Update, specs: Any) -> _Traced:
         x, *others = accumulation.parts_of(batch)
         noisy = accumulation.noisy_layers(model, x) if update.same_noise else []
         with tf.GradientTape() as tape:
-            with accumulation.drawn(noisy, accumulation.keys_of(noisy), 0, accumulation.examples_in(x)):
+            with accumulation.drawn(
+                noisy, accumulation.keys_of(noisy), 0, accumulation.examples_in(x)
+            ):
                 results = _by_keras(update, x, *others, training=True)
             scaled = update.optimizer.scale_loss(results["loss"])
-        return results, tape.gradient(scaled, [variable.value for variable in variables])
+        return results, tape.gradient(
+            scaled, [variable.value for variable in variables]
+        )
 
-    whole, sums, step = (tf.function(each, autograph=False) for each in (by_keras, update.sums, update))
+    whole, sums, step = (
+        tf.function(each, autograph=False) for each in (by_keras, update.sums, update)
+    )
     for each in (whole, sums, step):  # no input signature: it could have no None
         each.get_concrete_function(specs)
-    apply = tf.function(lambda gradients: update.optimizer.apply(gradients, variables), autograph=False)
+    apply = tf.function(
+        lambda gradients: update.optimizer.apply(gradients, variables), autograph=False
+    )
     return _Traced(update, whole, sums, step, apply)
 
 
@@ -171,7 +222,9 @@ def _whole(traced: _Traced, batch: Any) -> _Outcome:
         results, gradients = {"loss": sums.mean_loss()}, sums.gradients()
     arrays = _arrays(gradients)
     square = sum(float(np.square(array).sum()) for array in arrays if array is not None)
-    results["gradient_norm"] = math.sqrt(square) / float(update.optimizer.scale_loss(tf.ones(())))
+    results["gradient_norm"] = math.sqrt(square) / float(
+        update.optimizer.scale_loss(tf.ones(()))
+    )
     results["learning_rate"] = _array(update.optimizer.learning_rate)
     traced.apply([None if array is None else tf.constant(array) for array in arrays])
     return _outcome(update, results, arrays)
@@ -183,19 +236,35 @@ def _reset_metrics(of: Update | Evaluation) -> None:
         metric.reset_state()
 
 
-def _by_keras(of: Update | Evaluation, x: Any, y: Any, sample_weight: Any, *, training: bool) -> dict[str, Any]:
+def _by_keras(
+    of: Update | Evaluation, x: Any, y: Any, sample_weight: Any, *, training: bool
+) -> dict[str, Any]:
     """Return Keras' metrics of a batch, without those for which masks are handled differently here, and the loss."""
     outputs = of.model(x, training=training)
     y, sample_weight = _as_outputs(of, outputs, y, sample_weight)
     loss = of.model.compute_loss(x, y, outputs, sample_weight, training=training)
-    results = {} if y is None else of.model.compute_metrics(x, y, outputs, sample_weight)
-    masked = any(accumulation.mask_of(output) is not None for output in tf.nest.flatten(outputs))
-    means = keras.metrics.MeanMetricWrapper  # `fit` weights no other metric by a mask: see docs/exact.md
-    left_out = {name for name, metric in of.measured.items() if masked and not isinstance(metric, means)}
-    return {name: each for name, each in results.items() if name not in {"loss", *left_out}} | {"loss": loss}
+    results = (
+        {} if y is None else of.model.compute_metrics(x, y, outputs, sample_weight)
+    )
+    masked = any(
+        accumulation.mask_of(output) is not None for output in tf.nest.flatten(outputs)
+    )
+    means = (
+        keras.metrics.MeanMetricWrapper
+    )  # `fit` weights no other metric by a mask: see docs/exact.md
+    left_out = {
+        name
+        for name, metric in of.measured.items()
+        if masked and not isinstance(metric, means)
+    }
+    return {
+        name: each for name, each in results.items() if name not in {"loss", *left_out}
+    } | {"loss": loss}
 
 
-def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
+def _as_outputs(
+    update: Update | Evaluation, outputs: Any, y: Any, sample_weight: Any
+) -> tuple[Any, Any]:
     """Return labels and sample weights in the structure of the outputs; None for an output without, as in Keras."""
     names = list(accumulation.by_name(update.model, outputs))
     if len(names) < 2 or y is None:
@@ -203,8 +272,12 @@ def _as_outputs(update: Update | Evaluation, outputs: Any, y: Any, sample_weight
     labels = accumulation.labels_by_name(update.objective.loss, y, names)
     weights = accumulation.spread(sample_weight, names, to_all=True)
     in_order = ([given.get(name) for name in names] for given in (labels, weights))
-    packed, packed_weights = (keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order)
-    return packed, packed_weights if keras.tree.is_nested(sample_weight) else sample_weight
+    packed, packed_weights = (
+        keras.tree.pack_sequence_as(outputs, leaves) for leaves in in_order
+    )
+    return packed, packed_weights if keras.tree.is_nested(
+        sample_weight
+    ) else sample_weight
 
 
 def _cut(traced: _Traced, batch: Any) -> _Outcome:
@@ -214,16 +287,30 @@ def _cut(traced: _Traced, batch: Any) -> _Outcome:
     return _outcome(traced.update, traced.step(batch), _arrays(sums.gradients()))
 
 
-def _outcome(update: Update, results: Mapping[str, Any], gradients: list[Any]) -> _Outcome:
+def _outcome(
+    update: Update, results: Mapping[str, Any], gradients: list[Any]
+) -> _Outcome:
     numbers = {name: float(value) for name, value in results.items()}
-    weights, state = _arrays(update.model.trainable_variables), _arrays(_untrained(update.model))
-    return _Outcome(numbers, gradients, weights, state, int(_array(update.optimizer.iterations)))
+    weights, state = (
+        _arrays(update.model.trainable_variables),
+        _arrays(_untrained(update.model)),
+    )
+    return _Outcome(
+        numbers, gradients, weights, state, int(_array(update.optimizer.iterations))
+    )
 
 
 def _untrained(model: keras.Model) -> list[Any]:
     """Return the variables that forward passes alone change, without those of metrics and without seeds."""
-    found = [*model.non_trainable_weights, *(variable for _, variable in accumulation.unknown_to_keras(model))]
-    return [variable for variable in found if tf.as_dtype(variable.dtype) not in (tf.uint32, tf.string)]
+    found = [
+        *model.non_trainable_weights,
+        *(variable for _, variable in accumulation.unknown_to_keras(model)),
+    ]
+    return [
+        variable
+        for variable in found
+        if tf.as_dtype(variable.dtype) not in (tf.uint32, tf.string)
+    ]
 
 
 def _largest_term(traced: _Traced, batch: Any) -> float:
@@ -233,17 +320,37 @@ def _largest_term(traced: _Traced, batch: Any) -> float:
 
 
 def _gamma(update: Update | Evaluation, batch: Any) -> float:
-    layers = 1 + len({variable.path.rpartition("/")[0] for variable in update.model.trainable_variables})
-    widest = max(int(np.prod(variable.shape)) for variable in update.model.trainable_variables)
-    leaves = [leaf for leaf in tf.nest.flatten(accumulation.parts_of(batch)) if leaf is not None]
-    dense = [leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf for leaf in leaves]
-    terms = 2 * layers * widest + sum(int(tf.size(leaf)) for leaf in dense)  # at most, one after the other
+    layers = 1 + len(
+        {
+            variable.path.rpartition("/")[0]
+            for variable in update.model.trainable_variables
+        }
+    )
+    widest = max(
+        int(np.prod(variable.shape)) for variable in update.model.trainable_variables
+    )
+    leaves = [
+        leaf
+        for leaf in tf.nest.flatten(accumulation.parts_of(batch))
+        if leaf is not None
+    ]
+    dense = [
+        leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf
+        for leaf in leaves
+    ]
+    terms = 2 * layers * widest + sum(
+        int(tf.size(leaf)) for leaf in dense
+    )  # at most, one after the other
     rounding = unit(update)
-    gamma = min((terms if rounding < 2.0**-50 else 8 * math.sqrt(terms)) * rounding, 0.5)
+    gamma = min(
+        (terms if rounding < 2.0**-50 else 8 * math.sqrt(terms)) * rounding, 0.5
+    )
     return gamma / (1 - gamma)
 
 
-def _compared(expected: Mapping[str, Any], reached: Mapping[str, Any], scale: float, gamma: float) -> Iterator[Finding]:
+def _compared(
+    expected: Mapping[str, Any], reached: Mapping[str, Any], scale: float, gamma: float
+) -> Iterator[Finding]:
     """Compare the loss, relative to `scale` where it is smaller, and the metrics."""
     for name, value in ((name, float(value)) for name, value in expected.items()):
         kind, least = ("loss", scale) if name == "loss" else ("metric", 1)
@@ -252,37 +359,75 @@ def _compared(expected: Mapping[str, Any], reached: Mapping[str, Any], scale: fl
 
 
 def _findings(
-    update: Update, old: Sequence[Any], whole: _Outcome, cut: _Outcome, limits: tuple[float, float]
+    update: Update,
+    old: Sequence[Any],
+    whole: _Outcome,
+    cut: _Outcome,
+    limits: tuple[float, float],
 ) -> Iterator[Finding]:
     (largest, gamma), rounding = limits, unit(update)
-    scale = max([1e-300, largest, *(_most(gradient) for gradient in whole.gradients if gradient is not None)])
+    scale = max(
+        [
+            1e-300,
+            largest,
+            *(_most(gradient) for gradient in whole.gradients if gradient is not None),
+        ]
+    )
     yield from _compared(whole.results, cut.results, scale, gamma)
-    yield Finding("updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0)
-    for variable, expected, reached in zip(_untrained(update.model), whole.state, cut.state, strict=True):
+    yield Finding(
+        "updates", "count", float(abs(cut.iterations - whole.iterations)), 0.0
+    )
+    for variable, expected, reached in zip(
+        _untrained(update.model), whole.state, cut.state, strict=True
+    ):
         apart = _most(reached.astype("float64") - expected) / max(_most(expected), 1)
         yield Finding(getattr(variable, "path", variable.name), "state", apart, gamma)
     variables = update.model.trainable_variables
-    sides = zip(variables, old, whole.gradients, cut.gradients, whole.weights, cut.weights, strict=True)
+    sides = zip(
+        variables,
+        old,
+        whole.gradients,
+        cut.gradients,
+        whole.weights,
+        cut.weights,
+        strict=True,
+    )
     for variable, start, expected, gradient, aimed, reached in sides:
         if expected is None or gradient is None:
             apart = 0.0 if expected is None and gradient is None else math.inf
             yield Finding(variable.path, "gradient", apart, gamma)
             continue
-        yield Finding(variable.path, "gradient", _most(gradient - expected) / scale, gamma)
-        start, aimed, reached = (np.asarray(each, "float64") for each in (start, aimed, reached))
+        yield Finding(
+            variable.path, "gradient", _most(gradient - expected) / scale, gamma
+        )
+        start, aimed, reached = (
+            np.asarray(each, "float64") for each in (start, aimed, reached)
+        )
         step = max(_most(aimed - start), 1e-300)
         # An optimizer that divides by the gradient's magnitude turns its relative error into one of the step, which is
         # large for a small gradient. If the gradient is only rounding, so is the step.
         steeper = scale / np.maximum(np.abs(expected), 1e-300, dtype="float64")
-        bounds = np.where(steeper * gamma < 2e-2, 10 * gamma * steeper + (1 + np.abs(aimed) / step) * rounding, np.inf)
+        bounds = np.where(
+            steeper * gamma < 2e-2,
+            10 * gamma * steeper + (1 + np.abs(aimed) / step) * rounding,
+            np.inf,
+        )
         apart_by = np.abs(reached - aimed) / step
         if apart_by.size:
-            worst = np.unravel_index(np.argmax(np.where(bounds < np.inf, apart_by / bounds, -1)), apart_by.shape)
-            yield Finding(variable.path, "weights", float(apart_by[worst]), float(bounds[worst]))
+            worst = np.unravel_index(
+                np.argmax(np.where(bounds < np.inf, apart_by / bounds, -1)),
+                apart_by.shape,
+            )
+            yield Finding(
+                variable.path, "weights", float(apart_by[worst]), float(bounds[worst])
+            )
 
 
 def _arrays(values: Iterable[Any]) -> list[Any]:
-    return [None if value is None else _array(tf.convert_to_tensor(value)) for value in values]
+    return [
+        None if value is None else _array(tf.convert_to_tensor(value))
+        for value in values
+    ]
 
 
 def _most(values: Any) -> float:

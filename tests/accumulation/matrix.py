@@ -21,7 +21,10 @@ from tests.accumulation.matrix_workers import weights_after
 
 FEATURES, CLASSES, TOKENS, WORDS = 6, 3, 5, 12
 EXAMPLES = 48
-TAIL, RAGGED = 29, 7  # on two replicas 15 and 14 examples, in micro-batches of 7, 7, 1 and 7, 7
+TAIL, RAGGED = (
+    29,
+    7,
+)  # on two replicas 15 and 14 examples, in micro-batches of 7, 7, 1 and 7, 7
 
 Weights = list[np.ndarray]
 Minimised = Callable[["Kind", keras.Model, tuple], tf.Tensor]
@@ -83,17 +86,24 @@ def _features(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.n
 
 
 def _weighted(count: int, random: np.random.Generator) -> tuple[np.ndarray, ...]:
-    return *_features(count, random), np.linspace(3, 0.1, count).astype(keras.config.floatx())
+    return *_features(count, random), np.linspace(3, 0.1, count).astype(
+        keras.config.floatx()
+    )
 
 
-def _two(count: int, random: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
+def _two(
+    count: int, random: np.random.Generator
+) -> tuple[np.ndarray, list[np.ndarray]]:
     x, y = _features(count, random)
     return x, [y, x[:, 3:4] - 2 * x[:, 4:5] + 1]
 
 
 def _tokens(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Most tokens of the first examples are 0, which is padding, and none of the last ones, which have other labels."""
-    x, place = random.integers(1, WORDS, (count, TOKENS)), np.linspace(0, 1, count)[:, None]
+    x, place = (
+        random.integers(1, WORDS, (count, TOKENS)),
+        np.linspace(0, 1, count)[:, None],
+    )
     x[np.arange(TOKENS) > TOKENS * place] = 0
     return x, np.minimum((x + (place > 0.5)) % 5, CLASSES - 1)
 
@@ -106,7 +116,9 @@ def _words(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndar
 
 def _dense(**arguments: Any) -> keras.Model:
     hidden = layers.Dense(5, "tanh", **arguments)
-    return keras.Sequential([keras.Input((FEATURES,)), hidden, layers.Dense(CLASSES, **arguments)])
+    return keras.Sequential(
+        [keras.Input((FEATURES,)), hidden, layers.Dense(CLASSES, **arguments)]
+    )
 
 
 def _regularised(by: float = 0.1) -> keras.Model:
@@ -120,8 +132,12 @@ def _two_heads() -> keras.Model:
 
 
 def _of_words(*more: layers.Layer, **arguments: Any) -> keras.Model:
-    embedding = layers.Embedding(WORDS, 4, keras.initializers.RandomUniform(-0.5, 1), **arguments)
-    return keras.Sequential([keras.Input((TOKENS,), dtype="int64"), embedding, *more, layers.Dense(CLASSES)])
+    embedding = layers.Embedding(
+        WORDS, 4, keras.initializers.RandomUniform(-0.5, 1), **arguments
+    )
+    return keras.Sequential(
+        [keras.Input((TOKENS,), dtype="int64"), embedding, *more, layers.Dense(CLASSES)]
+    )
 
 
 def _cross_entropy(**arguments: Any) -> list[losses.Loss]:
@@ -130,12 +146,23 @@ def _cross_entropy(**arguments: Any) -> list[losses.Loss]:
 
 KINDS = {
     "dense": Kind(_dense, _features, _cross_entropy, 37),
-    "masked tokens": Kind(lambda: _of_words(mask_zero=True), _tokens, _cross_entropy, 42),
+    "masked tokens": Kind(
+        lambda: _of_words(mask_zero=True), _tokens, _cross_entropy, 42
+    ),
     # Regularised, so that what the sample weights add up to has to be known before the forward pass.
     "sample weights": Kind(
-        lambda: _regularised(1e-3), _weighted, lambda: _cross_entropy(reduction="mean_with_sample_weight"), 38
+        lambda: _regularised(1e-3),
+        _weighted,
+        lambda: _cross_entropy(reduction="mean_with_sample_weight"),
+        38,
     ),
-    "two outputs": Kind(_two_heads, _two, lambda: [*_cross_entropy(), losses.MeanSquaredError()], 8, (1.0, 0.3)),
+    "two outputs": Kind(
+        _two_heads,
+        _two,
+        lambda: [*_cross_entropy(), losses.MeanSquaredError()],
+        8,
+        (1.0, 0.3),
+    ),
     "embedding": Kind(lambda: _of_words(layers.Flatten()), _words, _cross_entropy, 221),
     "regularised": Kind(_regularised, _features, _cross_entropy, 40),
 }
@@ -157,7 +184,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ScheduleFreeAdamW": {"learning_rate": 0.3},
 }
 # Factors. Ragged: every other batch is smaller and no micro-batch size divides it.
-CUTS: dict[str, int | None] = {"factor 1": 1, "factor 3": 3, "factor 8": 8, "ragged": None}
+CUTS: dict[str, int | None] = {
+    "factor 1": 1,
+    "factor 3": 3,
+    "factor 8": 8,
+    "ragged": None,
+}
 
 
 def _one_device(case: Case, run: Run) -> Weights:
@@ -190,35 +222,66 @@ def covering(*axes: Iterable[str]) -> list[Case]:
     pairs = {row: pairs_of(row) for row in product(*axes)}
     left, used, rows = set().union(*pairs.values()), Counter(), []
     while left:
-        row = max(pairs, key=lambda row: (len(pairs[row] & left), -sum(used[value] for value in row)))
+        row = max(
+            pairs,
+            key=lambda row: (
+                len(pairs[row] & left),
+                -sum(used[value] for value in row),
+            ),
+        )
         rows.append(Case(*row))
         used.update(row)
         left -= pairs[row]
     return rows
 
 
-def crossed(axes: Iterable[Iterable[str]], impossible: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
+def crossed(
+    axes: Iterable[Iterable[str]], impossible: Sequence[tuple[str, str]]
+) -> list[tuple[str, ...]]:
     """Return rows that have every possible pair of values, of many axes: always the best of 40, filled axis by axis.
 
     Where several values of an axis give as many new pairs, the first one is taken.
     """
 
     def possible(*values: tuple[int, str]) -> bool:
-        return not any(set(pair) <= {value for _, value in values} for pair in impossible)
+        return not any(
+            set(pair) <= {value for _, value in values} for pair in impossible
+        )
 
-    draw, rows, of_axes = random.Random(0), [], [[(index, value) for value in axis] for index, axis in enumerate(axes)]
-    missing = {pair for two in combinations(of_axes, 2) for pair in product(*two) if possible(*pair)}
+    draw, rows, of_axes = (
+        random.Random(0),
+        [],
+        [[(index, value) for value in axis] for index, axis in enumerate(axes)],
+    )
+    missing = {
+        pair
+        for two in combinations(of_axes, 2)
+        for pair in product(*two)
+        if possible(*pair)
+    }
 
     def filled() -> tuple[str, ...]:
         row = list(draw.choice(sorted(missing)))
         for index in draw.sample(range(len(of_axes)), len(of_axes)):
             if index not in dict(row):
                 values = [one for one in of_axes[index] if possible(*row, one)]
-                row.append(max(values, key=lambda one: sum(tuple(sorted((one, other))) in missing for other in row)))
+                row.append(
+                    max(
+                        values,
+                        key=lambda one: sum(
+                            tuple(sorted((one, other))) in missing for other in row
+                        ),
+                    )
+                )
         return tuple(value for _, value in sorted(row))
 
     while missing:
-        rows.append(max((filled() for _ in range(40)), key=lambda row: len(pairs_of(row) & missing)))
+        rows.append(
+            max(
+                (filled() for _ in range(40)),
+                key=lambda row: len(pairs_of(row) & missing),
+            )
+        )
         missing -= pairs_of(rows[-1])
     return rows
 
@@ -227,27 +290,48 @@ def pieces(case: Case, examples: int) -> list[slice]:
     """Return the micro-batches of all replicas."""
     share, size = -(-examples // DEVICES[case.devices].replicas), micro_batch_size(case)
     starts = [
-        (start, begin + share) for begin in range(0, examples, share) for start in range(begin, begin + share, size)
+        (start, begin + share)
+        for begin in range(0, examples, share)
+        for start in range(begin, begin + share, size)
     ]
-    return [slice(start, min(start + size, stop, examples)) for start, stop in starts if start < examples]
+    return [
+        slice(start, min(start + size, stop, examples))
+        for start, stop in starts
+        if start < examples
+    ]
 
 
 def micro_batch_size(case: Case) -> int:
     factor = CUTS[case.cut]
-    return RAGGED if factor is None else EXAMPLES // DEVICES[case.devices].replicas // factor
+    return (
+        RAGGED
+        if factor is None
+        else EXAMPLES // DEVICES[case.devices].replicas // factor
+    )
 
 
 def accumulated(
-    case: Case, run: Run, strategy: tf.distribute.Strategy, read: Callable[[tuple], Any] = lambda batch: batch
+    case: Case,
+    run: Run,
+    strategy: tf.distribute.Strategy,
+    read: Callable[[tuple], Any] = lambda batch: batch,
 ) -> Weights:
     """Return the trained weights after the updates of an `Update`, which takes what is `read` of each batch."""
     kind = KINDS[case.kind]
     with strategy.scope():
         model, optimizer = at_start(case, run)
     loss: Any = kind.losses()
-    given: dict[str, Any] = {"loss_weights": list(kind.loss_weights)} if len(loss) > 1 else {}
+    given: dict[str, Any] = (
+        {"loss_weights": list(kind.loss_weights)} if len(loss) > 1 else {}
+    )
     loss = loss if len(loss) > 1 else loss[0]
-    update = Update(model, Objective(loss, **given), optimizer, micro_batch_size(case), strategy=strategy)
+    update = Update(
+        model,
+        Objective(loss, **given),
+        optimizer,
+        micro_batch_size(case),
+        strategy=strategy,
+    )
     step = _traced(lambda batch: update(read(batch)), case, run)
     for batch in batches(case, run):
         step(batch)
@@ -258,18 +342,27 @@ def loss_of(kind: Kind, model: keras.Model, batch: tuple) -> tf.Tensor:
     """Return Keras' loss of a whole batch."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     outputs = tf.nest.flatten(model(x, training=True))
-    of_outputs = zip(kind.losses(), kind.loss_weights, tf.nest.flatten(y), outputs, strict=True)
-    return sum(scale * loss(labels, out, sample_weight) for loss, scale, labels, out in of_outputs) + sum(model.losses)
+    of_outputs = zip(
+        kind.losses(), kind.loss_weights, tf.nest.flatten(y), outputs, strict=True
+    )
+    return sum(
+        scale * loss(labels, out, sample_weight)
+        for loss, scale, labels, out in of_outputs
+    ) + sum(model.losses)
 
 
-def gradients_of(case: Case, model: keras.Model, batch: tuple, minimised: Minimised = loss_of) -> list[tf.Tensor]:
+def gradients_of(
+    case: Case, model: keras.Model, batch: tuple, minimised: Minimised = loss_of
+) -> list[tf.Tensor]:
     """Return the gradient by a plain tape, dense.
 
     From rows of an embedding that were looked up twice Keras' optimizers make another step.
     """
     with tf.GradientTape() as tape:
         value = minimised(KINDS[case.kind], model, batch)
-    found = tape.gradient(value, [variable.value for variable in model.trainable_variables])
+    found = tape.gradient(
+        value, [variable.value for variable in model.trainable_variables]
+    )
     return [tf.convert_to_tensor(gradient) for gradient in found]
 
 
@@ -279,7 +372,9 @@ def by_keras(case: Case, run: Run, minimised: Minimised = loss_of) -> list[Weigh
     found = [_weights(model)]
 
     def step(batch: tuple) -> None:
-        optimizer.apply(gradients_of(case, model, batch, minimised), model.trainable_variables)
+        optimizer.apply(
+            gradients_of(case, model, batch, minimised), model.trainable_variables
+        )
 
     step = step if run.updates == 1 else _traced(step, case, run)
     for batch in batches(case, run):
@@ -288,10 +383,14 @@ def by_keras(case: Case, run: Run, minimised: Minimised = loss_of) -> list[Weigh
     return found
 
 
-def _traced(step: Callable[[tuple], Any], case: Case, run: Run) -> Callable[[tuple], Any]:
+def _traced(
+    step: Callable[[tuple], Any], case: Case, run: Run
+) -> Callable[[tuple], Any]:
     """Return one trace for batches of every size."""
     first = next(batches(case, run))
-    specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), first)
+    specs = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), first
+    )
     return tf.function(step, input_signature=[specs], autograph=False)
 
 
@@ -319,7 +418,10 @@ def _weights(model: keras.Model) -> Weights:
 def deviation(found: Weights, expected: Weights, before: Weights) -> float:
     """Return how far apart two trained weights are, relative to the way from the start, of the worst variable."""
     of_variables = zip(found, expected, before, strict=True)
-    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b - start)) for a, b, start in of_variables)
+    return max(
+        float(np.linalg.norm(a - b) / np.linalg.norm(b - start))
+        for a, b, start in of_variables
+    )
 
 
 # Wrong ways
@@ -327,22 +429,30 @@ def deviation(found: Weights, expected: Weights, before: Weights) -> float:
 
 def mean_of_means(parts: Sequence[slice]) -> Minimised:
     """Each micro-batch has the same weight, whatever it holds."""
-    return lambda kind, model, batch: sum(loss_of(kind, model, _part(batch, part)) for part in parts) / len(parts)
+    return lambda kind, model, batch: (
+        sum(loss_of(kind, model, _part(batch, part)) for part in parts) / len(parts)
+    )
 
 
 def last_one_dropped(parts: Sequence[slice]) -> Minimised:
     """The last micro-batch is lost, as the rest of an epoch is in a loop that counts to K."""
-    return lambda kind, model, batch: loss_of(kind, model, _part(batch, slice(parts[-1].start)))
+    return lambda kind, model, batch: loss_of(
+        kind, model, _part(batch, slice(parts[-1].start))
+    )
 
 
 def regularised_in_each(parts: Sequence[slice]) -> Minimised:
     """Regularisation is added in every micro-batch, so K times."""
-    return lambda kind, model, batch: loss_of(kind, model, batch) + (len(parts) - 1) * sum(model.losses)
+    return lambda kind, model, batch: (
+        loss_of(kind, model, batch) + (len(parts) - 1) * sum(model.losses)
+    )
 
 
 def half_left_out(parts: Sequence[slice]) -> Minimised:
     """Where there is one micro-batch alone: not all of its examples are used."""
-    return lambda kind, model, batch: loss_of(kind, model, _part(batch, slice(EXAMPLES // 2)))
+    return lambda kind, model, batch: loss_of(
+        kind, model, _part(batch, slice(EXAMPLES // 2))
+    )
 
 
 def unregularised(parts: Sequence[slice]) -> Minimised:
@@ -361,7 +471,10 @@ def wrong_way(case: Case) -> Callable[[Sequence[slice]], Minimised]:
     if case.kind == "regularised":
         return regularised_in_each
     # Where all micro-batches weigh the same, the mean of their means is right.
-    same = CUTS[case.cut] is not None and case.kind not in ("masked tokens", "sample weights")
+    same = CUTS[case.cut] is not None and case.kind not in (
+        "masked tokens",
+        "sample weights",
+    )
     return last_one_dropped if same else mean_of_means
 
 
@@ -370,6 +483,8 @@ def after_a_wrong_update(case: Case, run: Run) -> Weights:
     make = wrong_way(case)
 
     def minimised(kind: Kind, model: keras.Model, batch: tuple) -> tf.Tensor:
-        return make(pieces(case, tf.nest.flatten(batch)[0].shape[0]))(kind, model, batch)
+        return make(pieces(case, tf.nest.flatten(batch)[0].shape[0]))(
+            kind, model, batch
+        )
 
     return by_keras(case, run._replace(updates=1), minimised)[1]

@@ -24,7 +24,10 @@ class Pair:
 
     def __init__(self) -> None:
         with ExitStack() as opened:
-            bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+            bound = [
+                opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+                for _ in range(2)
+            ]
             self.ports = [each.getsockname()[1] for each in bound]
         self.folder = tempfile.TemporaryDirectory(prefix="workers-")
         self._processes = []
@@ -37,10 +40,15 @@ class Pair:
     def ask(self, what: str, **more: Any) -> Any:
         """Return the answer of worker 0; both compute it."""
         for process in self._processes:
-            process.stdin.write(json.dumps({"what": what, "folder": self.folder.name, **more}) + "\n")
+            process.stdin.write(
+                json.dumps({"what": what, "folder": self.folder.name, **more}) + "\n"
+            )
             process.stdin.flush()
         answers = [process.stdout.readline() for process in self._processes]
-        logs = [file.read_text()[-2000:] for file in sorted(Path(self.folder.name).glob("*.log"))]
+        logs = [
+            file.read_text()[-2000:]
+            for file in sorted(Path(self.folder.name).glob("*.log"))
+        ]
         assert all(answers), logs
         return json.loads(answers[0])
 
@@ -60,7 +68,9 @@ def pair() -> Pair:
 
 def weights_after(case: Any, run: Any) -> list[np.ndarray]:
     """Return the trained weights of a case of the matrix, by two workers."""
-    with np.load(pair().ask("weights", case=list(case), precision=run.precision)) as found:
+    with np.load(
+        pair().ask("weights", case=list(case), precision=run.precision)
+    ) as found:
         return [found[name] for name in found.files]
 
 
@@ -72,7 +82,9 @@ def _serve(index: int, ports: list[int]) -> None:
     from tests.accumulation import matrix, test_reductions
 
     cluster = tf.train.ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in ports]})
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, "", "worker", index, rpc_layer="grpc")
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster, "", "worker", index, rpc_layer="grpc"
+    )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
 
     def share(batch: Any) -> Share:
@@ -97,7 +109,9 @@ def _serve(index: int, ports: list[int]) -> None:
         keras.config.set_dtype_policy("float32")
         update = test_reductions.update_of(strategy, factor, width=20_000)
         x = tf.ones([test_reductions.EFFECTIVE, test_reductions.WIDTH])
-        step = tf.function(lambda: update(share((x, tf.zeros([test_reductions.EFFECTIVE], tf.int64)))))
+        step = tf.function(
+            lambda: update(share((x, tf.zeros([test_reductions.EFFECTIVE], tf.int64))))
+        )
         for _ in range(count):
             step()
         return count
@@ -109,5 +123,7 @@ def _serve(index: int, ports: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    os.dup2(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), 2)  # a pipe that nobody reads would fill up
+    os.dup2(
+        os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), 2
+    )  # a pipe that nobody reads would fill up
     _serve(int(sys.argv[2]), [int(port) for port in sys.argv[3:]])

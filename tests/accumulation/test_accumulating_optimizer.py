@@ -15,11 +15,20 @@ from tests.accumulation.matrix import OPTIMIZERS
 from tests.parameters import mostly_slow
 
 WORDS = 7
-EQUAL, UNEQUAL = ((8, 8, 8),) * 3, ((16, 3, 9), (5, 1, 2), (7,))  # parts of updates; the last one is flushed
+EQUAL, UNEQUAL = (
+    ((8, 8, 8),) * 3,
+    ((16, 3, 9), (5, 1, 2), (7,)),
+)  # parts of updates; the last one is flushed
 CLOSE = 1e-12  # of how far the weights have gone: sums of 28 terms in another order, 28 · 2⁻⁵³ = 3e-15, three times
 # Schedule, average, decay and clipping at once: each would show that it ran once a part.
 RATE = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-AT_ONCE = {"learning_rate": RATE, "weight_decay": 0.1, "use_ema": True, "ema_momentum": 0.5, "clipnorm": 0.05}
+AT_ONCE = {
+    "learning_rate": RATE,
+    "weight_decay": 0.1,
+    "use_ema": True,
+    "ema_momentum": 0.5,
+    "clipnorm": 0.05,
+}
 QUICK = ("SGD", "AdamW")
 # The sums do not depend on the optimizer that is given them.
 EACH = mostly_slow(OPTIMIZERS, QUICK, ["Lion", "Muon", "Adafactor"])
@@ -37,10 +46,16 @@ def network(rows: bool = True) -> keras.Model:
     """Return one with a layer that the loss does not depend on, and with an embedding, whose gradient is rows."""
     keras.utils.set_random_seed(0)
     tokens = keras.Input((4,), dtype="int64")
-    table = layers.Embedding(WORDS, 3) if rows else layers.CategoryEncoding(WORDS, "one_hot")
+    table = (
+        layers.Embedding(WORDS, 3)
+        if rows
+        else layers.CategoryEncoding(WORDS, "one_hot")
+    )
     hidden = layers.Flatten()(table(tokens))
     hidden = layers.Dense(8, "tanh")(hidden)
-    return keras.Model(tokens, {"used": layers.Dense(3)(hidden), "unused": layers.Dense(2)(hidden)})
+    return keras.Model(
+        tokens, {"used": layers.Dense(3)(hidden), "unused": layers.Dense(2)(hidden)}
+    )
 
 
 def loss() -> keras.losses.Loss:
@@ -68,23 +83,38 @@ def slices(sizes: Sequence[Sequence[int]]) -> Iterator[tuple[bool, list[tuple]]]
     begin = 0
     for update in sizes:
         ends = begin + np.cumsum(update)
-        yield [(x[end - size : end], y[end - size : end]) for size, end in zip(update, ends, strict=True)]
+        yield [
+            (x[end - size : end], y[end - size : end])
+            for size, end in zip(update, ends, strict=True)
+        ]
         begin = ends[-1]
 
 
-def by_whole_batches(given: keras.optimizers.Optimizer, sizes: Sequence[Sequence[int]]) -> tuple[np.ndarray, float]:
+def by_whole_batches(
+    given: keras.optimizers.Optimizer, sizes: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, float]:
     """Return the weights after dense updates of plain Keras, and how far they have gone."""
     model = network()
     start = values(model)
     given.build(model.trainable_variables)
     for parts in slices(sizes):
-        found = gradients_of(model, *(tf.constant(np.concatenate(leaf)) for leaf in zip(*parts, strict=True)))
-        given.apply([each if each is None else tf.convert_to_tensor(each) for each in found], model.trainable_variables)
+        found = gradients_of(
+            model,
+            *(tf.constant(np.concatenate(leaf)) for leaf in zip(*parts, strict=True)),
+        )
+        given.apply(
+            [each if each is None else tf.convert_to_tensor(each) for each in found],
+            model.trainable_variables,
+        )
     return values(model), float(np.linalg.norm(values(model) - start))
 
 
 def by_parts(
-    inner: keras.optimizers.Optimizer, sizes: Sequence[Sequence[int]], *, weighted: bool = True, traced: bool = True
+    inner: keras.optimizers.Optimizer,
+    sizes: Sequence[Sequence[int]],
+    *,
+    weighted: bool = True,
+    traced: bool = True,
 ) -> tuple[np.ndarray, AccumulatingOptimizer]:
     model = network()
     accumulating = AccumulatingOptimizer(inner, len(sizes[0]))
@@ -92,7 +122,9 @@ def by_parts(
 
     def step(x: tf.Tensor, y: tf.Tensor) -> None:
         pairs = zip(gradients_of(model, x, y), model.trainable_variables, strict=True)
-        accumulating.apply_gradients(pairs, **({"weight": tf.shape(y)[0]} if weighted else {}))
+        accumulating.apply_gradients(
+            pairs, **({"weight": tf.shape(y)[0]} if weighted else {})
+        )
 
     if traced:
         signature = [tf.TensorSpec([None, 4], "int64"), tf.TensorSpec([None], "int64")]
@@ -122,7 +154,9 @@ def test_schedule_average_decay_and_clipping_are_once_an_update(float64, traced)
     expected, far = by_whole_batches(all_at_once(), UNEQUAL)
     found, accumulating = by_parts(all_at_once(), UNEQUAL, traced=traced)
     assert np.linalg.norm(found - expected) < CLOSE * far
-    assert float(accumulating.learning_rate) == pytest.approx(0.1 / 2**3, rel=2**-23)  # a float32
+    assert float(accumulating.learning_rate) == pytest.approx(
+        0.1 / 2**3, rel=2**-23
+    )  # a float32
 
 
 def in_fit(
@@ -133,9 +167,15 @@ def in_fit(
 ) -> keras.Model:
     """Train two epochs of 40 examples."""
     with strategy.scope():
-        model = network(rows=False)  # of rows plain Keras takes another step than of the dense gradient
+        model = network(
+            rows=False
+        )  # of rows plain Keras takes another step than of the dense gradient
         model.compile(made(), {"used": loss()}, **more)
-    data = tf.data.Dataset.from_tensor_slices(examples(40)).map(lambda x, y: (x, {"used": y})).batch(batch)
+    data = (
+        tf.data.Dataset.from_tensor_slices(examples(40))
+        .map(lambda x, y: (x, {"used": y}))
+        .batch(batch)
+    )
     accumulating = isinstance(model.optimizer, AccumulatingOptimizer)
     flush = [model.optimizer.flush_at_epoch_end()] if accumulating else []
     model.fit(data, epochs=2, verbose=0, callbacks=flush, validation_data=data)
@@ -146,25 +186,35 @@ def strategies(number: int) -> tf.distribute.Strategy:
     """Return a strategy of so many CPUs; two strategies in one process would share the keys of their collectives."""
     if number == 1:
         return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+    return tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
 
 
 IN_FIT = mostly_slow([(name, 1) for name in OPTIMIZERS], [("SGD", 1)], [("Muon", 1)])
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize(("name", "replicas"), [*IN_FIT, pytest.param("AdamW", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "replicas"), [*IN_FIT, pytest.param("AdamW", 2, marks=pytest.mark.slow)]
+)
 def test_equal_batches_in_fit(float64, name, replicas):
     """3 batches of 8 are an update, and the 2 that are left over in each epoch another one."""
     start = values(network(rows=False))
     # On the same devices: under a strategy Keras' ScheduleFreeAdamW is another one.
     expected = values(in_fit(lambda: optimizer(name), 24, strategies(replicas)))
-    model = in_fit(lambda: AccumulatingOptimizer(optimizer(name), 3), 8, strategies(replicas))
+    model = in_fit(
+        lambda: AccumulatingOptimizer(optimizer(name), 3), 8, strategies(replicas)
+    )
     far = np.linalg.norm(expected - start)
     assert int(model.optimizer.iterations.numpy()) == 4
     assert np.linalg.norm(values(model) - expected) < CLOSE * far
-    if name in QUICK and replicas == 1:  # Keras' own: the rest of an epoch leaks into the next one
-        own = in_fit(lambda: optimizer(name, gradient_accumulation_steps=3), 8, strategies(1))
+    if (
+        name in QUICK and replicas == 1
+    ):  # Keras' own: the rest of an epoch leaks into the next one
+        own = in_fit(
+            lambda: optimizer(name, gradient_accumulation_steps=3), 8, strategies(1)
+        )
         assert np.linalg.norm(values(own) - expected) > 1e6 * CLOSE * far
 
 
@@ -175,17 +225,24 @@ def on_replicas(
 ) -> np.ndarray:
     """Return a kernel and a bias after `calls` of an optimizer; a call's gradients are (replicas, …) of each."""
     with strategy.scope():
-        variables = [keras.Variable(np.linspace(-1, 1, 24).reshape(8, 3)), keras.Variable(np.ones(3))]
+        variables = [
+            keras.Variable(np.linspace(-1, 1, 24).reshape(8, 3)),
+            keras.Variable(np.ones(3)),
+        ]
         made = optimizer_of()
         made.build(variables)
 
     def apply(*gradients: tf.Tensor) -> None:
         made.apply(list(gradients), variables)
 
-    step = tf.function(lambda gradients: strategy.run(apply, gradients), autograph=False)
+    step = tf.function(
+        lambda gradients: strategy.run(apply, gradients), autograph=False
+    )
     for call in calls:
         of = strategy.experimental_distribute_values_from_function(
-            lambda context, call=call: tuple(tf.constant(each[context.replica_id_in_sync_group]) for each in call)
+            lambda context, call=call: tuple(
+                tf.constant(each[context.replica_id_in_sync_group]) for each in call
+            )
         )
         step(of)
     if isinstance(made, AccumulatingOptimizer):
@@ -198,12 +255,19 @@ def test_every_optimizer_on_two_replicas(float64):
     """3 gradients are an update, and the 2 that are left over another one; of gradients alone, without a model."""
     strategy = strategies(2)
     numbers = np.random.default_rng(0)
-    parts = [[numbers.normal(size=(2, *shape)) for shape in ((8, 3), (3,))] for _ in range(8)]
-    means = [[np.mean(each, 0) for each in zip(*some, strict=True)] for some in (parts[:3], parts[3:6], parts[6:])]
+    parts = [
+        [numbers.normal(size=(2, *shape)) for shape in ((8, 3), (3,))] for _ in range(8)
+    ]
+    means = [
+        [np.mean(each, 0) for each in zip(*some, strict=True)]
+        for some in (parts[:3], parts[3:6], parts[6:])
+    ]
     start = on_replicas(lambda: optimizer("SGD"), strategy, [])
     for name in OPTIMIZERS:
         expected = on_replicas(lambda name=name: optimizer(name), strategy, means)
-        found = on_replicas(lambda name=name: AccumulatingOptimizer(optimizer(name), 3), strategy, parts)
+        found = on_replicas(
+            lambda name=name: AccumulatingOptimizer(optimizer(name), 3), strategy, parts
+        )
         far = np.linalg.norm(expected - start)
         assert np.linalg.norm(found - expected) < CLOSE * far, name
 
@@ -222,7 +286,9 @@ def test_a_strategy_of_one_replica(float64, strategy):
     start = values(network(rows=False))
     expected = values(in_fit(lambda: optimizer("SGD"), 24, strategies(1)))
     model = in_fit(lambda: AccumulatingOptimizer(optimizer("SGD"), 3), 8, strategy())
-    assert np.linalg.norm(values(model) - expected) < CLOSE * np.linalg.norm(expected - start)
+    assert np.linalg.norm(values(model) - expected) < CLOSE * np.linalg.norm(
+        expected - start
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -231,14 +297,18 @@ def test_what_is_not_finite_in_one_part_skips_the_whole_update(replicas):
     strategy = strategies(replicas)
     with strategy.scope():
         weight = keras.Variable(np.ones(2, "float32"))
-        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=64.0)
+        scaled = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0), initial_scale=64.0
+        )
         accumulating = AccumulatingOptimizer(scaled, 4)
         accumulating.build([weight])
 
     def part(gradient: tf.Tensor) -> None:
         accumulating.apply([accumulating.scale_loss(gradient) / replicas], [weight])
 
-    step = tf.function(lambda gradient: strategy.run(part, (gradient,)), autograph=False)
+    step = tf.function(
+        lambda gradient: strategy.run(part, (gradient,)), autograph=False
+    )
     for value in (1.0, 1.0, np.inf, 1.0):
         step(tf.fill([2], value))
     assert weight.numpy().tolist() == [1.0, 1.0]
@@ -253,9 +323,14 @@ def test_what_is_not_finite_in_one_part_skips_the_whole_update(replicas):
 def test_a_loss_scale_around_it_is_refused_by_a_line(precision):
     precision("mixed_float16")
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-    with pytest.raises(ValueError, match=r"AccumulatingOptimizer\(LossScaleOptimizer\(…\)\), with compile\(auto_scale"):
+    with pytest.raises(
+        ValueError,
+        match=r"AccumulatingOptimizer\(LossScaleOptimizer\(…\)\), with compile\(auto_scale",
+    ):
         model.compile(AccumulatingOptimizer(keras.optimizers.SGD(), 2), "mse")
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=2.0)
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(), initial_scale=2.0
+    )
     model.compile(AccumulatingOptimizer(scaled, 2), "mse", auto_scale_loss=False)
     model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=2, verbose=0)
     assert int(model.optimizer.iterations) == 2
@@ -263,7 +338,10 @@ def test_a_loss_scale_around_it_is_refused_by_a_line(precision):
 
 @pytest.mark.slow
 def test_a_model_that_is_saved_between_two_steps_goes_on_from_there(float64, tmp_path):
-    x, y = np.random.default_rng(0).normal(size=(6, 4, 5)), np.arange(24).reshape(6, 4) % 3
+    x, y = (
+        np.random.default_rng(0).normal(size=(6, 4, 5)),
+        np.arange(24).reshape(6, 4) % 3,
+    )
 
     def fresh() -> keras.Model:
         keras.utils.set_random_seed(0)
@@ -298,13 +376,20 @@ def numbers_of(count: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.slow
 def test_a_checkpoint_of_tensorflow_between_two_steps_has_the_sums(float64, tmp_path):
     x, y = numbers_of(16)
-    whole, begun, restored = (classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 2)) for _ in range(3))
+    whole, begun, restored = (
+        classifier(AccumulatingOptimizer(keras.optimizers.Adam(0.1), 2))
+        for _ in range(3)
+    )
     for model, parts in ((whole, 4), (begun, 3)):
         for number in range(parts):
             model.train_on_batch(x[4 * number :][:4], y[4 * number :][:4])
-    path = tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(tmp_path / "begun")
+    path = tf.train.Checkpoint(model=begun, optimizer=begun.optimizer).save(
+        tmp_path / "begun"
+    )
     restored.optimizer.build(restored.trainable_variables)
-    tf.train.Checkpoint(model=restored, optimizer=restored.optimizer).restore(path).assert_consumed()
+    tf.train.Checkpoint(model=restored, optimizer=restored.optimizer).restore(
+        path
+    ).assert_consumed()
     restored.train_on_batch(x[12:], y[12:])
     assert values(restored).tolist() == values(whole).tolist()
 
@@ -339,15 +424,23 @@ def test_sums_of_two_replicas_go_on_without_them(float64, tmp_path, weighted):
         replicas = strategy.num_replicas_in_sync
 
         def apply(rows: tf.Tensor) -> None:
-            options = {} if weights[number] is None else {"weight": 2 * weights[number] / replicas}
-            accumulating.apply([tf.reduce_mean(rows, 0) / replicas], [variable], **options)
+            options = (
+                {}
+                if weights[number] is None
+                else {"weight": 2 * weights[number] / replicas}
+            )
+            accumulating.apply(
+                [tf.reduce_mean(rows, 0) / replicas], [variable], **options
+            )
 
         shares = np.split(parts[number], replicas)
         strategy.run(
             apply,
             [
                 strategy.experimental_distribute_values_from_function(
-                    lambda context: tf.constant(shares[context.replica_id_in_sync_group])
+                    lambda context: tf.constant(
+                        shares[context.replica_id_in_sync_group]
+                    )
                 )
             ],
         )
@@ -370,21 +463,33 @@ def test_a_gradient_that_a_traced_step_leaves_out_is_refused(float64):
     def parts(*given: list) -> list:
         accumulating = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 3)
         accumulating.build(variables)
-        return [tf.function(lambda each=each: accumulating.apply(each, variables)) for each in given]
+        return [
+            tf.function(lambda each=each: accumulating.apply(each, variables))
+            for each in given
+        ]
 
     first, second = parts([one, None], [None, one])
     first()
-    with pytest.raises(ValueError, match=r"unconnected_gradients='zero'.*Received: None for variable 1"):
+    with pytest.raises(
+        ValueError, match=r"unconnected_gradients='zero'.*Received: None for variable 1"
+    ):
         second()
     first, second = parts([one, tf.zeros_like(one)], [tf.zeros_like(one), one])
     for step in (first, second, first):
         step()
-    np.testing.assert_allclose([each.numpy() for each in variables], [[1 / 3] * 2, [2 / 3] * 2], rtol=1e-15)
+    np.testing.assert_allclose(
+        [each.numpy() for each in variables], [[1 / 3] * 2, [2 / 3] * 2], rtol=1e-15
+    )
 
 
 def test_what_is_excluded_from_decay_is_so_for_the_inner_optimizer(float64):
-    kernel, bias = keras.Variable(np.ones(2), name="kernel"), keras.Variable(np.ones(2), name="bias")
-    accumulating = AccumulatingOptimizer(keras.optimizers.AdamW(0.1, weight_decay=0.5), 1)
+    kernel, bias = (
+        keras.Variable(np.ones(2), name="kernel"),
+        keras.Variable(np.ones(2), name="bias"),
+    )
+    accumulating = AccumulatingOptimizer(
+        keras.optimizers.AdamW(0.1, weight_decay=0.5), 1
+    )
     accumulating.exclude_from_weight_decay(var_names=["bias"])
     accumulating.apply([tf.zeros(2, "float64")] * 2, iter([kernel, bias]))
     assert kernel.numpy() == pytest.approx([0.95, 0.95])
@@ -399,22 +504,43 @@ def test_callbacks_set_the_rate_and_swap_the_averages(float64):
     made.append(lambda: AccumulatingOptimizer(made[0](), 2))
     histories, models = [], []
     for optimizer_of, batch in zip(made, (16, 8), strict=True):
-        rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1))
-        plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=0, min_delta=1e9, cooldown=0)
+        rates = keras.callbacks.LearningRateScheduler(
+            lambda epoch, rate: rate / (epoch + 1)
+        )
+        plateau = keras.callbacks.ReduceLROnPlateau(
+            "loss", 0.5, patience=0, min_delta=1e9, cooldown=0
+        )
         model = classifier(optimizer_of())
         callbacks = [rates, plateau, keras.callbacks.SwapEMAWeights()]
         history = model.fit(
-            x, y, batch, epochs=3, shuffle=False, verbose=0, validation_data=(x, y), callbacks=callbacks
+            x,
+            y,
+            batch,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x, y),
+            callbacks=callbacks,
         ).history
         histories.append(history)
         models.append(model)
     assert histories[1]["learning_rate"] == histories[0]["learning_rate"]
-    assert float(models[1].optimizer.inner.learning_rate) == float(models[0].optimizer.learning_rate) < 0.1
+    assert (
+        float(models[1].optimizer.inner.learning_rate)
+        == float(models[0].optimizer.learning_rate)
+        < 0.1
+    )
     # A loss of about 1, after 6 updates of 16 terms in another order: 6 · 16 · 2⁻⁵³ = 1e-14.
-    np.testing.assert_allclose(histories[1]["val_loss"], histories[0]["val_loss"], rtol=1e-13)
+    np.testing.assert_allclose(
+        histories[1]["val_loss"], histories[0]["val_loss"], rtol=1e-13
+    )
 
 
-@pytest.mark.parametrize("more", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 4}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 4}],
+    ids=str,
+)
 @pytest.mark.parametrize("factor", mostly_slow([1, 2], [2]))
 def test_every_way_to_compile(float64, factor, more):
     x, y = numbers_of(32)
@@ -423,28 +549,42 @@ def test_every_way_to_compile(float64, factor, more):
     model = classifier(AccumulatingOptimizer(keras.optimizers.SGD(0.5), factor), **more)
     plain.fit(x, y, 8 * factor, shuffle=False, verbose=0)
     model.fit(x, y, 8, shuffle=False, verbose=0)
-    assert np.linalg.norm(values(model) - values(plain)) < CLOSE * np.linalg.norm(values(plain) - start)
+    assert np.linalg.norm(values(model) - values(plain)) < CLOSE * np.linalg.norm(
+        values(plain) - start
+    )
 
 
 def test_it_comes_back_from_its_config():
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     made = AccumulatingOptimizer(keras.optimizers.AdamW(rate, clipnorm=1.0), 3)
     again = keras.optimizers.deserialize(keras.optimizers.serialize(made))
-    assert again.get_config() == AccumulatingOptimizer.from_config(made.get_config()).get_config() == made.get_config()
+    assert (
+        again.get_config()
+        == AccumulatingOptimizer.from_config(made.get_config()).get_config()
+        == made.get_config()
+    )
 
 
 def test_what_it_cannot_be_made_of():
     sgd = keras.optimizers.SGD()
     for factor in (0, True, 2.0, None):
-        with pytest.raises(ValueError, match=r"factor must be an integer of at least 1\. Received: "):
+        with pytest.raises(
+            ValueError, match=r"factor must be an integer of at least 1\. Received: "
+        ):
             AccumulatingOptimizer(sgd, factor)
-    for inner in (AccumulatingOptimizer(sgd, 2), keras.optimizers.SGD(gradient_accumulation_steps=2)):
+    for inner in (
+        AccumulatingOptimizer(sgd, 2),
+        keras.optimizers.SGD(gradient_accumulation_steps=2),
+    ):
         with pytest.raises(ValueError, match="inner must not accumulate itself"):
             AccumulatingOptimizer(inner, 2)
     one, other = (keras.Variable(np.zeros(2)) for _ in range(2))
     accumulating = AccumulatingOptimizer(sgd, 2)
     accumulating.build([one])
-    with pytest.raises(ValueError, match="trainable_variables must be the 1 that the optimizer was built for"):
+    with pytest.raises(
+        ValueError,
+        match="trainable_variables must be the 1 that the optimizer was built for",
+    ):
         accumulating.apply([tf.zeros(2)], [other])
 
 
@@ -452,7 +592,11 @@ def test_what_it_cannot_be_made_of():
 def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
     strategy = strategies(replicas)
     with strategy.scope():
-        variables = [keras.Variable(np.zeros(2)), keras.Variable(np.zeros(1)), keras.Variable(np.zeros(2, "float16"))]
+        variables = [
+            keras.Variable(np.zeros(2)),
+            keras.Variable(np.zeros(1)),
+            keras.Variable(np.zeros(2, "float16")),
+        ]
         accumulator = GradientAccumulator(variables)
 
     def part(rows: tf.Tensor) -> None:
@@ -464,7 +608,9 @@ def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
         for piece in update[:6], update[6:14]:
             shares = np.split(piece, [2]) if replicas == 2 else [piece]
             at = strategy.experimental_distribute_values_from_function(
-                lambda context, shares=shares: tf.constant(shares[context.replica_id_in_sync_group])
+                lambda context, shares=shares: tf.constant(
+                    shares[context.replica_id_in_sync_group]
+                )
             )
             strategy.run(part, (at,))
         first, none, half = accumulator.average()
@@ -473,7 +619,9 @@ def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
         assert half.dtype == "float32"
         accumulator.reset()
     assert accumulator.average()[0].numpy().tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match=r"gradients must be 3, one a variable\. Received: 1"):
+    with pytest.raises(
+        ValueError, match=r"gradients must be 3, one a variable\. Received: 1"
+    ):
         accumulator.add([tf.zeros(2)])
 
 

@@ -39,7 +39,9 @@ def network(*hidden, shape=(INPUTS,)):
 
 def wide(**options):
     """Two wide layers; a gradient by the inputs is asked of the second one alone."""
-    return network(layers.Dense(1024, "relu", **options), layers.Dense(512, "tanh", **options))
+    return network(
+        layers.Dense(1024, "relu", **options), layers.Dense(512, "tanh", **options)
+    )
 
 
 def batch(model, rows=ROWS, seed=1):
@@ -52,12 +54,18 @@ def accumulated(model, data, micro=ROWS, **options):
     """Return the loss, the gradients, and the graph that computed them."""
 
     def sums(*data):
-        found = accumulate_gradients(model, mean_squared_error(), data, micro, **options)
+        found = accumulate_gradients(
+            model, mean_squared_error(), data, micro, **options
+        )
         return found.mean_loss(), found.gradients()
 
     function = tf.function(sums, autograph=False)
     value, gradients = function(*data)
-    return value.numpy(), [gradient.numpy() for gradient in gradients], function.get_concrete_function(*data).graph
+    return (
+        value.numpy(),
+        [gradient.numpy() for gradient in gradients],
+        function.get_concrete_function(*data).graph,
+    )
 
 
 def by_keras(model, data):
@@ -67,7 +75,9 @@ def by_keras(model, data):
     def plain(x, y):
         with tf.GradientTape() as tape:
             value = mean_squared_error()(y, model(x, training=True))
-        return value, tape.gradient(value, [variable.value for variable in model.trainable_variables])
+        return value, tape.gradient(
+            value, [variable.value for variable in model.trainable_variables]
+        )
 
     value, gradients = plain(*data)
     return value.numpy(), [gradient.numpy() for gradient in gradients]
@@ -79,11 +89,16 @@ def products(graph):
     W·dYᵀ is followed by a transposition, dY·Wᵀ is not.
     """
     graph = graph.as_graph_def()
-    functions = {function.signature.name: function.node_def for function in graph.library.function}
+    functions = {
+        function.signature.name: function.node_def
+        for function in graph.library.function
+    }
     found = collections.Counter()
 
     def count(nodes):
-        turned = {node.input[0].split(":")[0] for node in nodes if node.op == "Transpose"}
+        turned = {
+            node.input[0].split(":")[0] for node in nodes if node.op == "Transpose"
+        }
         for node in nodes:
             for value in node.attr.values():
                 if value.func.name:
@@ -100,7 +115,10 @@ def products(graph):
 
 
 def apart(got, expected):
-    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, expected, strict=True))
+    return max(
+        np.linalg.norm(a - b) / np.linalg.norm(b)
+        for a, b in zip(got, expected, strict=True)
+    )
 
 
 def test_the_gradients_are_those_of_keras_but_for_rounding(precision):
@@ -111,17 +129,23 @@ def test_the_gradients_are_those_of_keras_but_for_rounding(precision):
     expected_loss, expected = by_keras(model, data)
     assert loss == expected_loss
     assert apart(gradients, expected) < ROUNDING
-    for got, of_keras in zip(gradients[2:], expected[2:], strict=True):  # those that no such product led to
+    for got, of_keras in zip(
+        gradients[2:], expected[2:], strict=True
+    ):  # those that no such product led to
         np.testing.assert_array_equal(got, of_keras)
     assert apart(by_keras(model, batch(model, seed=2))[1], expected) > 0.1
     # The first layer's product is made and not computed: nothing takes it. A Dense(3) is not wide.
     assert products(graph) == {"X·W": 3, "dY·Wᵀ": 1, "(W·dYᵀ)ᵀ": 2, "Xᵀ·dY": 3}
 
 
-def test_a_gradient_by_the_inputs_is_as_near_to_the_exact_one_as_that_of_tensorflow(precision):
+def test_a_gradient_by_the_inputs_is_as_near_to_the_exact_one_as_that_of_tensorflow(
+    precision,
+):
     precision("float32")
     layer = network(layers.Dense(1024)).layers[0]
-    x, dy = (tf.random.stateless_normal((ROWS, size), (0, size)) for size in (INPUTS, 1024))
+    x, dy = (
+        tf.random.stateless_normal((ROWS, size), (0, size)) for size in (INPUTS, 1024)
+    )
 
     def gradient(by):
         @tf.function(autograph=False)
@@ -143,18 +167,31 @@ def test_a_gradient_by_the_inputs_is_as_near_to_the_exact_one_as_that_of_tensorf
 
 ALL_ELSE = {
     "small": (lambda: network(layers.Dense(512)), 16, "float32"),  # 2¹⁸ elements
-    "short axis": (lambda: network(layers.Dense(511), layers.Dense(2048)), 16, "float32"),
+    "short axis": (
+        lambda: network(layers.Dense(511), layers.Dense(2048)),
+        16,
+        "float32",
+    ),
     "few rows": (wide, 8, "float32"),
     "many rows": (wide, 256, "float32"),
     "float64": (wide, 16, "float64"),
     "bfloat16": (wide, 16, "mixed_bfloat16"),
     "own call": (lambda: network(Doubled(1024), Doubled(512)), 16, "float32"),
-    "rank 3": (lambda: network(layers.Dense(1024), layers.Dense(512), shape=(4, INPUTS)), 16, "float32"),
+    "rank 3": (
+        lambda: network(layers.Dense(1024), layers.Dense(512), shape=(4, INPUTS)),
+        16,
+        "float32",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(ALL_ELSE, ["float64", "rank 3"], ["short axis", "many rows", "bfloat16", "own call"])
+    "case",
+    mostly_slow(
+        ALL_ELSE,
+        ["float64", "rank 3"],
+        ["short axis", "many rows", "bfloat16", "own call"],
+    ),
 )
 def test_all_else_is_computed_as_ever(precision, monkeypatch, case):
     make, rows, policy = ALL_ELSE[case]
@@ -168,7 +205,9 @@ def test_all_else_is_computed_as_ever(precision, monkeypatch, case):
         monkeypatch.setattr("pipeline.accumulation.update.wide_layers", lambda *_: [])
         expected_loss, expected, _ = accumulated(model, data, rows)
     assert loss == expected_loss
-    for got, of_keras in zip(gradients, expected, strict=True):  # the loss is divided by a power of two
+    for got, of_keras in zip(
+        gradients, expected, strict=True
+    ):  # the loss is divided by a power of two
         np.testing.assert_array_equal(got, of_keras)
     assert any(gradient.any() for gradient in gradients)
 
@@ -178,7 +217,10 @@ def test_only_what_is_float32_throughout(precision):
     precision("float32")
     assert len(wide_layers(wide(), ROWS)) == 2
     assert wide_layers(wide(dtype="int8_from_float32"), ROWS) == []
-    uncast = {dtype: layers.Dense(1024, autocast=False, dtype=dtype) for dtype in ("mixed_bfloat16", "float32")}
+    uncast = {
+        dtype: layers.Dense(1024, autocast=False, dtype=dtype)
+        for dtype in ("mixed_bfloat16", "float32")
+    }
     assert wide_layers(network(*uncast.values()), ROWS) == [uncast["float32"]]
     layer = uncast["float32"]
 
@@ -195,15 +237,22 @@ def test_only_what_is_float32_throughout(precision):
 def test_with_xla_nothing_is_replaced(precision):
     precision("float32")
     model = wide()
-    found = [accumulated(model, batch(model), jit_compile=compiled)[2] for compiled in (True, False)]
+    found = [
+        accumulated(model, batch(model), jit_compile=compiled)[2]
+        for compiled in (True, False)
+    ]
     assert [products(graph)["(W·dYᵀ)ᵀ"] for graph in found] == [0, 2]
 
 
-@pytest.mark.parametrize("options", [{}, {"use_bias": False}, {"activation": None}, {"activation": "gelu"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_bias": False}, {"activation": None}, {"activation": "gelu"}]
+)
 def test_the_forward_pass_is_that_of_keras_to_the_bit(precision, options):
     precision("float32")
     model = network(layers.Dense(1024, **{"activation": "relu", **options}))
-    model.layers[0].set_weights([tf.random.stateless_normal(w.shape, (1, 2)) for w in model.layers[0].weights])
+    model.layers[0].set_weights(
+        [tf.random.stateless_normal(w.shape, (1, 2)) for w in model.layers[0].weights]
+    )
     x, _ = batch(model)
 
     def outputs(by):
@@ -223,7 +272,9 @@ def test_lora_gets_the_gradients_of_its_own_weights(precision):
     model = wide()
     for layer in model.layers[:2]:
         layer.enable_lora(4)
-        layer.lora_kernel_b.assign(tf.random.stateless_normal(layer.lora_kernel_b.shape, (3, 4)))
+        layer.lora_kernel_b.assign(
+            tf.random.stateless_normal(layer.lora_kernel_b.shape, (3, 4))
+        )
     data = batch(model)
     loss, gradients, _ = accumulated(model, data)
     expected_loss, expected = by_keras(model, data)
@@ -248,15 +299,24 @@ def test_a_layer_that_is_called_twice(precision):
     assert apart(by_keras(once, data)[1], expected) > 0.1
 
 
-@pytest.mark.parametrize("steps", mostly_slow([3, None], [None]), ids=["unrolled", "vectorised"])
+@pytest.mark.parametrize(
+    "steps", mostly_slow([3, None], [None]), ids=["unrolled", "vectorised"]
+)
 def test_a_layer_of_a_layer(precision, steps):
     """TimeDistributed calls it for each step, or in TensorFlow's vectorised map."""
     precision("float32")
     inputs = keras.Input((steps, 512))
-    outputs = layers.TimeDistributed(layers.Dense(1024, "tanh"))(layers.Dense(512)(inputs))
-    model = keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(outputs)))
+    outputs = layers.TimeDistributed(layers.Dense(1024, "tanh"))(
+        layers.Dense(512)(inputs)
+    )
+    model = keras.Model(
+        inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(outputs))
+    )
     numbers = np.random.default_rng(1)
-    data = tuple(tf.constant(numbers.normal(size=shape), tf.float32) for shape in ((ROWS, 3, 512), (ROWS, 3)))
+    data = tuple(
+        tf.constant(numbers.normal(size=shape), tf.float32)
+        for shape in ((ROWS, 3, 512), (ROWS, 3))
+    )
     loss, gradients, _ = accumulated(model, data)
     expected_loss, expected = by_keras(model, data)
     assert abs(loss - expected_loss) < ROUNDING * expected_loss
@@ -309,7 +369,9 @@ def test_the_second_derivative(precision):
             kernel = layer.kernel.value
             return [outer.gradient(target, kernel) for target in (square, again)]
 
-        assert (products(function.get_concrete_function().graph)["(W·dYᵀ)ᵀ"] > 0) == bool(by)
+        assert (
+            products(function.get_concrete_function().graph)["(W·dYᵀ)ᵀ"] > 0
+        ) == bool(by)
         return [gradient.numpy() for gradient in function()]
 
     got, expected = penalty([layer]), penalty([])
@@ -322,7 +384,10 @@ class Slope(layers.Layer):
 
     def __init__(self, order):
         super().__init__()
-        self.order, self.dense = order, [layers.Dense(1024, "tanh"), layers.Dense(512, "tanh")]
+        self.order, self.dense = (
+            order,
+            [layers.Dense(1024, "tanh"), layers.Dense(512, "tanh")],
+        )
 
     def build(self, shape):
         self.dense[0].build(shape)
@@ -331,7 +396,9 @@ class Slope(layers.Layer):
     def call(self, x):
         def derived(function, way):
             def forward(x):
-                with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x) / 8) as accumulator:
+                with tf.autodiff.ForwardAccumulator(
+                    x, tf.ones_like(x) / 8
+                ) as accumulator:
                     y = function(x)
                 return accumulator.jvp(y)
 
@@ -349,7 +416,14 @@ class Slope(layers.Layer):
         return function(x)
 
 
-ORDERS = ["forward", "backward", "forward-forward", "forward-backward", "backward-forward", "backward-backward"]
+ORDERS = [
+    "forward",
+    "backward",
+    "forward-forward",
+    "forward-backward",
+    "backward-forward",
+    "backward-backward",
+]
 
 
 @pytest.mark.slow
@@ -359,9 +433,13 @@ def test_a_gradient_through_derivatives_in_either_direction(precision, order):
     model = network(Slope(order))
     data = batch(model)
     _, gradients, graph = accumulated(model, data)
-    assert (products(graph)["(W·dYᵀ)ᵀ"] > 0) == ("forward" not in order)  # left alone there
+    assert (products(graph)["(W·dYᵀ)ᵀ"] > 0) == (
+        "forward" not in order
+    )  # left alone there
     _, expected = by_keras(model, data)
-    assert apart(gradients, expected) < 32 * ROUNDING  # sums over sums over sums, which cancel in part
+    assert (
+        apart(gradients, expected) < 32 * ROUNDING
+    )  # sums over sums over sums, which cancel in part
     assert apart(by_keras(model, batch(model, seed=2))[1], expected) > 0.1
 
 
@@ -381,7 +459,9 @@ def test_the_layers_have_no_call_of_their_own_afterwards(precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("same_noise", "devices"), [(False, 1), (False, 2), (True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("same_noise", "devices"), [(False, 1), (False, 2), (True, 1), (True, 2)]
+)
 def test_an_update_on_each_replica(precision, monkeypatch, devices, same_noise):
     """With layers that are replaced for other reasons; the last slice has 8 rows, and is computed likewise."""
     precision("float32")
@@ -390,10 +470,21 @@ def test_an_update_on_each_replica(precision, monkeypatch, devices, same_noise):
         keras.utils.set_random_seed(0)
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"][:devices])
         with strategy.scope():
-            model = network(layers.Dense(1024, "relu"), layers.Dropout(0.5, seed=3), layers.Dense(512, "tanh"))
+            model = network(
+                layers.Dense(1024, "relu"),
+                layers.Dropout(0.5, seed=3),
+                layers.Dense(512, "tanh"),
+            )
             optimizer = keras.optimizers.SGD(0.1)
             optimizer.build(model.trainable_variables)
-        update = Update(model, mean_squared_error(), optimizer, ROWS, strategy=strategy, same_noise=same_noise)
+        update = Update(
+            model,
+            mean_squared_error(),
+            optimizer,
+            ROWS,
+            strategy=strategy,
+            same_noise=same_noise,
+        )
         function = tf.function(lambda *data: update(data), autograph=False)
         before, data = model.get_weights(), batch(model, devices * 40)
         function(*data)
@@ -418,7 +509,9 @@ def test_fit_has_it(precision, monkeypatch):
         model = AccumulatingModel(wide(), ROWS)
         model.compile(keras.optimizers.Adam(1e-3), "mean_squared_error")
         x, y = map(np.asarray, batch(model.inner, 64))
-        return model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0).history["loss"], model
+        return model.fit(
+            x, y, batch_size=32, epochs=2, shuffle=False, verbose=0
+        ).history["loss"], model
 
     taken = []
 

@@ -13,8 +13,14 @@ from keras import layers
 from pipeline.accumulation import Update, accumulate_gradients
 
 EFFECTIVE, MICRO, WIDTH = 96, 8, 5
-PASSED_ON = {"PartitionedCall", "StatefulPartitionedCall"}  # to a function that is looked at
-LOOPS = {"StatelessWhile", "While"}  # what they take lies where its operation asks for, on a GPU if it asks for nothing
+PASSED_ON = {
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+}  # to a function that is looked at
+LOOPS = {
+    "StatelessWhile",
+    "While",
+}  # what they take lies where its operation asks for, on a GPU if it asks for nothing
 
 
 def loss() -> keras.losses.Loss:
@@ -24,8 +30,13 @@ def loss() -> keras.losses.Loss:
 def traced(update: Callable, size: int | None = EFFECTIVE) -> tf.compat.v1.GraphDef:
     """The graph of an update whose batch alone has an axis of size `EFFECTIVE`, or of a size that is not known."""
     shapes = [size, WIDTH], [size], [size]
-    specs = [tf.TensorSpec(shape, dtype) for shape, dtype in zip(shapes, ("float32", "int64", "float32"), strict=True)]
-    made = tf.function(lambda *batch: update(batch), autograph=False).get_concrete_function(*specs)
+    specs = [
+        tf.TensorSpec(shape, dtype)
+        for shape, dtype in zip(shapes, ("float32", "int64", "float32"), strict=True)
+    ]
+    made = tf.function(
+        lambda *batch: update(batch), autograph=False
+    ).get_concrete_function(*specs)
     return made.graph.as_graph_def(add_shapes=True)
 
 
@@ -38,23 +49,38 @@ def taking_the_batch(graph: tf.compat.v1.GraphDef) -> dict[str, str]:
             for index, argument in enumerate(function.signature.input_arg)
         }
         found |= _taking(shapes, function.node_def)
-    placed = {node.name: node.attr["_output_shapes"].list.shape for node in graph.node if node.op == "Placeholder"}
+    placed = {
+        node.name: node.attr["_output_shapes"].list.shape
+        for node in graph.node
+        if node.op == "Placeholder"
+    }
     return found | _taking(placed, graph.node)
 
 
 def _taking(given, nodes):
-    whole = {name for name, shapes in given.items() if any(_is_whole(shape) for shape in shapes)}
+    whole = {
+        name
+        for name, shapes in given.items()
+        if any(_is_whole(shape) for shape in shapes)
+    }
     found, asked = {}, {node.name: node.device for node in nodes}
     for node in nodes:
-        if (taken := whole & {name.split(":")[0] for name in node.input}) and node.op not in PASSED_ON:
+        if (
+            taken := whole & {name.split(":")[0] for name in node.input}
+        ) and node.op not in PASSED_ON:
             if node.op == "Identity":
                 whole.add(node.name)
             elif node.op in LOOPS:
-                found |= {f"{node.op} {node.name} {name}": asked.get(name, "") for name in taken}
+                found |= {
+                    f"{node.op} {node.name} {name}": asked.get(name, "")
+                    for name in taken
+                }
                 continue  # it gives the batch on as well, which nothing takes
             else:
                 found[f"{node.op} {node.name}"] = node.device
-            if any(_is_whole(shape) for shape in node.attr["_output_shapes"].list.shape):
+            if any(
+                _is_whole(shape) for shape in node.attr["_output_shapes"].list.shape
+            ):
                 whole.add(node.name)
     return found
 
@@ -64,7 +90,14 @@ def _is_whole(shape) -> bool:
 
 
 def small_model(*more: layers.Layer) -> keras.Model:
-    return keras.Sequential([keras.Input((WIDTH,)), *more, layers.Dense(7, activation="relu"), layers.Dense(3)])
+    return keras.Sequential(
+        [
+            keras.Input((WIDTH,)),
+            *more,
+            layers.Dense(7, activation="relu"),
+            layers.Dense(3),
+        ]
+    )
 
 
 def built(model: keras.Model, micro_batch_size: int = MICRO, **options) -> Update:
@@ -75,10 +108,14 @@ def built(model: keras.Model, micro_batch_size: int = MICRO, **options) -> Updat
 
 def test_only_the_host_holds_the_effective_batch():
     """What takes more of it than a micro-batch is asked for on the host: its slices, its size and its weights."""
-    found = taking_the_batch(traced(built(small_model(layers.ActivityRegularization(0.1)), noise_every=2)))
+    found = taking_the_batch(
+        traced(built(small_model(layers.ActivityRegularization(0.1)), noise_every=2))
+    )
     slices = [name for name in found if name.startswith("StridedSlice")]
     assert len(slices) >= 3 * 2  # x, y and weights: before the loop and in it
-    assert {name: device for name, device in found.items() if not device.endswith("CPU:0")} == {}
+    assert {
+        name: device for name, device in found.items() if not device.endswith("CPU:0")
+    } == {}
 
 
 def test_no_replica_holds_its_share(precision):
@@ -87,27 +124,61 @@ def test_no_replica_holds_its_share(precision):
     with (strategy := tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])).scope():
         update = built(small_model(), strategy=strategy)
     nodes = {node.name: node for node in traced(update, None).node}
-    on_host = {name: node for name, node in nodes.items() if node.device.endswith("CPU:0")}
-    cut = {name for name, node in on_host.items() if node.op == "StridedSlice"}  # shares, and first micro-batches
-    shares = {name for name, node in on_host.items() if node.op == "Identity" and cut & set(node.input)}
-    loops = [node for node in nodes.values() if node.op in LOOPS and node.device.endswith("CPU:1")]
-    assert [len(shares & set(loop.input)) for loop in loops] == [3]  # x, y and weights, of which it cuts micro-batches
-    taking = [node for node in nodes.values() if node.device.endswith("CPU:1") and (cut | shares) & set(node.input)]
-    first = [nodes[name] for node in taking if node.op == "Identity" for name in node.input]
+    on_host = {
+        name: node for name, node in nodes.items() if node.device.endswith("CPU:0")
+    }
+    cut = {
+        name for name, node in on_host.items() if node.op == "StridedSlice"
+    }  # shares, and first micro-batches
+    shares = {
+        name
+        for name, node in on_host.items()
+        if node.op == "Identity" and cut & set(node.input)
+    }
+    loops = [
+        node
+        for node in nodes.values()
+        if node.op in LOOPS and node.device.endswith("CPU:1")
+    ]
+    assert [len(shares & set(loop.input)) for loop in loops] == [
+        3
+    ]  # x, y and weights, of which it cuts micro-batches
+    taking = [
+        node
+        for node in nodes.values()
+        if node.device.endswith("CPU:1") and (cut | shares) & set(node.input)
+    ]
+    first = [
+        nodes[name] for node in taking if node.op == "Identity" for name in node.input
+    ]
     assert {node.op for node in taking} == {"Identity", *(loop.op for loop in loops)}
     assert len(first) == 3
-    assert all(set(node.input) & shares for node in first)  # of the share, not the share
+    assert all(
+        set(node.input) & shares for node in first
+    )  # of the share, not the share
 
 
 def test_what_would_take_the_batch_to_a_device_is_seen():
     """The control: a loss that looks at the labels of the whole batch."""
     update = built(small_model())
     whole = tf.function(
-        lambda x, y, weights: update((x, y, weights)) | {"mean": tf.reduce_mean(weights)}, autograph=False
+        lambda x, y, weights: (
+            update((x, y, weights)) | {"mean": tf.reduce_mean(weights)}
+        ),
+        autograph=False,
     )
-    specs = [tf.TensorSpec([EFFECTIVE, *more], dtype) for more, dtype in (([WIDTH], "float32"), ([], "int64"))]
-    graph = whole.get_concrete_function(*specs, tf.TensorSpec([EFFECTIVE])).graph.as_graph_def(add_shapes=True)
-    assert [name for name, device in taking_the_batch(graph).items() if name.startswith("Mean") and not device]
+    specs = [
+        tf.TensorSpec([EFFECTIVE, *more], dtype)
+        for more, dtype in (([WIDTH], "float32"), ([], "int64"))
+    ]
+    graph = whole.get_concrete_function(
+        *specs, tf.TensorSpec([EFFECTIVE])
+    ).graph.as_graph_def(add_shapes=True)
+    assert [
+        name
+        for name, device in taking_the_batch(graph).items()
+        if name.startswith("Mean") and not device
+    ]
 
 
 def test_whether_the_noise_is_measured_is_decided_on_the_host():
@@ -120,10 +191,14 @@ def test_whether_the_noise_is_measured_is_decided_on_the_host():
 
 
 def cosine() -> keras.optimizers.schedules.LearningRateSchedule:
-    return keras.optimizers.schedules.CosineDecay(1e-3, 20, warmup_steps=2, warmup_target=1e-2)
+    return keras.optimizers.schedules.CosineDecay(
+        1e-3, 20, warmup_steps=2, warmup_target=1e-2
+    )
 
 
-def beside_the_host(rate, optimizer=keras.optimizers.AdamW, **options) -> tf.compat.v1.GraphDef:
+def beside_the_host(
+    rate, optimizer=keras.optimizers.AdamW, **options
+) -> tf.compat.v1.GraphDef:
     """The graph of an update that computes on CPU:1, as on a GPU, with its optimizer's counter on the host."""
     with tf.device("CPU:1"):
         model = small_model(*options.pop("layers", ()))
@@ -134,7 +209,9 @@ def beside_the_host(rate, optimizer=keras.optimizers.AdamW, **options) -> tf.com
         return traced(update)
 
 
-def needed(graph: tf.compat.v1.GraphDef, node: tf.compat.v1.NodeDef) -> list[tf.compat.v1.NodeDef]:
+def needed(
+    graph: tf.compat.v1.GraphDef, node: tf.compat.v1.NodeDef
+) -> list[tf.compat.v1.NodeDef]:
     """All that an operation waits for, itself included."""
     of, found, ahead = {each.name: each for each in graph.node}, {}, [node]
     while ahead:
@@ -147,11 +224,19 @@ def needed(graph: tf.compat.v1.GraphDef, node: tf.compat.v1.NodeDef) -> list[tf.
 
 def devices(nodes: list[tf.compat.v1.NodeDef]) -> set[str]:
     """Those that operations ask for; a variable is read where it is."""
-    return {node.device[-5:] for node in nodes if node.op not in ("Const", "Placeholder", "ReadVariableOp")}
+    return {
+        node.device[-5:]
+        for node in nodes
+        if node.op not in ("Const", "Placeholder", "ReadVariableOp")
+    }
 
 
-@pytest.mark.parametrize("optimizer", [keras.optimizers.AdamW, keras.optimizers.RMSprop])
-def test_a_schedule_is_computed_once_on_the_host_and_waits_for_nothing(precision, optimizer):
+@pytest.mark.parametrize(
+    "optimizer", [keras.optimizers.AdamW, keras.optimizers.RMSprop]
+)
+def test_a_schedule_is_computed_once_on_the_host_and_waits_for_nothing(
+    precision, optimizer
+):
     """Each choice by what a GPU holds makes the host wait for it; Keras makes one for each variable."""
     precision("float32")
     graph = beside_the_host(cosine(), optimizer)
@@ -159,7 +244,9 @@ def test_a_schedule_is_computed_once_on_the_host_and_waits_for_nothing(precision
     assert len(choices) == 1
     waited_for = needed(graph, choices[0])
     assert devices(waited_for) == {"CPU:0"}
-    assert len([node for node in waited_for if node.op == "ReadVariableOp"]) == 1  # the optimizer's counter
+    assert (
+        len([node for node in waited_for if node.op == "ReadVariableOp"]) == 1
+    )  # the optimizer's counter
 
 
 def test_noise_is_keyed_on_the_host_once_an_update():
@@ -172,7 +259,9 @@ def test_noise_is_keyed_on_the_host_once_an_update():
     assert not [node for node in inside if node.op == "StatelessRandomGetKeyCounter"]
     draws = [node for node in inside if node.op == "StatelessRandomUniformV2"]
     counters = {draw.input[2].partition(":")[0] for draw in draws}
-    assert [node.device[-5:] for node in inside if node.name in counters] == ["CPU:0"] * len(noisy)
+    assert [node.device[-5:] for node in inside if node.name in counters] == [
+        "CPU:0"
+    ] * len(noisy)
 
 
 @pytest.mark.parametrize("kind", ["schedule", "function", "variable"])
@@ -193,17 +282,25 @@ def test_the_rate_is_that_of_keras_to_the_bit(precision, kind):
         rates, taken = [], tf.function(step(model, optimizer), autograph=False)
         for number in range(5):
             if kind == "variable":
-                optimizer.learning_rate = 0.01 * 0.3**number  # as ReduceLROnPlateau does
+                optimizer.learning_rate = (
+                    0.01 * 0.3**number
+                )  # as ReduceLROnPlateau does
             calls.assign(number)
             rates.append(float(taken()["learning_rate"]))
         return [*rates, *map(np.ndarray.tobytes, model.get_weights())]
 
-    x, y = tf.random.stateless_normal([MICRO, WIDTH], [0, 0]), tf.zeros([MICRO], tf.int64)
+    x, y = (
+        tf.random.stateless_normal([MICRO, WIDTH], [0, 0]),
+        tf.zeros([MICRO], tf.int64),
+    )
 
     def by_keras(model, optimizer):
         def step():
             rate = keras.ops.convert_to_tensor(optimizer.learning_rate) + 0
-            optimizer.apply(accumulate_gradients(model, loss(), (x, y), MICRO).gradients(), model.trainable_variables)
+            optimizer.apply(
+                accumulate_gradients(model, loss(), (x, y), MICRO).gradients(),
+                model.trainable_variables,
+            )
             return {"learning_rate": rate}
 
         return step
@@ -222,23 +319,34 @@ class Chained(layers.Layer):
     """Has a state that depends on the order of all calls."""
 
     def build(self, shape):
-        self.state = self.add_weight(shape=(), initializer="ones", trainable=False, dtype="float64")
+        self.state = self.add_weight(
+            shape=(), initializer="ones", trainable=False, dtype="float64"
+        )
 
     def call(self, x, training=False):
         if training:
-            self.state.assign(keras.ops.sin(3.7 * self.state + keras.ops.cast(keras.ops.mean(x), "float64")))
+            self.state.assign(
+                keras.ops.sin(
+                    3.7 * self.state + keras.ops.cast(keras.ops.mean(x), "float64")
+                )
+            )
         return x + 0.1 * keras.ops.cast(self.state, x.dtype)
 
 
 def test_micro_batches_change_states_in_their_order():
     draw = np.random.default_rng(0)
-    x, y = draw.normal(size=(EFFECTIVE, WIDTH)).astype("float32"), draw.integers(0, 3, EFFECTIVE)
+    x, y = (
+        draw.normal(size=(EFFECTIVE, WIDTH)).astype("float32"),
+        draw.integers(0, 3, EFFECTIVE),
+    )
 
     def states(batches):
         keras.utils.set_random_seed(0)
         first, last = Chained(), Chained()
         wide = [layers.Dense(512, activation="relu") for _ in range(3)]
-        model = keras.Sequential([keras.Input((WIDTH,)), first, *wide, layers.Dense(3), last])
+        model = keras.Sequential(
+            [keras.Input((WIDTH,)), first, *wide, layers.Dense(3), last]
+        )
         batches(model)
         return first.state.numpy(), last.state.numpy()
 

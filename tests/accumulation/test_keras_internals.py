@@ -22,12 +22,16 @@ def test_the_logits_stay_on_the_output():
     inner = layers.Dense(2, use_bias=False, kernel_initializer="ones")
     for activation in ("softmax", "sigmoid"):
         inner.activation = keras.activations.get(activation)
-        assert np.array(keras_internals.logits_of(inner(np.ones((1, 3))))).tolist() == [[3, 3]], WHERE
+        assert np.array(keras_internals.logits_of(inner(np.ones((1, 3))))).tolist() == [
+            [3, 3]
+        ], WHERE
 
 
 def test_layers_inside_of_layers_are_found():
     inside = layers.Dense(2, name="inside")
-    model = keras.Sequential([keras.Input((2,)), keras.Sequential([inside, layers.Dense(1)])])
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.Sequential([inside, layers.Dense(1)])]
+    )
     assert inside in keras_internals.layers_of(model), WHERE
     assert model not in keras_internals.layers_of(model), WHERE
 
@@ -44,9 +48,15 @@ def test_the_global_seed_is_what_draws_without_a_seed_move():
 
 
 def test_a_model_checkpoint_counts_in_these():
-    callback = keras.callbacks.ModelCheckpoint("{epoch}.weights.h5", save_weights_only=True, save_freq=2)
+    callback = keras.callbacks.ModelCheckpoint(
+        "{epoch}.weights.h5", save_weights_only=True, save_freq=2
+    )
     callback.on_epoch_begin(3)
-    kept = [name for name in vars(callback) if name.startswith("_") and name not in ("_model", "_save_on_batch_end")]
+    kept = [
+        name
+        for name in vars(callback)
+        if name.startswith("_") and name not in ("_model", "_save_on_batch_end")
+    ]
     assert set(keras_internals.MODEL_CHECKPOINT_KEEPS) <= set(kept), WHERE
     assert not callback._should_save_on_batch(0)
     assert callback._should_save_on_batch(1)
@@ -55,10 +65,17 @@ def test_a_model_checkpoint_counts_in_these():
 def test_what_compile_makes_of_its_arguments():
     def made():
         inputs = keras.Input((2,))
-        return keras.Model(inputs, [layers.Dense(1, name=name)(inputs) for name in "ab"])
+        return keras.Model(
+            inputs, [layers.Dense(1, name=name)(inputs) for name in "ab"]
+        )
 
     model = made()
-    model.compile(loss=["mse", None], loss_weights=[0.5, None], metrics=[["mae"], []], weighted_metrics=[None, ["mse"]])
+    model.compile(
+        loss=["mse", None],
+        loss_weights=[0.5, None],
+        metrics=[["mae"], []],
+        weighted_metrics=[None, ["mse"]],
+    )
     assert keras_internals.loss_mean(model) is model.metrics[0], WHERE
     x, y = np.ones((2, 2)), [np.ones((2, 1))] * 2
     model.compute_loss(x, y, model(x))
@@ -72,7 +89,10 @@ def test_what_compile_makes_of_its_arguments():
     assert keras_internals.compiled_losses(model) == []
     model.compile(loss="mse")
     model.compute_loss(x, y, model(x))
-    assert [mean.name for *_, mean in keras_internals.compiled_losses(model)] == ["a_loss", "b_loss"], WHERE
+    assert [mean.name for *_, mean in keras_internals.compiled_losses(model)] == [
+        "a_loss",
+        "b_loss",
+    ], WHERE
     assert keras_internals.compiled_metrics(model, ["a", "b"]) == ({}, {})
 
 

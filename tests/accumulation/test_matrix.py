@@ -29,18 +29,26 @@ from tests.accumulation.matrix import (
 
 AXES = (("SGD",), KINDS, CUTS, DEVICES)
 ROWS = covering(*AXES)
-QUICK = ROWS[:10]  # the first rows have each kind of model, among them every cut and every number of devices
+QUICK = ROWS[
+    :10
+]  # the first rows have each kind of model, among them every cut and every number of devices
 
 
 def test_every_pair_of_values_is_covered():
     for one, two in combinations(range(len(AXES)), 2):
-        assert {(row[one], row[two]) for row in ROWS} == set(product(AXES[one], AXES[two]))
+        assert {(row[one], row[two]) for row in ROWS} == set(
+            product(AXES[one], AXES[two])
+        )
     assert len(ROWS) == len(KINDS) * len(CUTS)  # the two longest axes need that many
-    assert all({row[axis] for row in QUICK} == set(values) for axis, values in enumerate(AXES))
+    assert all(
+        {row[axis] for row in QUICK} == set(values) for axis, values in enumerate(AXES)
+    )
 
 
 def test_the_optimizers_are_those_of_keras():
-    found = {name for name, cls in inspect.getmembers(keras.optimizers, inspect.isclass)}
+    found = {
+        name for name, cls in inspect.getmembers(keras.optimizers, inspect.isclass)
+    }
     around_others = {"LossScaleOptimizer", "MultiOptimizer"}
     assert found - around_others - {"Optimizer", "OptimizerMap"} == set(OPTIMIZERS)
 
@@ -50,16 +58,30 @@ def test_every_mistake_is_a_control_somewhere():
     assert names >= {"mean_of_means", "last_one_dropped", "regularised_in_each"}
 
 
-DRAWN = ("Muon", "Lion", "AdamW")  # `make soak` has the others, and kinds and cuts that test_pairwise.py crosses too
-ON_REPLICAS = [Case(name, "dense", "ragged", "two replicas") for name in OPTIMIZERS if name != "SGD"]
+DRAWN = (
+    "Muon",
+    "Lion",
+    "AdamW",
+)  # `make soak` has the others, and kinds and cuts that test_pairwise.py crosses too
+ON_REPLICAS = [
+    Case(name, "dense", "ragged", "two replicas")
+    for name in OPTIMIZERS
+    if name != "SGD"
+]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=[pytest.mark.soak] * (case not in QUICK)) for case in ROWS),
         *(
-            pytest.param(case, marks=pytest.mark.slow if case.optimizer in DRAWN else pytest.mark.soak)
+            pytest.param(case, marks=[pytest.mark.soak] * (case not in QUICK))
+            for case in ROWS
+        ),
+        *(
+            pytest.param(
+                case,
+                marks=pytest.mark.slow if case.optimizer in DRAWN else pytest.mark.soak,
+            )
             for case in ON_REPLICAS
         ),
     ],
@@ -70,4 +92,6 @@ def test_updates_are_those_of_whole_batches(float64, case):
     found = DEVICES[case.devices].weights_after(case, FLOAT64)
     assert deviation(found, last, before) < FLOAT64.tolerance
     wrong = after_a_wrong_update(case, FLOAT64)
-    assert deviation(wrong, first, before) > 100 * FLOAT64.tolerance, wrong_way(case).__name__
+    assert deviation(wrong, first, before) > 100 * FLOAT64.tolerance, wrong_way(
+        case
+    ).__name__

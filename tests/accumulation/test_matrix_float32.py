@@ -25,19 +25,28 @@ from tests.accumulation.matrix import (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cut", ["factor 1", "ragged"])  # the two sizes of a first batch
+@pytest.mark.parametrize(
+    "cut", ["factor 1", "ragged"]
+)  # the two sizes of a first batch
 def test_no_gradient_is_so_near_zero_that_its_rounding_shows(precision, kind, cut):
     precision("float32")
     case = Case("SGD", kind, cut, "one device")
     model, _ = at_start(case, FLOAT32)
-    found = np.concatenate([np.ravel(part) for part in gradients_of(case, model, next(batches(case, FLOAT32)))])
+    found = np.concatenate(
+        [
+            np.ravel(part)
+            for part in gradients_of(case, model, next(batches(case, FLOAT32)))
+        ]
+    )
     # Rounded by 2⁻²⁴ of about 0.1. RMSprop and Adadelta divide by √(v + 1e-7), Adam by √v + 1e-7, Lion takes the sign.
     assert np.abs(found[found != 0]).min() > 5e-4
 
 
 # The first rows have each kind of model once, and among them every cut and every number of devices.
 ROWS = covering(("SGD",), KINDS, CUTS, DEVICES)[: len(KINDS)]
-OTHERS = [Case(name, "dense", "ragged", "one device") for name in OPTIMIZERS if name != "SGD"]
+OTHERS = [
+    Case(name, "dense", "ragged", "one device") for name in OPTIMIZERS if name != "SGD"
+]
 
 
 def test_every_value_is_in_a_row():
@@ -47,7 +56,9 @@ def test_every_value_is_in_a_row():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [*ROWS, *(pytest.param(case, marks=pytest.mark.soak) for case in OTHERS)], ids="-".join
+    "case",
+    [*ROWS, *(pytest.param(case, marks=pytest.mark.soak) for case in OTHERS)],
+    ids="-".join,
 )
 def test_one_update_is_that_of_the_whole_batch(precision, case):
     precision("float32")
@@ -55,4 +66,6 @@ def test_one_update_is_that_of_the_whole_batch(precision, case):
     found = DEVICES[case.devices].weights_after(case, FLOAT32)
     assert deviation(found, expected, before) < FLOAT32.tolerance
     wrong = after_a_wrong_update(case, FLOAT32)
-    assert deviation(wrong, expected, before) > 100 * FLOAT32.tolerance, wrong_way(case).__name__
+    assert deviation(wrong, expected, before) > 100 * FLOAT32.tolerance, wrong_way(
+        case
+    ).__name__

@@ -29,7 +29,13 @@ def cross_entropy(**arguments):
 
 
 def dense(**arguments):
-    return keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh", **arguments), layers.Dense(3, **arguments)])
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, "tanh", **arguments),
+            layers.Dense(3, **arguments),
+        ]
+    )
 
 
 def masked():
@@ -41,7 +47,10 @@ def masked():
 def two_heads(wrap=list):
     inputs = keras.Input((6,))
     hidden = layers.Dense(8, "tanh")(inputs)
-    heads = {"kind": layers.Dense(3, name="kind")(hidden), "size": layers.Dense(1, name="size")(hidden)}
+    heads = {
+        "kind": layers.Dense(3, name="kind")(hidden),
+        "size": layers.Dense(1, name="size")(hidden),
+    }
     return keras.Model(inputs, list(heads.values()) if wrap is list else heads)
 
 
@@ -77,7 +86,9 @@ def regularised():
 
 def padded(examples):
     tokens = np.random.default_rng(2).integers(1, 7, size=(examples, 5))
-    tokens[np.arange(5) >= np.random.default_rng(3).integers(1, 6, size=(examples, 1))] = 0
+    tokens[
+        np.arange(5) >= np.random.default_rng(3).integers(1, 6, size=(examples, 1))
+    ] = 0
     return tokens
 
 
@@ -94,25 +105,43 @@ CASES = {
             "optimizer": keras.optimizers.Adam(0.01, clipnorm=0.5),
             "loss": cross_entropy(reduction="mean_with_sample_weight"),
             "metrics": ["accuracy"],
-            "weighted_metrics": ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True)],
+            "weighted_metrics": [
+                "accuracy",
+                keras.metrics.SparseCategoricalCrossentropy(from_logits=True),
+            ],
         },
     ),
     "names": (
         lambda: keras.Sequential([dense(), layers.Softmax()]),
         (X, np.eye(3)[Y]),
-        lambda: {"optimizer": "sgd", "loss": "crossentropy", "metrics": ["acc", "mse", keras.metrics.AUC(name="auc")]},
+        lambda: {
+            "optimizer": "sgd",
+            "loss": "crossentropy",
+            "metrics": ["acc", "mse", keras.metrics.AUC(name="auc")],
+        },
     ),
     "masked": (
         masked,
         (padded(N), padded(N) % 3),
-        lambda: {"optimizer": keras.optimizers.SGD(0.5), "loss": cross_entropy(), "metrics": ["accuracy"]},
+        lambda: {
+            "optimizer": keras.optimizers.SGD(0.5),
+            "loss": cross_entropy(),
+            "metrics": ["accuracy"],
+        },
     ),
     "regularised": (
         regularised,
         (X, Y),
-        lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": cross_entropy()},
+        lambda: {
+            "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+            "loss": cross_entropy(),
+        },
     ),
-    "built_late": (Late, (X, Y), lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": cross_entropy()}),
+    "built_late": (
+        Late,
+        (X, Y),
+        lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": cross_entropy()},
+    ),
     "two_in_a_list": (
         two_heads,
         (X, list(HEADS.values())),
@@ -145,10 +174,19 @@ def made(make, weights=None, strategy=None):
 def trained(model, compiled, data, *, steps_per_execution=1, jit_compile="auto", **fit):
     """The history and the weights after a `fit` in large batches that are not shuffled."""
     with model.distribute_strategy.scope():
-        model.compile(**compiled(), steps_per_execution=steps_per_execution, jit_compile=jit_compile)
+        model.compile(
+            **compiled(),
+            steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
+        )
     if not isinstance(data, tf.data.Dataset):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        fit |= {"y": y, "sample_weight": sample_weight, "shuffle": False, "batch_size": fit.get("batch_size", 16)}
+        fit |= {
+            "y": y,
+            "sample_weight": sample_weight,
+            "shuffle": False,
+            "batch_size": fit.get("batch_size", 16),
+        }
         data = x
     history = model.fit(data, epochs=fit.pop("epochs", 3), verbose=0, **fit).history
     return history, model.get_weights()
@@ -158,31 +196,48 @@ def assert_equal(ours, theirs, tolerance=EXACT):
     (our_history, our_weights), (their_history, their_weights) = ours, theirs
     assert our_history.keys() == their_history.keys()
     for key, values in their_history.items():
-        np.testing.assert_allclose(our_history[key], values, rtol=tolerance, err_msg=key)
+        np.testing.assert_allclose(
+            our_history[key], values, rtol=tolerance, err_msg=key
+        )
     for a, b in zip(our_weights, their_weights, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max()))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max())
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
         *mostly_slow(
-            ((name, 1) for name in CASES), [("sample_weights", 1), ("regularised", 1)], [("two_in_a_dict", 1)]
+            ((name, 1) for name in CASES),
+            [("sample_weights", 1), ("regularised", 1)],
+            [("two_in_a_dict", 1)],
         ),
-        *mostly_slow(((name, 2) for name in ("sample_weights", "masked", "built_late")), [], [("masked", 2)]),
+        *mostly_slow(
+            ((name, 2) for name in ("sample_weights", "masked", "built_late")),
+            [],
+            [("masked", 2)],
+        ),
     ],
 )
 def test_fit_is_that_of_the_large_batches(name, devices):
     make, data, compiled = CASES[name]
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
+    strategy = (
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
+    )
     validation = {"validation_data": data, "validation_batch_size": N}
     theirs = trained(made(make), compiled, data, **validation)
     inner = made(make, strategy=strategy)
     ours = trained(AccumulatingModel(inner, 5), compiled, data, **validation)
     if name.startswith("two"):
         scales = compiled().get("loss_weights", [1, 1])
-        means = [[history.pop(f"{output}_loss") for output in HEADS] for history, _ in (ours, theirs)]
-        np.testing.assert_allclose(np.dot(scales, means[0]), ours[0]["loss"], rtol=EXACT)
+        means = [
+            [history.pop(f"{output}_loss") for output in HEADS]
+            for history, _ in (ours, theirs)
+        ]
+        np.testing.assert_allclose(
+            np.dot(scales, means[0]), ours[0]["loss"], rtol=EXACT
+        )
         # Keras weighs the batch of 1 as those of 16 there, and not in the loss.
         assert np.abs(np.dot(scales, means[1]) / theirs[0]["loss"] - 1).min() > 1e-3
     assert_equal(ours, theirs)
@@ -211,7 +266,9 @@ def test_the_model_is_traced_once_for_a_fit():
 def test_the_loss_of_each_output():
     make, data, compiled = CASES["two_in_a_list"]
     theirs = trained(made(make), compiled, data, batch_size=11, epochs=2)
-    ours = trained(AccumulatingModel(made(make), 4), compiled, data, batch_size=11, epochs=2)
+    ours = trained(
+        AccumulatingModel(made(make), 4), compiled, data, batch_size=11, epochs=2
+    )
     assert_equal(ours, theirs)
     assert {"kind_loss", "size_loss", "kind_accuracy", "size_mae"} < ours[0].keys()
 
@@ -225,7 +282,9 @@ def test_several_outputs_are_evaluated_as_in_keras_also_when_compiled_again():
         for model in (plain, ours):
             model.compile(**compiled())
         theirs = plain.evaluate(*data, batch_size=11, verbose=0)
-        np.testing.assert_allclose(ours.evaluate(*data, batch_size=11, verbose=0), theirs, rtol=1e-12)
+        np.testing.assert_allclose(
+            ours.evaluate(*data, batch_size=11, verbose=0), theirs, rtol=1e-12
+        )
         assert ours.metrics_names == plain.metrics_names
         assert len(ours.metrics_variables) == len(plain.metrics_variables)
 
@@ -233,21 +292,38 @@ def test_several_outputs_are_evaluated_as_in_keras_also_when_compiled_again():
 def test_the_accumulation_of_keras_is_far_from_it():
     make, data, compiled = CASES["sample_weights"]
     theirs = trained(made(make), compiled, data, batch_size=15)
-    ours = trained(AccumulatingModel(made(make), 4), compiled, data, batch_size=15)  # 4 + 4 + 4 + 3
+    ours = trained(
+        AccumulatingModel(made(make), 4), compiled, data, batch_size=15
+    )  # 4 + 4 + 4 + 3
     assert_equal(ours, theirs)
-    adam = {"optimizer": keras.optimizers.Adam(0.01, clipnorm=0.5, gradient_accumulation_steps=4)}
+    adam = {
+        "optimizer": keras.optimizers.Adam(
+            0.01, clipnorm=0.5, gradient_accumulation_steps=4
+        )
+    }
     _, weights = trained(made(make), lambda: compiled() | adam, data, batch_size=4)
-    assert max(np.abs(a - b).max() for a, b in zip(weights, theirs[1], strict=True)) > 1e-3
+    assert (
+        max(np.abs(a - b).max() for a, b in zip(weights, theirs[1], strict=True)) > 1e-3
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_short_batch_in_the_middle_of_a_dataset(devices):
     make, data, compiled = CASES["regularised"]
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
-    batches = tf.data.Dataset.from_tensor_slices(data).batch(15).repeat()  # of 15, 15 and 3: shares of 8 and 7
+    strategy = (
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
+    )
+    batches = (
+        tf.data.Dataset.from_tensor_slices(data).batch(15).repeat()
+    )  # of 15, 15 and 3: shares of 8 and 7
     theirs = trained(made(make), compiled, batches, steps_per_epoch=4)
-    ours = trained(AccumulatingModel(made(make, strategy=strategy), 5), compiled, batches, steps_per_epoch=4)
+    ours = trained(
+        AccumulatingModel(made(make, strategy=strategy), 5),
+        compiled,
+        batches,
+        steps_per_epoch=4,
+    )
     assert_equal(ours, theirs)
 
 
@@ -255,8 +331,13 @@ def test_a_short_batch_in_the_middle_of_a_dataset(devices):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_several_steps_an_execution(devices):
     make, data, compiled = CASES["sample_weights"]
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
-    counts, batches = Counts(), tf.data.Dataset.from_tensor_slices(data).batch(4)  # 9: the last of 1 example
+    strategy = (
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
+    )
+    counts, batches = (
+        Counts(),
+        tf.data.Dataset.from_tensor_slices(data).batch(4),
+    )  # 9: the last of 1 example
     theirs = trained(made(make), compiled, batches)
     model = AccumulatingModel(made(make, strategy=strategy), 3)
     ours = trained(model, compiled, batches, steps_per_execution=3, callbacks=[counts])
@@ -283,16 +364,24 @@ def test_callbacks_see_what_they_see_in_a_plain_fit(tmp_path):
         callbacks = [
             Counts(),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-            keras.callbacks.ModelCheckpoint(folder / "{epoch}.weights.h5", save_weights_only=True),
-            keras.callbacks.EarlyStopping("val_accuracy", patience=2, baseline=1.1, restore_best_weights=True),
+            keras.callbacks.ModelCheckpoint(
+                folder / "{epoch}.weights.h5", save_weights_only=True
+            ),
+            keras.callbacks.EarlyStopping(
+                "val_accuracy", patience=2, baseline=1.1, restore_best_weights=True
+            ),
         ]
-        result = trained(model, compiled, data, epochs=9, validation_data=data, callbacks=callbacks)
+        result = trained(
+            model, compiled, data, epochs=9, validation_data=data, callbacks=callbacks
+        )
         return result, callbacks[0], sorted(file.name for file in folder.iterdir())
 
     for folder in ("plain", "ours"):
         (tmp_path / folder).mkdir()
     theirs, their_counts, their_files = fitted(made(make), tmp_path / "plain")
-    ours, our_counts, our_files = fitted(AccumulatingModel(made(make), 5), tmp_path / "ours")
+    ours, our_counts, our_files = fitted(
+        AccumulatingModel(made(make), 5), tmp_path / "ours"
+    )
     assert_equal(ours, theirs)
     assert len(ours[0]["loss"]) == 3
     assert our_counts.ended == their_counts.ended == [0, 1, 2] * 3
@@ -305,26 +394,41 @@ def test_class_weights():
     make, (x, y, _), compiled = CASES["sample_weights"]
     weights = {"class_weight": {0: 1.0, 1: 5.0, 2: 0.2}}
     theirs = trained(made(make), compiled, (x, y), **weights)
-    assert_equal(trained(AccumulatingModel(made(make), 5), compiled, (x, y), **weights), theirs)
-    assert abs(theirs[0]["loss"][0] - trained(made(make), compiled, (x, y))[0]["loss"][0]) > 1e-3
+    assert_equal(
+        trained(AccumulatingModel(made(make), 5), compiled, (x, y), **weights), theirs
+    )
+    assert (
+        abs(theirs[0]["loss"][0] - trained(made(make), compiled, (x, y))[0]["loss"][0])
+        > 1e-3
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_single_batches_and_predictions(devices):
     make, data, compiled = CASES["sample_weights"]
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
+    strategy = (
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else None
+    )
     plain, model = made(make), AccumulatingModel(made(make, strategy=strategy), 5)
     for each in (plain, model):
         with each.distribute_strategy.scope():
             each.compile(**compiled())
     for batch in (data, [part[:1] for part in data]):
-        theirs, ours = (each.train_on_batch(*batch, return_dict=True) for each in (plain, model))
+        theirs, ours = (
+            each.train_on_batch(*batch, return_dict=True) for each in (plain, model)
+        )
         assert ours == pytest.approx(theirs, rel=EXACT)
-        theirs, ours = (each.test_on_batch(*batch, return_dict=True) for each in (plain, model))
+        theirs, ours = (
+            each.test_on_batch(*batch, return_dict=True) for each in (plain, model)
+        )
         assert ours == pytest.approx(theirs, rel=EXACT)
     for size in (7, N):
-        np.testing.assert_allclose(model.predict(X, size, verbose=0), plain.predict(X, size, verbose=0), rtol=EXACT)
+        np.testing.assert_allclose(
+            model.predict(X, size, verbose=0),
+            plain.predict(X, size, verbose=0),
+            rtol=EXACT,
+        )
     np.testing.assert_allclose(model(X), plain(X), rtol=EXACT)
 
 
@@ -339,9 +443,18 @@ def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
     loaded = keras.models.load_model(tmp_path / "whole.keras")
     assert isinstance(loaded, AccumulatingModel)
     assert loaded.micro_batch_size == 5
-    arguments = {"y": data[1], "sample_weight": data[2], "batch_size": 16, "shuffle": False, "verbose": 0}
+    arguments = {
+        "y": data[1],
+        "sample_weight": data[2],
+        "batch_size": 16,
+        "shuffle": False,
+        "verbose": 0,
+    }
     history = loaded.fit(data[0], initial_epoch=2, epochs=3, **arguments).history
-    assert_equal((history, loaded.get_weights()), ({key: values[2:] for key, values in whole[0].items()}, whole[1]))
+    assert_equal(
+        (history, loaded.get_weights()),
+        ({key: values[2:] for key, values in whole[0].items()}, whole[1]),
+    )
     inner = keras.models.load_model(tmp_path / "inner.keras")
     assert type(inner) is keras.Sequential
     np.testing.assert_array_equal(inner(X), model.inner(X))
@@ -350,7 +463,9 @@ def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
 @pytest.mark.slow
 def test_the_loss_scale_of_a_loaded_model_goes_on(tmp_path):
     """It doubles after every third of the updates, of which there are four in a fit."""
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=8.0, dynamic_growth_steps=3)
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(), initial_scale=8.0, dynamic_growth_steps=3
+    )
     model = AccumulatingModel(made(dense), 5)
     model.compile(scaled, cross_entropy())
     model.fit(random(32, 6), labels(32), batch_size=8, verbose=0)
@@ -364,7 +479,11 @@ def test_the_loss_scale_of_a_loaded_model_goes_on(tmp_path):
 @pytest.mark.slow
 def test_weights_that_a_callback_has_saved_load_into_the_plain_model(tmp_path):
     make, data, compiled = CASES["sample_weights"]
-    model, plain, file = AccumulatingModel(made(make), 5), made(make), tmp_path / "kept.weights.h5"
+    model, plain, file = (
+        AccumulatingModel(made(make), 5),
+        made(make),
+        tmp_path / "kept.weights.h5",
+    )
     save = keras.callbacks.ModelCheckpoint(file, save_weights_only=True)
     trained(model, compiled, data, epochs=1, callbacks=[save])
     for other in (plain, AccumulatingModel(made(make), 5)):
@@ -380,7 +499,9 @@ def test_a_fit_that_is_backed_up_goes_on_with_its_optimizer(tmp_path):
     model.save_weights(tmp_path / "kept.weights.h5")
     trained(other, compiled, data, epochs=1)
     other.load_weights(tmp_path / "kept.weights.h5")
-    for one, two in zip(other.optimizer.variables, model.optimizer.variables, strict=True):
+    for one, two in zip(
+        other.optimizer.variables, model.optimizer.variables, strict=True
+    ):
         np.testing.assert_array_equal(one, two)
 
 
@@ -388,7 +509,9 @@ class Interpreted(layers.Layer):
     """Runs in Python, which XLA cannot."""
 
     def call(self, x):
-        return tf.ensure_shape(tf.numpy_function(lambda value: value, [x], x.dtype), x.shape)
+        return tf.ensure_shape(
+            tf.numpy_function(lambda value: value, [x], x.dtype), x.shape
+        )
 
 
 @pytest.mark.slow
@@ -400,7 +523,9 @@ def test_xla_compiles_the_micro_steps_where_it_is_asked_for():
     assert model.get_compile_config()["jit_compile"] is True
 
     def not_for_xla():
-        return AccumulatingModel(keras.Sequential([keras.Input((6,)), Interpreted(), layers.Dense(3)]), 5)
+        return AccumulatingModel(
+            keras.Sequential([keras.Input((6,)), Interpreted(), layers.Dense(3)]), 5
+        )
 
     trained(not_for_xla(), compiled, data, epochs=1)
     with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)):

@@ -8,7 +8,11 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses
 
-from pipeline.accumulation import AccumulatingModel, AccumulatingOptimizer, accumulate_gradients
+from pipeline.accumulation import (
+    AccumulatingModel,
+    AccumulatingOptimizer,
+    accumulate_gradients,
+)
 
 X, Y = np.ones((8, 6), "float32"), np.zeros(8, int)
 
@@ -40,7 +44,9 @@ class Reduced(losses.Loss):
 
 
 def synchronized():
-    return keras.Sequential([keras.Input((6,)), layers.BatchNormalization(synchronized=True)])
+    return keras.Sequential(
+        [keras.Input((6,)), layers.BatchNormalization(synchronized=True)]
+    )
 
 
 def float8():
@@ -50,20 +56,50 @@ def float8():
 
 
 def stateful():
-    return keras.Sequential([keras.Input(batch_shape=(8, 2, 6)), layers.LSTM(3, stateful=True, name="lstm")])
+    return keras.Sequential(
+        [keras.Input(batch_shape=(8, 2, 6)), layers.LSTM(3, stateful=True, name="lstm")]
+    )
 
 
 @pytest.mark.parametrize(
     ("inner", "size", "message"),
     [
-        (dense, 0, "micro_batch_size must be a whole number of at least 1. Received: 0"),
-        (dense, True, "micro_batch_size must be a whole number of at least 1. Received: True"),
-        (dense, 2.5, "micro_batch_size must be a whole number of at least 1. Received: 2.5"),
-        (dense, None, "micro_batch_size must be a whole number of at least 1. Received: None"),
+        (
+            dense,
+            0,
+            "micro_batch_size must be a whole number of at least 1. Received: 0",
+        ),
+        (
+            dense,
+            True,
+            "micro_batch_size must be a whole number of at least 1. Received: True",
+        ),
+        (
+            dense,
+            2.5,
+            "micro_batch_size must be a whole number of at least 1. Received: 2.5",
+        ),
+        (
+            dense,
+            None,
+            "micro_batch_size must be a whole number of at least 1. Received: None",
+        ),
         (lambda: layers.Dense(3), 4, "inner must be a keras.Model. Received: Dense"),
-        (lambda: OwnStep([layers.Dense(3)]), 4, "inner must not define train_step, which is not called here"),
-        (lambda: OwnLoss([layers.Dense(3)]), 4, "inner must not define compute_loss, which is not called here"),
-        (lambda: AccumulatingModel(dense(), 4), 2, "inner must not define train_step, which is not called here"),
+        (
+            lambda: OwnStep([layers.Dense(3)]),
+            4,
+            "inner must not define train_step, which is not called here",
+        ),
+        (
+            lambda: OwnLoss([layers.Dense(3)]),
+            4,
+            "inner must not define compute_loss, which is not called here",
+        ),
+        (
+            lambda: AccumulatingModel(dense(), 4),
+            2,
+            "inner must not define train_step, which is not called here",
+        ),
         (synchronized, 4, "inner must have no BatchNormalization(synchronized=True)"),
         (
             float8,
@@ -105,21 +141,28 @@ class OwnDropout(layers.Dropout):
 )
 def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
     x = np.ones((8, 6, 4), "float32")
-    inner = keras.Sequential([keras.Input((6, 4)), noisy(), layers.Flatten(), layers.Dense(3)])
+    inner = keras.Sequential(
+        [keras.Input((6, 4)), noisy(), layers.Flatten(), layers.Dense(3)]
+    )
     for same_noise in (True, "auto"):
         model = AccumulatingModel(inner, 4, same_noise=same_noise)
         model.compile("sgd", cross_entropy())
         if same_noise == "auto":
             model.fit(x, Y, verbose=0)
         else:
-            with pytest.raises(ValueError, match=f"same_noise must be .* Received: True, {name}"):
+            with pytest.raises(
+                ValueError, match=f"same_noise must be .* Received: True, {name}"
+            ):
                 model.fit(x, Y, verbose=0)
 
 
 @pytest.mark.parametrize(
     ("compiled", "message"),
     [
-        (lambda: {"run_eagerly": True}, "run_eagerly must be False: micro-steps are traced"),
+        (
+            lambda: {"run_eagerly": True},
+            "run_eagerly must be False: micro-steps are traced",
+        ),
         (
             lambda: {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)},
             "the optimizer must not accumulate a second time",
@@ -129,9 +172,15 @@ def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
             "the optimizer must not accumulate a second time",
         ),
         (dict, "No loss to compute"),
-        (lambda: {"loss": [cross_entropy(), cross_entropy()]}, "loss must have one entry for an output"),
+        (
+            lambda: {"loss": [cross_entropy(), cross_entropy()]},
+            "loss must have one entry for an output",
+        ),
         (lambda: {"loss": Reduced()}, "loss must compute in `call`"),
-        (lambda: {"loss": cross_entropy(reduction="none")}, "The loss must have a reduction"),
+        (
+            lambda: {"loss": cross_entropy(reduction="none")},
+            "The loss must have a reduction",
+        ),
     ],
 )
 def test_what_compile_cannot_be_given(compiled, message):
@@ -149,14 +198,26 @@ def test_what_compile_cannot_be_given(compiled, message):
 def test_a_strategy_that_does_not_fit():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     inner = dense()
-    with strategy.scope(), pytest.raises(ValueError, match="inner must be made in the scope of the strategy"):
+    with (
+        strategy.scope(),
+        pytest.raises(
+            ValueError, match="inner must be made in the scope of the strategy"
+        ),
+    ):
         AccumulatingModel(inner, 4)
     with strategy.scope():
         mirrored = dense()
     model = AccumulatingModel(mirrored, 4)
     model.compile("sgd", cross_entropy())
-    with strategy.scope(), pytest.raises(ValueError, match="fit must be called outside of the strategy's scope"):
+    with (
+        strategy.scope(),
+        pytest.raises(
+            ValueError, match="fit must be called outside of the strategy's scope"
+        ),
+    ):
         model.fit(X, Y, verbose=0)
-    distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(16))
+    distributed = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+    )
     with pytest.raises(ValueError, match="the dataset must not be distributed"):
         model.fit(distributed, verbose=0)

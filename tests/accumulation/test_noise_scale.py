@@ -29,26 +29,47 @@ def linear():
     return x, y, float(delta @ delta)
 
 
-def _estimates(linear, micro_batch_size, strategy=None, sizes=None, every=1, weights=None):
+def _estimates(
+    linear, micro_batch_size, strategy=None, sizes=None, every=1, weights=None
+):
     x, y, _ = linear
     strategy = strategy or tf.distribute.get_strategy()
     with strategy.scope():
-        model = keras.Sequential([keras.Input((DIMENSIONS,)), keras.layers.Dense(1, use_bias=False, dtype="float64")])
+        model = keras.Sequential(
+            [
+                keras.Input((DIMENSIONS,)),
+                keras.layers.Dense(1, use_bias=False, dtype="float64"),
+            ]
+        )
         model.layers[0].kernel.assign(np.zeros((DIMENSIONS, 1)))
         # So small a rate that the weights stay where the true value is known.
         optimizer = keras.optimizers.SGD(1e-30)
         optimizer.build(model.trainable_variables)
     reduction = "sum_over_batch_size" if weights is None else "mean_with_sample_weight"
     loss = keras.losses.MeanSquaredError(reduction, dtype="float64")
-    update = Update(model, loss, optimizer, micro_batch_size, strategy=strategy, noise_every=every)
+    update = Update(
+        model, loss, optimizer, micro_batch_size, strategy=strategy, noise_every=every
+    )
 
-    @tf.function(input_signature=[tf.TensorSpec([None, DIMENSIONS], "float64"), tf.TensorSpec([None, 1], "float64")])
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([None, DIMENSIONS], "float64"),
+            tf.TensorSpec([None, 1], "float64"),
+        ]
+    )
     def step(a, b):
-        results = update((a, b) if weights is None else (a, b, tf.constant(weights, "float64")[: tf.shape(a)[0]]))
+        results = update(
+            (a, b)
+            if weights is None
+            else (a, b, tf.constant(weights, "float64")[: tf.shape(a)[0]])
+        )
         return results["gradient_variance"], results["gradient_square"]
 
     sizes = sizes or [BATCH]
-    found = [step(x[i, : (n := sizes[i % len(sizes)])], y[i, :n, None]) for i in range(len(x))]
+    found = [
+        step(x[i, : (n := sizes[i % len(sizes)])], y[i, :n, None])
+        for i in range(len(x))
+    ]
     return np.array([[float(variance), float(square)] for variance, square in found])
 
 
@@ -69,10 +90,16 @@ def test_it_is_unbiased_on_a_linear_gaussian_problem(linear, micro, sizes, weigh
     # tr(Σ) = 4((d + 2)|δ|² + dσ²) − 4|δ|².
     truth = np.array([4 * ((d + 1) * squared + d * SIGMA**2), 4 * squared])
     error = found.std(axis=0, ddof=1) / math.sqrt(len(found))
-    assert np.all(np.abs(found.mean(axis=0) - truth) < 4 * error)  # four standard errors: 1 in 16 000
+    assert np.all(
+        np.abs(found.mean(axis=0) - truth) < 4 * error
+    )  # four standard errors: 1 in 16 000
     assert np.all(error < 0.06 * truth)  # and they are small enough to mean something
     # A negative control: what treats the update's own gradient as the true one, and so forgets tr(Σ)/B.
-    examples = np.resize(sizes, len(found)) if weights is None else weights.sum() ** 2 / (weights**2).sum()
+    examples = (
+        np.resize(sizes, len(found))
+        if weights is None
+        else weights.sum() ** 2 / (weights**2).sum()
+    )
     biased = found[:, 1] + found[:, 0] / examples
     assert abs(biased.mean() - truth[1]) > 8 * error[1]
 
@@ -81,7 +108,9 @@ def test_it_is_measured_once_in_so_many_updates(linear):
     x, y, squared = linear
     few = x[:7], y[:7], squared
     measured = _estimates(few, 8, every=3)
-    np.testing.assert_array_equal(np.isnan(measured).all(axis=1), [False, True, True, False, True, True, False])
+    np.testing.assert_array_equal(
+        np.isnan(measured).all(axis=1), [False, True, True, False, True, True, False]
+    )
     np.testing.assert_allclose(measured[::3], _estimates(few, 8)[::3], rtol=1e-12)
 
 
@@ -95,14 +124,26 @@ def test_replicas_add_up_to_one_device(linear):
 
 @pytest.mark.parametrize(
     ("reduction", "devices"),
-    mostly_slow(itertools.product(["sum_over_batch_size", "sum"], [1, 2]), [("sum_over_batch_size", 1), ("sum", 2)]),
+    mostly_slow(
+        itertools.product(["sum_over_batch_size", "sum"], [1, 2]),
+        [("sum_over_batch_size", 1), ("sum", 2)],
+    ),
 )
 def test_the_gradients_are_those_that_are_applied(float64, linear, reduction, devices):
     x, y = linear[0][0, :13], linear[1][0, :13, None]
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices == 2 else tf.distribute.get_strategy()
+    strategy = (
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        if devices == 2
+        else tf.distribute.get_strategy()
+    )
     penalty = keras.regularizers.L2(0.7)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((DIMENSIONS,)), keras.layers.Dense(1, kernel_regularizer=penalty)])
+        model = keras.Sequential(
+            [
+                keras.Input((DIMENSIONS,)),
+                keras.layers.Dense(1, kernel_regularizer=penalty),
+            ]
+        )
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
         optimizer.build(model.trainable_variables)
     loss = keras.losses.MeanSquaredError(reduction=reduction)
@@ -113,16 +154,32 @@ def test_the_gradients_are_those_that_are_applied(float64, linear, reduction, de
         with tf.GradientTape() as tape:
             square = tf.reduce_mean(tf.square(model(x[start:stop]) - y[start:stop]))
             value = whole * square + sum(model.losses)
-        return np.concatenate([np.ravel(g) for g in tape.gradient(value, [v.value for v in model.trainable_variables])])
+        return np.concatenate(
+            [
+                np.ravel(g)
+                for g in tape.gradient(
+                    value, [v.value for v in model.trainable_variables]
+                )
+            ]
+        )
 
-    cuts = [(0, 5), (5, 10), (10, 13)] if devices == 1 else [(0, 5), (5, 7), (7, 12), (12, 13)]  # 7 + 6, in fives
-    of_parts = sum((stop - start) * gradient(start, stop) @ gradient(start, stop) for start, stop in cuts)
+    cuts = (
+        [(0, 5), (5, 10), (10, 13)]
+        if devices == 1
+        else [(0, 5), (5, 7), (7, 12), (12, 13)]
+    )  # 7 + 6, in fives
+    of_parts = sum(
+        (stop - start) * gradient(start, stop) @ gradient(start, stop)
+        for start, stop in cuts
+    )
     of_mean = gradient(0, 13) @ gradient(0, 13)
     variance = (of_parts - 13 * of_mean) / (len(cuts) - 1)
     update = Update(model, loss, optimizer, 5, strategy=strategy, noise_every=1)
     results = tf.function(lambda: update((x, y)))()
     assert float(results["gradient_variance"]) == pytest.approx(variance, rel=1e-12)
-    assert float(results["gradient_square"]) == pytest.approx(of_mean - variance / 13, rel=1e-12)
+    assert float(results["gradient_square"]) == pytest.approx(
+        of_mean - variance / 13, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +198,9 @@ def test_how_many_examples_count(masked, weights, expected):
         outputs._keras_mask = tf.constant(masked) == 1
     weights = None if weights is None else tf.constant(weights, tf.float32)[:, None]
     loss = keras.losses.MeanSquaredError("mean_with_sample_weight", dtype="float32")
-    assert float(weighted_sum(loss, tf.zeros_like(outputs), outputs, weights).examples) == pytest.approx(expected)
+    assert float(
+        weighted_sum(loss, tf.zeros_like(outputs), outputs, weights).examples
+    ) == pytest.approx(expected)
 
 
 def test_smoothing_divides_last():
@@ -171,9 +230,20 @@ def test_what_regularises_weights_is_not_measured(precision):
     for regularizer in (None, keras.regularizers.L2(1e-30)):
         keras.utils.set_random_seed(0)
         dense = keras.layers.Dense(1, kernel_regularizer=regularizer)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Reshape((4, 1)), keras.layers.Masking(), dense])
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Reshape((4, 1)),
+                keras.layers.Masking(),
+                dense,
+            ]
+        )
         optimizer = keras.optimizers.SGD(0.0)
         optimizer.build(model.trainable_variables)
-        update = Update(model, keras.losses.MeanSquaredError(), optimizer, 2, noise_every=1)
-        found.append(float(tf.function(update, autograph=False)((x, y))["gradient_variance"]))
+        update = Update(
+            model, keras.losses.MeanSquaredError(), optimizer, 2, noise_every=1
+        )
+        found.append(
+            float(tf.function(update, autograph=False)((x, y))["gradient_variance"])
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-6)

@@ -35,14 +35,18 @@ class InfoNCE(losses.Loss):
     def call(self, y_true, y_pred):
         left, right = tf.unstack(tf.math.l2_normalize(y_pred, -1), axis=1)
         logits = tf.matmul(left, right, transpose_b=True) / 0.2
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(left)[0]), logits)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.range(tf.shape(left)[0]), logits
+        )
 
 
 class Decorrelated(losses.Loss):
     """The off-diagonal of the outputs' second moments, one number for a batch, as in Barlow twins."""
 
     def call(self, y_true, y_pred):
-        moments = tf.matmul(y_pred, y_pred, transpose_a=True) / tf.cast(tf.shape(y_pred)[0], y_pred.dtype)
+        moments = tf.matmul(y_pred, y_pred, transpose_a=True) / tf.cast(
+            tf.shape(y_pred)[0], y_pred.dtype
+        )
         return tf.reduce_sum(tf.square(moments - tf.eye(4, dtype=y_pred.dtype)))
 
 
@@ -50,7 +54,9 @@ class Neighbours(losses.Loss):
     """For masked steps and for logits on outputs: each step's error against the mean of the batch."""
 
     def call(self, y_true, y_pred):
-        return tf.reduce_mean(tf.square(y_pred - tf.reduce_mean(y_pred, 0, keepdims=True)), -1)
+        return tf.reduce_mean(
+            tf.square(y_pred - tf.reduce_mean(y_pred, 0, keepdims=True)), -1
+        )
 
 
 class Counts(layers.Layer):
@@ -89,13 +95,19 @@ def two_outputs():
     inputs = keras.Input((6,))
     hidden = layers.Dropout(0.3)(inputs)
     return keras.Model(
-        inputs, {"classes": layers.Dense(4, "softmax")(hidden), "near": layers.UnitNormalization()(tower(hidden))}
+        inputs,
+        {
+            "classes": layers.Dense(4, "softmax")(hidden),
+            "near": layers.UnitNormalization()(tower(hidden)),
+        },
     )
 
 
 def masked():
     tokens = keras.Input((5,), dtype="int64")
-    return keras.Model(tokens, layers.Dense(4)(layers.Embedding(4, 8, mask_zero=True)(tokens)))
+    return keras.Model(
+        tokens, layers.Dense(4)(layers.Embedding(4, 8, mask_zero=True)(tokens))
+    )
 
 
 def batch_of(size, kind, seed=0):
@@ -107,7 +119,11 @@ def batch_of(size, kind, seed=0):
         "two outputs": (x, {"classes": y, "near": y}),
         "masked": (random.integers(0, 4, (size, 5)), np.zeros((size, 5, 1))),
     }
-    return (*by_kind.get(kind, (x, y)), weights) if kind == "weighted" else by_kind.get(kind, (x, y))
+    return (
+        (*by_kind.get(kind, (x, y)), weights)
+        if kind == "weighted"
+        else by_kind.get(kind, (x, y))
+    )
 
 
 KINDS = {
@@ -117,7 +133,10 @@ KINDS = {
     "scalar": (one_tower, Decorrelated),
     "masked": (masked, Neighbours),
     # From a softmax Keras' cross-entropy takes the logits that it has left on the output.
-    "two outputs": (two_outputs, lambda: {"classes": "sparse_categorical_crossentropy", "near": losses.Circle()}),
+    "two outputs": (
+        two_outputs,
+        lambda: {"classes": "sparse_categorical_crossentropy", "near": losses.Circle()},
+    ),
 }
 ACCUMULATED = {"same_noise": True, "loss_over": "effective_batch"}
 
@@ -126,7 +145,11 @@ def made(kind, loss=None, strategy=None):
     keras.utils.set_random_seed(0)
     with (strategy or tf.distribute.get_strategy()).scope():
         # Keras' Adam moves what has sparse rows in another way than what has dense ones: see test_embeddings.py.
-        optimizer = keras.optimizers.SGD(0.1) if kind == "masked" else keras.optimizers.Adam(0.01)
+        optimizer = (
+            keras.optimizers.SGD(0.1)
+            if kind == "masked"
+            else keras.optimizers.Adam(0.01)
+        )
         model = KINDS[kind][0]()
         model.compile(optimizer, loss or KINDS[kind][1]())
         optimizer.build(model.trainable_variables)
@@ -157,7 +180,11 @@ def accumulated(kind, sizes=SIZES, strategy=None, **changes):
     model = made(kind, strategy=strategy)
     parts = model, KINDS[kind][1](), model.optimizer, -(-max(sizes) // FACTOR)
     update = Update(*parts, strategy=strategy, **(ACCUMULATED | changes))
-    traced = tf.function(lambda *batch: update(batch)["loss"], input_signature=specs(kind), autograph=False)
+    traced = tf.function(
+        lambda *batch: update(batch)["loss"],
+        input_signature=specs(kind),
+        autograph=False,
+    )
     found = [float(traced(*batch_of(size, kind))) for size in sizes]
     return found, model.get_weights()
 
@@ -183,28 +210,42 @@ def test_a_loss_of_micro_batches_is_another_one(float64):
 def test_replicas_gather_the_outputs(float64, kind):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     sizes = (24, 21, 1)  # the last one leaves a replica idle
-    (losses_of, weights), (expected, aimed) = accumulated(kind, sizes, strategy), by_keras(kind, sizes)
+    (losses_of, weights), (expected, aimed) = (
+        accumulated(kind, sizes, strategy),
+        by_keras(kind, sizes),
+    )
     assert losses_of == pytest.approx(expected, rel=EXACT)
     assert apart(weights, aimed) < EXACT
 
 
 def test_metrics_and_what_layers_count_are_those_of_one_pass(float64):
     inputs = keras.Input((6,))
-    model, optimizer = keras.Model(inputs, counts := Counts()(inputs)), keras.optimizers.SGD()
+    model, optimizer = (
+        keras.Model(inputs, counts := Counts()(inputs)),
+        keras.optimizers.SGD(),
+    )
     model = keras.Model(inputs, layers.UnitNormalization()(layers.Dense(4)(counts)))
     optimizer.build(model.trainable_variables)
     seen, examples = model.layers[1].seen, keras.metrics.Mean("mean")
-    metric = keras.metrics.MeanMetricWrapper(lambda y, outputs: tf.cast(y, "float64"), name="label")
-    objective = Objective(losses.Circle(), metrics=[metric], layer_metrics=[seen, examples])
+    metric = keras.metrics.MeanMetricWrapper(
+        lambda y, outputs: tf.cast(y, "float64"), name="label"
+    )
+    objective = Objective(
+        losses.Circle(), metrics=[metric], layer_metrics=[seen, examples]
+    )
     x, y = batch_of(21, "circle")
-    results = tf.function(Update(model, objective, optimizer, 3, **ACCUMULATED), autograph=False)((x, y))
+    results = tf.function(
+        Update(model, objective, optimizer, 3, **ACCUMULATED), autograph=False
+    )((x, y))
     assert float(results["seen"]) == 21
     assert float(results["label"]) == pytest.approx(y.mean(), rel=EXACT)
 
 
 def test_an_evaluation_is_over_each_whole_batch(float64):
     model = made("circle")
-    evaluate = Evaluation(model, Objective(losses.Circle(), loss_over="effective_batch"), 4)
+    evaluate = Evaluation(
+        model, Objective(losses.Circle(), loss_over="effective_batch"), 4
+    )
     x, y = batch_of(21, "circle")
     found = float(tf.function(evaluate, autograph=False)((x, y)).mean_loss())
     assert found == pytest.approx(model.test_on_batch(x, y), rel=EXACT)
@@ -220,7 +261,9 @@ def test_fit_of_an_accumulating_model_equals_that_of_the_plain_one(float64):
         inner = keras.Model(inputs, layers.UnitNormalization()(layers.Dense(4)(inputs)))
         model = wrap(inner)
         model.compile(keras.optimizers.Adam(0.01), "circle")
-        return model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0).history["loss"], inner.get_weights()
+        return model.fit(
+            x, y, batch_size=24, epochs=2, shuffle=False, verbose=0
+        ).history["loss"], inner.get_weights()
 
     wrap = lambda inner: AccumulatingModel(inner, 3, loss_over="effective_batch")  # noqa: E731
     (history, weights), (expected, aimed) = fitted(wrap), fitted(lambda inner: inner)
@@ -233,8 +276,12 @@ def test_a_loss_scale_scales_what_goes_through_the_outputs(precision):
     """A gradient of 2⁻²⁶ is none in float16; of the scaled loss it is."""
     precision("mixed_float16")
     inputs = keras.Input((1,))
-    model = keras.Model(inputs, layers.Dense(1, use_bias=False, kernel_initializer="ones")(inputs))
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**14)
+    model = keras.Model(
+        inputs, layers.Dense(1, use_bias=False, kernel_initializer="ones")(inputs)
+    )
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=2.0**14
+    )
     optimizer.build(model.trainable_variables)
 
     class Small(losses.Loss):
@@ -266,7 +313,9 @@ def updated(model, loss=None, batch=None, **given):
     optimizer = keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
     loss = Decorrelated() if loss is None else loss
-    update = Update(model, loss, optimizer, 2, **({"loss_over": "effective_batch"} | given))
+    update = Update(
+        model, loss, optimizer, 2, **({"loss_over": "effective_batch"} | given)
+    )
     return tf.function(update, autograph=False)(batch or batch_of(6, "circle"))
 
 
@@ -289,7 +338,11 @@ REFUSED = {
         "loss_over must be effective_batch for a loss of several examples at once, circle. Received: 'example'",
     ),
     "marked": (
-        lambda: updated(one_tower(), type("Marked", (Decorrelated,), {"couples_examples": True})(), loss_over=None),
+        lambda: updated(
+            one_tower(),
+            type("Marked", (Decorrelated,), {"couples_examples": True})(),
+            loss_over=None,
+        ),
         "loss_over must be effective_batch for a loss of several examples at once",
     ),
     "measured noise": (
@@ -302,7 +355,10 @@ REFUSED = {
     ),
     "kernel": (
         lambda: accumulate_gradients(
-            frozen(), Objective(Decorrelated(), loss_over="effective_batch"), batch_of(6, "circle"), 2
+            frozen(),
+            Objective(Decorrelated(), loss_over="effective_batch"),
+            batch_of(6, "circle"),
+            2,
         ),
         "loss_over must be example without an Update",
     ),

@@ -25,7 +25,13 @@ SCALARS = 3 + 1 + 1
 PACKED = sum(map(math.prod, GRADIENTS)) + SCALARS
 # Between the CPUs of one process the first replica adds and the others copy; between GPUs or workers all that has one
 # dtype is sent by one collective.
-COLLECTIVE = {"CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce", "NcclReduce"}
+COLLECTIVE = {
+    "CollectiveReduce",
+    "CollectiveReduceV2",
+    "CollectiveReduceV3",
+    "NcclAllReduce",
+    "NcclReduce",
+}
 REPLICAS = ("CPU:1", "CPU:2")  # beside the host, as two GPUs are
 
 
@@ -39,22 +45,48 @@ STRATEGIES = {"two replicas": mirrored}
 def reductions(function: Callable) -> tuple[list[tuple], int]:
     """Return the shapes that a traced function reduces over replicas, and how many reductions are in its loops."""
     specs = tf.TensorSpec([EFFECTIVE, WIDTH]), tf.TensorSpec([EFFECTIVE], tf.int64)
-    graph = tf.function(function, autograph=False).get_concrete_function(*specs).graph.as_graph_def(add_shapes=True)
-    shapes = [node.attr["_output_shapes"].list.shape[0] for node in graph.node if _reduces(node)]
-    nested = [node for inner in graph.library.function for node in inner.node_def if _reduces(node)]
+    graph = (
+        tf.function(function, autograph=False)
+        .get_concrete_function(*specs)
+        .graph.as_graph_def(add_shapes=True)
+    )
+    shapes = [
+        node.attr["_output_shapes"].list.shape[0]
+        for node in graph.node
+        if _reduces(node)
+    ]
+    nested = [
+        node
+        for inner in graph.library.function
+        for node in inner.node_def
+        if _reduces(node)
+    ]
     return [tuple(size.size for size in shape.dim) for shape in shapes], len(nested)
 
 
 def _reduces(node: tf.compat.v1.NodeDef) -> bool:
     """Whether it is a collective, or a sum of what the first replica has and each other one."""
     of_replicas = [re.search(r"(?:^|/)replica_\d+/", name) for name in node.input]
-    return node.op in COLLECTIVE or (node.op == "AddN" and any(of_replicas) and not all(of_replicas))
+    return node.op in COLLECTIVE or (
+        node.op == "AddN" and any(of_replicas) and not all(of_replicas)
+    )
 
 
-def update_of(strategy: tf.distribute.Strategy, factor: int, width: int = 7, *, normalised: bool = False) -> Update:
+def update_of(
+    strategy: tf.distribute.Strategy,
+    factor: int,
+    width: int = 7,
+    *,
+    normalised: bool = False,
+) -> Update:
     with strategy.scope():
-        hidden = keras.layers.Dense(width, "tanh"), *([keras.layers.BatchNormalization()] if normalised else [])
-        model = keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(CLASSES)])
+        hidden = (
+            keras.layers.Dense(width, "tanh"),
+            *([keras.layers.BatchNormalization()] if normalised else []),
+        )
+        model = keras.Sequential(
+            [keras.Input((WIDTH,)), *hidden, keras.layers.Dense(CLASSES)]
+        )
         optimizer = keras.optimizers.Adam(0.1)
         optimizer.build(model.trainable_variables)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -75,13 +107,18 @@ def test_each_gradient_is_reduced_once_an_update(precision, devices, factor):
 
 @pytest.mark.parametrize("factor", [1, 4])
 @pytest.mark.parametrize("devices", STRATEGIES)
-def test_reduced_in_every_micro_step_they_are_factor_times_as_many(precision, devices, factor):
+def test_reduced_in_every_micro_step_they_are_factor_times_as_many(
+    precision, devices, factor
+):
     """The control: sums over all replicas for each piece of the effective batch."""
     precision("float32")
     update, size = update_of(STRATEGIES[devices](), factor), EFFECTIVE // factor
 
     def in_every_step(x, y):
-        return [update.sums((x[start : start + size], y[start : start + size])) for start in range(0, EFFECTIVE, size)]
+        return [
+            update.sums((x[start : start + size], y[start : start + size]))
+            for start in range(0, EFFECTIVE, size)
+        ]
 
     found, _ = reductions(in_every_step)
     assert [shape for shape in found if shape] == factor * GRADIENTS
@@ -95,7 +132,9 @@ def test_reductions_in_a_loop_are_seen(precision, devices):
 
     def in_a_loop(x, y):
         def body(start, total):
-            return start + 16, total + update.sums((x[start : start + 16], y[start : start + 16])).mean_loss()
+            return start + 16, total + update.sums(
+                (x[start : start + 16], y[start : start + 16])
+            ).mean_loss()
 
         return tf.while_loop(lambda start, _: start < EFFECTIVE, body, (0, 0.0))
 
@@ -112,7 +151,9 @@ def beside_the_host(**more) -> tf.compat.v1.GraphDef:
     """The traced graph of an update by two replicas that are not on the host's device."""
     update = update_of(tf.distribute.MirroredStrategy(REPLICAS), 4, **more)
     specs = tf.TensorSpec([EFFECTIVE, WIDTH]), tf.TensorSpec([EFFECTIVE], tf.int64)
-    made = tf.function(lambda *batch: update(batch), autograph=False).get_concrete_function(*specs)
+    made = tf.function(
+        lambda *batch: update(batch), autograph=False
+    ).get_concrete_function(*specs)
     return made.graph.as_graph_def(add_shapes=True)
 
 
@@ -120,13 +161,19 @@ def device_of(node: tf.compat.v1.NodeDef) -> str:
     return node.device[-len("CPU:0") :]
 
 
-def edges(graph: tf.compat.v1.GraphDef, source: str, target: str) -> list[tuple[str, int]]:
+def edges(
+    graph: tf.compat.v1.GraphDef, source: str, target: str
+) -> list[tuple[str, int]]:
     """The operations on one device that take what another one computes, each with its number of elements."""
     of, found = {node.name: node for node in graph.node}, []
     for node in graph.node:
         for name in node.input:
             made, _, output = name.partition(":")
-            if made in of and of[made].op != "Const" and (device_of(of[made]), device_of(node)) == (source, target):
+            if (
+                made in of
+                and of[made].op != "Const"
+                and (device_of(of[made]), device_of(node)) == (source, target)
+            ):
                 shape = of[made].attr["_output_shapes"].list.shape[int(output or 0)]
                 found.append((node.op, math.prod(size.size for size in shape.dim)))
     return found
@@ -137,12 +184,22 @@ def test_sums_stay_on_the_replicas(precision, normalised):
     """The host adds nothing and takes nothing of them; the second replica takes each sum once, as the reduction."""
     precision("float32")
     graph = beside_the_host(normalised=normalised)
-    assert {device_of(node) for node in graph.node if node.op == "AddN"} == {REPLICAS[0]}
+    assert {device_of(node) for node in graph.node if node.op == "AddN"} == {
+        REPLICAS[0]
+    }
     assert [edges(graph, replica, "CPU:0") for replica in REPLICAS] == [[], []]
-    statistics = 2 + 4 if normalised else 0  # the gradients of two weights, and what moves the statistics
-    assert [op for op, _ in edges(graph, *REPLICAS)] == ["Identity"] * (len(GRADIENTS) + SCALARS + statistics)
+    statistics = (
+        2 + 4 if normalised else 0
+    )  # the gradients of two weights, and what moves the statistics
+    assert [op for op, _ in edges(graph, *REPLICAS)] == ["Identity"] * (
+        len(GRADIENTS) + SCALARS + statistics
+    )
     # What is on no certain device passes on no gradient.
-    assert not [size for _, size in edges(graph, REPLICAS[0], "") if size > (7 if normalised else 1)]
+    assert not [
+        size
+        for _, size in edges(graph, REPLICAS[0], "")
+        if size > (7 if normalised else 1)
+    ]
 
 
 def test_what_has_one_dtype_is_one_collective(precision):
@@ -152,15 +209,28 @@ def test_what_has_one_dtype_is_one_collective(precision):
 
     def of_replica():
         dense = [tf.ones(shape) for shape in GRADIENTS]
-        return [*dense, tf.ones([2], tf.float64), tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 4])), tf.ones([])]
+        return [
+            *dense,
+            tf.ones([2], tf.float64),
+            tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 4])),
+            tf.ones([]),
+        ]
 
     def summed():
         values = all_reduced(strategy, strategy.run(of_replica))
-        assert [value.values[0].dtype for value in values] == [*["float32"] * 4, "float64", *["float32"] * 2]
+        assert [value.values[0].dtype for value in values] == [
+            *["float32"] * 4,
+            "float64",
+            *["float32"] * 2,
+        ]
         assert isinstance(values[5].values[0], tf.IndexedSlices)
         return [value.values[1] for value in values]
 
-    graph = tf.function(summed, autograph=False).get_concrete_function().graph.as_graph_def(add_shapes=True)
+    graph = (
+        tf.function(summed, autograph=False)
+        .get_concrete_function()
+        .graph.as_graph_def(add_shapes=True)
+    )
     found = [node for node in graph.node if node.op in COLLECTIVE]
     sizes = [node.attr["_output_shapes"].list.shape[0].dim[0].size for node in found]
     assert sorted(zip(sizes, map(device_of, found), strict=True)) == [
@@ -174,7 +244,11 @@ def test_rows_of_an_embedding_stay_rows(precision):
     precision("float64")
     with (strategy := mirrored()).scope():
         model = keras.Sequential(
-            [keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 3), keras.layers.Flatten()]
+            [
+                keras.Input((2,), dtype="int32"),
+                keras.layers.Embedding(9, 3),
+                keras.layers.Flatten(),
+            ]
         )
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
@@ -183,7 +257,12 @@ def test_rows_of_an_embedding_stay_rows(precision):
     (found,) = tf.function(lambda: update.sums(batch).gradients(), autograph=False)()
     assert sorted(found.indices.numpy()) == [0, 1, 2, 8]
     (expected,) = accumulate_gradients(model, "mse", batch, 4).gradients()
-    np.testing.assert_allclose(tf.convert_to_tensor(found), tf.convert_to_tensor(expected), rtol=1e-15, atol=1e-17)
+    np.testing.assert_allclose(
+        tf.convert_to_tensor(found),
+        tf.convert_to_tensor(expected),
+        rtol=1e-15,
+        atol=1e-17,
+    )
 
 
 def test_gradients_of_losses_with_weights_of_their_own_are_reduced_as_one(precision):
@@ -191,16 +270,31 @@ def test_gradients_of_losses_with_weights_of_their_own_are_reduced_as_one(precis
     precision("float32")
     with (strategy := mirrored()).scope():
         tokens = keras.Input((WIDTH,))
-        hidden = keras.layers.Dense(7)(keras.layers.Masking()(keras.layers.Reshape((WIDTH, 1))(tokens)))
-        of_all = keras.layers.Lambda(lambda sequence: tf.reduce_sum(sequence, 1))(hidden)
-        model = keras.Model(tokens, {"a": keras.layers.Dense(1)(hidden), "b": keras.layers.Dense(1)(of_all)})
+        hidden = keras.layers.Dense(7)(
+            keras.layers.Masking()(keras.layers.Reshape((WIDTH, 1))(tokens))
+        )
+        of_all = keras.layers.Lambda(lambda sequence: tf.reduce_sum(sequence, 1))(
+            hidden
+        )
+        model = keras.Model(
+            tokens,
+            {"a": keras.layers.Dense(1)(hidden), "b": keras.layers.Dense(1)(of_all)},
+        )
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
     update = Update(model, {"a": "mse", "b": "mse"}, optimizer, 8, strategy=strategy)
 
     def of_both(x, y):
         labels = tf.cast(y, tf.float32)
-        return update((x, {"a": tf.tile(labels[:, None, None], [1, WIDTH, 1]), "b": labels[:, None]}))
+        return update(
+            (
+                x,
+                {
+                    "a": tf.tile(labels[:, None, None], [1, WIDTH, 1]),
+                    "b": labels[:, None],
+                },
+            )
+        )
 
     found, _ = reductions(of_both)
     assert len([shape for shape in found if shape]) == len(model.trainable_variables)
@@ -223,7 +317,9 @@ def test_workers_send_as_much_at_any_factor():
 def bytes_sent() -> int:
     """Return the bytes that the two workers have sent to each other so far."""
     ports = " or ".join(f"sport = :{port} or dport = :{port}" for port in pair().ports)
-    said = subprocess.run(["ss", "-tinH", f"( {ports} )"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["ss", "-tinH", f"( {ports} )"], capture_output=True, text=True, check=True
+    ).stdout
     return sum(map(int, re.findall(r"bytes_sent:(\d+)", said)))
 
 

@@ -27,12 +27,21 @@ from tests.running import ROOT, python
 EXACT = 1e-12
 
 FEATURES, CLASSES = 20, 5
-SIZES = (128, 128, 45, 1)  # an epoch of E = 128: a tail that two devices cannot share, then one that leaves one idle
+SIZES = (
+    128,
+    128,
+    45,
+    1,
+)  # an epoch of E = 128: a tail that two devices cannot share, then one that leaves one idle
 UPDATES = 100
 
 
 def data(examples):
-    x = np.random.default_rng(0).normal(size=(examples, FEATURES)).astype(keras.config.floatx())
+    x = (
+        np.random.default_rng(0)
+        .normal(size=(examples, FEATURES))
+        .astype(keras.config.floatx())
+    )
     return x, np.argmax(x[:, :CLASSES] + x[:, CLASSES : 2 * CLASSES] ** 2, axis=1)
 
 
@@ -56,7 +65,11 @@ def cross_entropy():
 
 
 def on_devices(count):
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if count == 2 else tf.distribute.get_strategy()
+    return (
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        if count == 2
+        else tf.distribute.get_strategy()
+    )
 
 
 def test_an_update_in_the_scope_of_its_strategy_is_refused():
@@ -73,21 +86,45 @@ def test_an_update_in_the_scope_of_its_strategy_is_refused():
 
 def traced(function):
     """One trace for batches of every size."""
-    signature = (tf.TensorSpec((None, FEATURES), keras.config.floatx()), tf.TensorSpec((None,), tf.int64))
+    signature = (
+        tf.TensorSpec((None, FEATURES), keras.config.floatx()),
+        tf.TensorSpec((None,), tf.int64),
+    )
     return tf.function(lambda x, y: function((x, y)), input_signature=signature)
 
 
 def decaying():
-    return keras.optimizers.schedules.ExponentialDecay(0.05, decay_steps=40, decay_rate=0.5)
+    return keras.optimizers.schedules.ExponentialDecay(
+        0.05, decay_steps=40, decay_rate=0.5
+    )
 
 
-CONSTRAINED = {"kernel_constraint": "max_norm"}  # norms of at most 2, which the first layer's reach
+CONSTRAINED = {
+    "kernel_constraint": "max_norm"
+}  # norms of at most 2, which the first layer's reach
 TRAINED = {
-    "momentum": (lambda: keras.optimizers.SGD(decaying(), momentum=0.9, global_clipnorm=1.0), {}),
-    "adamw": (lambda: keras.optimizers.AdamW(decaying(), weight_decay=0.01, global_clipnorm=1.0), {}),
-    "ema_constraint": (lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9), CONSTRAINED),
-    "loss_scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(decaying())), {}),
-    "loss_scale_factor": (lambda: keras.optimizers.SGD(decaying(), momentum=0.9, loss_scale_factor=64.0), {}),
+    "momentum": (
+        lambda: keras.optimizers.SGD(decaying(), momentum=0.9, global_clipnorm=1.0),
+        {},
+    ),
+    "adamw": (
+        lambda: keras.optimizers.AdamW(
+            decaying(), weight_decay=0.01, global_clipnorm=1.0
+        ),
+        {},
+    ),
+    "ema_constraint": (
+        lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9),
+        CONSTRAINED,
+    ),
+    "loss_scale": (
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(decaying())),
+        {},
+    ),
+    "loss_scale_factor": (
+        lambda: keras.optimizers.SGD(decaying(), momentum=0.9, loss_scale_factor=64.0),
+        {},
+    ),
 }
 
 
@@ -104,7 +141,9 @@ def large_batch_trajectory(name):
         x, y = batch
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
-        gradients = tape.gradient(value, [variable.value for variable in model.trainable_variables])
+        gradients = tape.gradient(
+            value, [variable.value for variable in model.trainable_variables]
+        )
         optimizer.apply(gradients, model.trainable_variables)
         return value
 
@@ -121,7 +160,9 @@ def accumulated_trajectory(name, micro_batch_size, devices):
     with strategy.scope():
         model, optimizer = network(**arguments), make()
         optimizer.build(model.trainable_variables)
-    update = traced(Update(model, cross_entropy(), optimizer, micro_batch_size, strategy=strategy))
+    update = traced(
+        Update(model, cross_entropy(), optimizer, micro_batch_size, strategy=strategy)
+    )
     values = [float(update(*batch)["loss"]) for batch in batches(UPDATES)]
     optimizer.finalize_variable_values(model.trainable_variables)
     return values, model.get_weights()
@@ -137,12 +178,16 @@ def accumulated_trajectory(name, micro_batch_size, devices):
         for devices in (1, 2)
     ],
 )
-def test_every_cut_trains_the_trajectory_of_the_large_batch(float64, name, micro_batch_size, devices):
+def test_every_cut_trains_the_trajectory_of_the_large_batch(
+    float64, name, micro_batch_size, devices
+):
     values, weights = accumulated_trajectory(name, micro_batch_size, devices)
     expected_values, expected_weights = large_batch_trajectory(name)
     np.testing.assert_allclose(values, expected_values, rtol=EXACT)
     for got, expected in zip(weights, expected_weights, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=EXACT * np.abs(expected).max())
+        np.testing.assert_allclose(
+            got, expected, rtol=0, atol=EXACT * np.abs(expected).max()
+        )
     assert np.mean(expected_values[-8::4]) < 0.75 * expected_values[0]  # it did train
 
 
@@ -158,11 +203,15 @@ def after_one_update(name, gradients_of):
 def large_batch_gradients(model, x, y):
     with tf.GradientTape() as tape:
         value = cross_entropy()(y, model(x, training=True))
-    return tape.gradient(value, [variable.value for variable in model.trainable_variables])
+    return tape.gradient(
+        value, [variable.value for variable in model.trainable_variables]
+    )
 
 
 def mean_of_means(model, x, y):
-    cuts = [slice(start, start + 24) for start in range(0, len(y), 24)]  # the last one has 8 of the 128
+    cuts = [
+        slice(start, start + 24) for start in range(0, len(y), 24)
+    ]  # the last one has 8 of the 128
     means = [large_batch_gradients(model, x[cut], y[cut]) for cut in cuts]
     return [tf.add_n(parts) / len(cuts) for parts in zip(*means, strict=True)]
 
@@ -174,11 +223,17 @@ def test_one_update_in_float32_is_that_of_the_large_batch(precision, name):
     expected = after_one_update(name, large_batch_gradients)
 
     def deviation(weights):
-        return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(weights, expected, strict=True))
+        return max(
+            np.linalg.norm(a - b) / np.linalg.norm(b)
+            for a, b in zip(weights, expected, strict=True)
+        )
 
     for size in (128, 64, 32, 16, 24):
         accumulated = after_one_update(
-            name, lambda model, x, y, n=size: accumulate_gradients(model, cross_entropy(), (x, y), n).gradients()
+            name,
+            lambda model, x, y, n=size: accumulate_gradients(
+                model, cross_entropy(), (x, y), n
+            ).gradients(),
         )
         assert deviation(accumulated) < 1e-6, size  # some roundings of 2⁻²⁴ = 6e-8
     assert deviation(after_one_update(name, mean_of_means)) > 1000 * 1e-6
@@ -202,17 +257,34 @@ def by_hand(model, x, y):
 
 
 @pytest.mark.parametrize(
-    ("scaled", "devices"), mostly_slow([(False, 1), (False, 2), (True, 1), (True, 2)], [(False, 1), (True, 2)])
+    ("scaled", "devices"),
+    mostly_slow(
+        [(False, 1), (False, 2), (True, 1), (True, 2)], [(False, 1), (True, 2)]
+    ),
 )
-def test_results_are_of_exactly_this_update_and_the_weights_before_it(float64, devices, scaled):
+def test_results_are_of_exactly_this_update_and_the_weights_before_it(
+    float64, devices, scaled
+):
     strategy = on_devices(devices)
     with strategy.scope():
         model = network()
-        optimizer = keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=1e-2)  # clips: the norm is before it
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+        optimizer = keras.optimizers.SGD(
+            0.5, momentum=0.9, global_clipnorm=1e-2
+        )  # clips: the norm is before it
+        optimizer = (
+            keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+        )
         optimizer.build(model.trainable_variables)
         accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
-    update = traced(Update(model, Objective(cross_entropy(), metrics=[accuracy]), optimizer, 24, strategy=strategy))
+    update = traced(
+        Update(
+            model,
+            Objective(cross_entropy(), metrics=[accuracy]),
+            optimizer,
+            24,
+            strategy=strategy,
+        )
+    )
     for x, y in batches(6):
         expected = by_hand(model, x, y) | {"learning_rate": 0.5}
         got = {key: float(value) for key, value in update(x, y).items()}
@@ -232,14 +304,19 @@ class Outputs(losses.Loss):
 
 
 def one_weight():
-    return keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    return keras.Sequential(
+        [keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
         "cosine",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("constant", "exponential", "inverse_sqrt", "piecewise")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("constant", "exponential", "inverse_sqrt", "piecewise")
+        ),
     ],
 )
 def test_the_learning_rate_is_the_one_used(precision, schedule):
@@ -255,7 +332,11 @@ def test_the_learning_rate_is_the_one_used(precision, schedule):
         rate = np.float32(update((ones, ones))["learning_rate"])
         expected = np.float32(at(number - 1) if callable(at) else at)
         # One unit in the last place; see tests/components/test_optimizer.py for the exponential.
-        units = 2 + 1.5 * abs(np.log(expected / config.optimizer.learning_rate)) if schedule == "exponential" else 1
+        units = (
+            2 + 1.5 * abs(np.log(expected / config.optimizer.learning_rate))
+            if schedule == "exponential"
+            else 1
+        )
         assert abs(rate - expected) <= units * np.spacing(expected)
         after = model.get_weights()[0][0, 0]
         assert after == before - rate  # the gradient is 1
@@ -266,18 +347,29 @@ def test_the_learning_rate_is_the_one_used(precision, schedule):
     ("make", "devices"),
     [
         (lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.1), 1),
-        (lambda rate: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate)), 2),
+        (
+            lambda rate: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(rate)
+            ),
+            2,
+        ),
     ],
 )
-def test_a_rate_that_counts_its_calls_is_computed_once_an_update(float64, make, devices):
+def test_a_rate_that_counts_its_calls_is_computed_once_an_update(
+    float64, make, devices
+):
     strategy = on_devices(devices)
     with strategy.scope():
         calls = tf.Variable(0.0, dtype=tf.float64)
         model, optimizer = one_weight(), make(lambda: 0.5 / calls.assign_add(1.0))
         optimizer.build(model.trainable_variables)
     ones = tf.ones((4, 1), tf.float64)
-    update = tf.function(Update(model, Outputs(), optimizer, 2, strategy=strategy).__call__)
-    optimizers.check(optimizer, model.trainable_variables)  # neither does it move what it cannot set back
+    update = tf.function(
+        Update(model, Outputs(), optimizer, 2, strategy=strategy).__call__
+    )
+    optimizers.check(
+        optimizer, model.trainable_variables
+    )  # neither does it move what it cannot set back
     rates = [float(update((ones, ones))["learning_rate"]) for _ in range(3)]
     assert rates == [0.5, 0.25, 0.5 / 3]
     expected, weight = make(0.5), keras.Variable([[0.0]], dtype="float64")
@@ -285,27 +377,38 @@ def test_a_rate_that_counts_its_calls_is_computed_once_an_update(float64, make, 
     for rate in rates:
         plain.learning_rate = rate
         plain.apply([tf.ones((1, 1), tf.float64)], [weight])
-    np.testing.assert_allclose(model.get_weights()[0], weight, rtol=1e-7)  # a rate in float32
+    np.testing.assert_allclose(
+        model.get_weights()[0], weight, rtol=1e-7
+    )  # a rate in float32
 
 
 @pytest.mark.slow
 def test_a_model_is_traced_in_several_threads(precision):
     precision("float32")
     inputs = keras.Input((512,))
-    hidden = layers.BatchNormalization()(layers.Dense(1024, "relu")(layers.Dropout(0.5)(inputs)))
+    hidden = layers.BatchNormalization()(
+        layers.Dense(1024, "relu")(layers.Dropout(0.5)(inputs))
+    )
     model = keras.Model(inputs, layers.Dense(1)(layers.Dense(512)(hidden)))
     batch = tf.ones((32, 512)), tf.ones((32, 1))
     updates = []
     for _ in range(8):
         optimizer = keras.optimizers.SGD(0.0)
         optimizer.build(model.trainable_variables)
-        updates.append(Update(model, losses.MeanSquaredError(), optimizer, 16, same_noise=True))
+        updates.append(
+            Update(model, losses.MeanSquaredError(), optimizer, 16, same_noise=True)
+        )
     signature = [tf.TensorSpec([None, *part.shape[1:]]) for part in batch]
 
     def traced(update):
-        function = tf.function(lambda x, y: update((x, y)), input_signature=signature, autograph=False)
+        function = tf.function(
+            lambda x, y: update((x, y)), input_signature=signature, autograph=False
+        )
         graph = function.get_concrete_function().graph.as_graph_def()
-        nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+        nodes = [
+            *graph.node,
+            *(node for inner in graph.library.function for node in inner.node_def),
+        ]
         return Counter(node.op for node in nodes)
 
     with ThreadPoolExecutor(len(updates)) as pool:
@@ -318,7 +421,10 @@ def test_a_loss_scale_keeps_gradients_that_float16_cannot_hold(precision):
     precision("mixed_float16")
     model, loss = one_weight(), Outputs(2.0**-26)  # float16 ends at 2⁻²⁴
     ones = tf.ones((8, 1))
-    assert float(accumulate_gradients(model, loss, (ones, ones), 4).gradients()[0][0, 0]) == 0
+    assert (
+        float(accumulate_gradients(model, loss, (ones, ones), 4).gradients()[0][0, 0])
+        == 0
+    )
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(2.0**10))
     optimizer.build(model.trainable_variables)
     results = tf.function(Update(model, loss, optimizer, 4).__call__)((ones, ones))
@@ -332,19 +438,27 @@ def test_a_loss_scale_holds_for_a_loss_of_many_elements(precision):
     model = keras.Sequential([keras.Input((128, 128, 1)), layers.Conv2D(1, 1)])
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build(model.trainable_variables)
-    update = tf.function(Update(model, losses.MeanSquaredError(), optimizer, 4).__call__)
+    update = tf.function(
+        Update(model, losses.MeanSquaredError(), optimizer, 4).__call__
+    )
     update((tf.ones((8, 128, 128, 1)), tf.zeros((8, 128, 128, 1))))
     assert int(optimizer.iterations.numpy()) == 1
 
 
 def test_a_loss_scale_skips_a_whole_update_that_is_not_finite(precision):
     precision("float32")
-    model, optimizer = one_weight(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    model, optimizer = (
+        one_weight(),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)),
+    )
     optimizer.build(model.trainable_variables)
     update = tf.function(Update(model, Outputs(), optimizer, 2).__call__)
     ones = tf.ones((5, 1))
     one_bad = tf.concat([ones[:4], [[np.inf]]], 0)  # in the last micro-batch alone
-    for x, weight, iterations, scale in ((one_bad, 0, 0, 2.0**14), (ones, -1, 1, 2.0**14)):
+    for x, weight, iterations, scale in (
+        (one_bad, 0, 0, 2.0**14),
+        (ones, -1, 1, 2.0**14),
+    ):
         update((x, ones))
         assert float(model.get_weights()[0][0, 0]) == weight
         assert int(optimizer.iterations.numpy()) == iterations
@@ -368,14 +482,19 @@ def test_evaluation_is_exact_over_a_ragged_split(float64, devices, reduction):
     x, y = data(257)  # 128 + 128 + 1
     sample_weight = np.linspace(0, 3, len(y))
     split = tf.data.Dataset.from_tensor_slices((x, y, sample_weight)).batch(128)
-    evaluate = Evaluator(Evaluation(model, Objective(loss, metrics=[accuracy]), 24, strategy=strategy), split)
+    evaluate = Evaluator(
+        Evaluation(model, Objective(loss, metrics=[accuracy]), 24, strategy=strategy),
+        split,
+    )
     outputs = model(x)
     expected = {
         "loss": float(loss(y, outputs, sample_weight) + sum(model.losses)),
         "accuracy": (np.argmax(outputs, 1) == y).mean(),
     }
     assert evaluate() == pytest.approx(expected, rel=EXACT)
-    assert evaluate() == pytest.approx(expected, rel=EXACT)  # nothing is left over from the first time
+    assert evaluate() == pytest.approx(
+        expected, rel=EXACT
+    )  # nothing is left over from the first time
 
 
 PEAK = """
@@ -420,7 +539,9 @@ def test_peak_memory_does_not_grow_with_the_factor():
     # The threads' order decides whether one more buffer of 8 MiB is alive at the peak: 0.9% of 900 MiB.
     assert four < 1.02 * one
     assert sixteen < 1.02 * one
-    assert large > 1.3 * one  # what accumulating saves: the activations of four micro-batches at once
+    assert (
+        large > 1.3 * one
+    )  # what accumulating saves: the activations of four micro-batches at once
 
 
 def test_dir_lists_what_is_public():

@@ -9,7 +9,13 @@ import tensorflow as tf
 from keras import layers
 from tensorflow.python.framework.config import disable_op_determinism
 
-from pipeline.accumulation import AccumulatingModel, Evaluation, Update, compiled_by_xla, shapes_compiled
+from pipeline.accumulation import (
+    AccumulatingModel,
+    Evaluation,
+    Update,
+    compiled_by_xla,
+    shapes_compiled,
+)
 from tests.parameters import mostly_slow
 
 # As in test_update.py: an update in float64 is equal to 1e-15 in any order of its sums.
@@ -22,7 +28,9 @@ class Interpreted(layers.Layer):
     """Runs in Python, which XLA cannot."""
 
     def call(self, x):
-        return x + tf.ensure_shape(tf.numpy_function(np.zeros_like, [x], x.dtype), x.shape)
+        return x + tf.ensure_shape(
+            tf.numpy_function(np.zeros_like, [x], x.dtype), x.shape
+        )
 
 
 class Traced(layers.Layer):
@@ -53,29 +61,45 @@ class Seen(layers.LSTM):
 @pytest.fixture
 def gpu(monkeypatch):
     """TensorFlow says that it has a GPU; what is computed is computed on the CPU."""
-    devices = [tf.config.PhysicalDevice(f"/physical_device:{kind}:0", kind) for kind in ("CPU", "GPU")]
+    devices = [
+        tf.config.PhysicalDevice(f"/physical_device:{kind}:0", kind)
+        for kind in ("CPU", "GPU")
+    ]
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda: devices)
 
 
 def network(*middle, width=3):
     keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((width,)), layers.Dense(4, "tanh"), *middle, layers.Dense(1)])
+    return keras.Sequential(
+        [keras.Input((width,)), layers.Dense(4, "tanh"), *middle, layers.Dense(1)]
+    )
 
 
 def batch(examples, *shape):
     random = np.random.default_rng(examples)
-    return random.normal(size=(examples, *(shape or (3,)))), random.normal(size=(examples, 1))
+    return random.normal(size=(examples, *(shape or (3,)))), random.normal(
+        size=(examples, 1)
+    )
 
 
 def update_of(model, jit_compile, **options):
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(model.trainable_variables)
-    return Update(model, keras.losses.MeanSquaredError(), optimizer, MICRO, jit_compile=jit_compile, **options)
+    return Update(
+        model,
+        keras.losses.MeanSquaredError(),
+        optimizer,
+        MICRO,
+        jit_compile=jit_compile,
+        **options,
+    )
 
 
 def traced(function, shape=(None, 3), dtype=tf.float64):
     specs = (tf.TensorSpec(shape, dtype), tf.TensorSpec((None, 1), dtype))
-    return tf.function(lambda x, y: function((x, y)), input_signature=specs, autograph=False)
+    return tf.function(
+        lambda x, y: function((x, y)), input_signature=specs, autograph=False
+    )
 
 
 def ragged(x, y):
@@ -88,10 +112,14 @@ def test_auto_is_off_on_a_cpu():
 
 def test_auto_is_what_fit_makes_of_it(gpu):
     assert compiled_by_xla("auto", network(), batch(2))
-    assert not compiled_by_xla("auto", network(layers.Rescaling(1.0), layers.RandomZoom(0.1)), batch(2))
+    assert not compiled_by_xla(
+        "auto", network(layers.Rescaling(1.0), layers.RandomZoom(0.1)), batch(2)
+    )
     inside = network(keras.Sequential([keras.Input((4,)), layers.Identity()]))
     assert compiled_by_xla("auto", inside, batch(2))
-    inside.layers[1].layers[0].supports_jit = False  # as of Keras' LSTM where it uses cuDNN
+    inside.layers[1].layers[
+        0
+    ].supports_jit = False  # as of Keras' LSTM where it uses cuDNN
     assert not compiled_by_xla("auto", inside, batch(2))
     assert not compiled_by_xla("auto", network(), ragged(*batch(2)))
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
@@ -116,14 +144,36 @@ def test_it_computes_the_same_and_is_traced_once():
     """Whole micro-batches and a short last one; noise that does not depend on the cut does not on XLA either."""
     outcomes = []
     for jit_compile in (False, True):
-        model = network(layers.Dropout(0.3, seed=1), counts := Traced(), layers.GaussianNoise(0.1, seed=2))
+        model = network(
+            layers.Dropout(0.3, seed=1),
+            counts := Traced(),
+            layers.GaussianNoise(0.1, seed=2),
+        )
         counts.traces = {True: 0, False: 0}  # Keras traces it, too
         update = update_of(model, jit_compile, same_noise=True)
         evaluation = Evaluation(model, update.objective, MICRO, jit_compile=jit_compile)
-        step, evaluate = traced(update), traced(lambda of, by=evaluation: by(of).mean_loss())
-        found = [float(value) for size in (10, 13, 3, 5) for value in step(*batch(size)).values()]
+        step, evaluate = (
+            traced(update),
+            traced(lambda of, by=evaluation: by(of).mean_loss()),
+        )
+        found = [
+            float(value)
+            for size in (10, 13, 3, 5)
+            for value in step(*batch(size)).values()
+        ]
         found += [float(evaluate(*batch(size))) for size in (13, 2)]
-        outcomes.append(np.array([*found, *(value for weight in model.get_weights() for value in weight.ravel())]))
+        outcomes.append(
+            np.array(
+                [
+                    *found,
+                    *(
+                        value
+                        for weight in model.get_weights()
+                        for value in weight.ravel()
+                    ),
+                ]
+            )
+        )
         assert update.compiled is jit_compile
         # In training once more, for what `same_noise` finds out before.
         assert counts.traces == {True: 2, False: 1}
@@ -159,14 +209,19 @@ def test_a_network_that_can_use_cudnn_does_without(gpu):
 
 
 def test_batches_of_the_same_lengths_share_what_is_compiled():
-    numbers = [int(shapes_compiled(batch(*shape))) for shape in ((4, 8, 1), (3, 8, 1), (4, 16, 1), (4, 1, 8))]
+    numbers = [
+        int(shapes_compiled(batch(*shape)))
+        for shape in ((4, 8, 1), (3, 8, 1), (4, 16, 1), (4, 1, 8))
+    ]
     assert numbers[0] == numbers[1]
     assert len(set(numbers)) == 3
     assert all(0 <= number < 2**53 for number in numbers)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("jit_compile", "compiled"), [("auto", True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("jit_compile", "compiled"), [("auto", True), (True, True), (False, False)]
+)
 def test_compile_and_fit_do_as_asked(gpu, jit_compile, compiled):
     inner = network(Interpreted())
     model = AccumulatingModel(inner, MICRO)

@@ -22,17 +22,32 @@ TRACKED = ("--tracked-rounds", "2", "--tracked-seconds", "0.05")
 
 def bench(*arguments):
     command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
 
 
 @pytest.mark.slow
 def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
     path = tmp_path / "result.json"
-    done = bench("update", "tracking", "checkpoints", *TINY, *TRACKED, "--output", str(path))
+    done = bench(
+        "update", "tracking", "checkpoints", *TINY, *TRACKED, "--output", str(path)
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
-    assert {"device", "processors", "platform", "versions", "begun", "seconds", "options"} < set(result)
-    found = {(figure["part"], figure["subject"], figure["what"]) for figure in result["figures"]}
+    assert {
+        "device",
+        "processors",
+        "platform",
+        "versions",
+        "begun",
+        "seconds",
+        "options",
+    } < set(result)
+    found = {
+        (figure["part"], figure["subject"], figure["what"])
+        for figure in result["figures"]
+    }
     assert found == {
         ("update", "mlp", "update ÷ limit, calls"),
         ("update", "mlp", "update ÷ limit, strict"),
@@ -47,12 +62,20 @@ def test_a_figure_for_every_contender_in_the_table_and_in_the_json(tmp_path):
     }
     for figure in result["figures"]:
         assert all(math.isfinite(value) for value in figure["values"])
-        assert figure["what"] == "cost of one" or all(value > 0 for value in figure["values"])
+        assert figure["what"] == "cost of one" or all(
+            value > 0 for value in figure["values"]
+        )
         first, third = figure["quartiles"]
         assert first <= figure["median"] <= third
         assert figure["what"] in done.stdout
-    ratios = [figure for figure in result["figures"] if not figure["unit"] and figure["part"] != "checkpoints"]
-    assert all(len(figure["values"]) == 2 and len(figure["best"]) == 2 for figure in ratios)
+    ratios = [
+        figure
+        for figure in result["figures"]
+        if not figure["unit"] and figure["part"] != "checkpoints"
+    ]
+    assert all(
+        len(figure["values"]) == 2 and len(figure["best"]) == 2 for figure in ratios
+    )
 
 
 @pytest.mark.soak
@@ -61,15 +84,26 @@ def test_the_start_is_measured_on_a_new_and_on_an_existing_store(tmp_path):
     done = bench("startup", *TINY, "--output", str(path))
     assert done.returncode == 0, done.stderr
     figures = json.loads(path.read_text())["figures"]
-    assert [figure["subject"] for figure in figures] == ["--help", "wrong config", "new store", "existing store"]
-    assert all(len(figure["values"]) == 1 and math.isfinite(figure["median"]) for figure in figures)
+    assert [figure["subject"] for figure in figures] == [
+        "--help",
+        "wrong config",
+        "new store",
+        "existing store",
+    ]
+    assert all(
+        len(figure["values"]) == 1 and math.isfinite(figure["median"])
+        for figure in figures
+    )
 
 
 @pytest.mark.slow
 def test_an_unknown_part_is_refused(tmp_path):
     done = bench("updates", "--output", str(tmp_path / "result.json"))
     assert done.returncode == 2
-    assert "PART must be one of startup, main, auto, memory, update, peers, " in done.stderr
+    assert (
+        "PART must be one of startup, main, auto, memory, update, peers, "
+        in done.stderr
+    )
     assert "Received: updates" in done.stderr
 
 
@@ -78,15 +112,22 @@ def test_every_peer_that_is_there_takes_turns(tmp_path):
     path = tmp_path / "result.json"
     done = bench("peers", *TINY, "--output", str(path))
     assert done.returncode == 0, done.stderr
-    figures = {figure["what"]: figure for figure in json.loads(path.read_text())["figures"]}
+    figures = {
+        figure["what"]: figure for figure in json.loads(path.read_text())["figures"]
+    }
     others = {"train ÷ fit", "train ÷ fit, an update an execution"}
     if PEERS.exists():
         others |= {"train ÷ PyTorch", "train ÷ Accelerate", "train ÷ Lightning"}
     else:
         assert "`make peers` sets them up" in done.stderr
     assert set(figures) == others | {"train ÷ best peer"}
-    assert all(len(figure["values"]) == 2 and figure["median"] > 0 for figure in figures.values())
-    assert figures["train ÷ best peer"]["median"] == min(figures[what]["median"] for what in others)
+    assert all(
+        len(figure["values"]) == 2 and figure["median"] > 0
+        for figure in figures.values()
+    )
+    assert figures["train ÷ best peer"]["median"] == min(
+        figures[what]["median"] for what in others
+    )
 
 
 @pytest.mark.slow
@@ -94,7 +135,9 @@ def test_every_peer_that_is_there_takes_turns(tmp_path):
 def test_a_workload_in_pytorch_is_that_in_keras(name):
     """Weight for weight, and with the same number of outputs: the first loss of either is about the logarithm."""
     if not PEERS.exists():
-        pytest.skip("PyTorch is compared with where `make peers` has set it up, which takes 6 GB")
+        pytest.skip(
+            "PyTorch is compared with where `make peers` has set it up, which takes 6 GB"
+        )
     from benchmarks import models
 
     count = 2
@@ -107,7 +150,11 @@ def test_a_workload_in_pytorch_is_that_in_keras(name):
         "torch.nn.functional.cross_entropy(outputs, y).item())"
     )
     printed = subprocess.run(
-        [str(PEERS), "-c", code, name, str(count)], cwd=ROOT, capture_output=True, text=True, check=True
+        [str(PEERS), "-c", code, name, str(count)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     weights, *shape, loss = re.findall(r"[\d.]+", printed)
     model = models.build(name)
@@ -125,7 +172,11 @@ def test_memory(monkeypatch):
     monkeypatch.setattr(memory, "FACTORS", (1, 64))
     *peaks, growth = memory.measure("mlp", 1)
     assert {(figure.what, figure.over) for figure in peaks} == {
-        *((what, size) for what in ("accumulated", "at factor 1") for size in (32, 2048)),
+        *(
+            (what, size)
+            for what in ("accumulated", "at factor 1")
+            for size in (32, 2048)
+        ),
         ("Keras' fit, accumulated", 2048),
     }
     assert growth.what == "growth from factor 1 to 64 beyond the batch"
@@ -137,7 +188,9 @@ def test_replicas_and_the_main_job(tmp_path, monkeypatch):
     """In this process. Each job runs once, which makes its store; how a command is timed the start's benchmark has."""
     path = tmp_path / "result.json"
     monkeypatch.setattr(processes, "seconds", lambda *_: 2.0)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "replicas", "main", *TINY, "--output", str(path)])
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "replicas", "main", *TINY, "--output", str(path)]
+    )
     __main__.main()
     figures = json.loads(path.read_text())["figures"]
     whats = {figure["what"] for figure in figures}
@@ -159,8 +212,12 @@ def test_the_report_fills_the_page_and_draws(tmp_path):
     figures = [
         Figure("peers", "mlp", "train ÷ fit", [1.5, 1.6], best={"train": 1.0}),
         Figure("peers", "cnn", "train ÷ fit", [0.9, 0.95]),
-        Figure("peers", "mlp", "train ÷ best peer", [1.5, 1.6], at_least=1.0, note="fit"),
-        Figure("peers", "cnn", "train ÷ best peer", [0.9, 0.95], at_least=1.0, note="fit"),
+        Figure(
+            "peers", "mlp", "train ÷ best peer", [1.5, 1.6], at_least=1.0, note="fit"
+        ),
+        Figure(
+            "peers", "cnn", "train ÷ best peer", [0.9, 0.95], at_least=1.0, note="fit"
+        ),
         Figure("startup", "--help", "to the answer", [0.5], "s", at_most=1.0),
         *(
             Figure("memory", "cnn", what, [100.0 * size], "MiB", over=size)
@@ -169,13 +226,30 @@ def test_the_report_fills_the_page_and_draws(tmp_path):
         ),
     ]
     result = {
-        **{"begun": 0.0, "seconds": 600.0, "device": "CPU", "processors": 2, "processor": "a processor"},
-        **{"platform": "Linux", "versions": {"keras": "3.15.1"}, "figures": [each.as_dict() for each in figures]},
+        **{
+            "begun": 0.0,
+            "seconds": 600.0,
+            "device": "CPU",
+            "processors": 2,
+            "processor": "a processor",
+        },
+        **{
+            "platform": "Linux",
+            "versions": {"keras": "3.15.1"},
+            "figures": [each.as_dict() for each in figures],
+        },
     }
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = tmp_path / "performance.md"
     page.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
-    command = [sys.executable, "-m", "benchmarks.report", str(tmp_path / "result.json"), "--docs", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.report",
+        str(tmp_path / "result.json"),
+        "--docs",
+        str(tmp_path),
+    ]
     for _ in range(2):  # the same again
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -193,18 +267,26 @@ def test_the_report_fills_the_page_and_draws(tmp_path):
         *report.PICTURES.splitlines(),
         *("", report.END, "", "after"),
     ]
-    assert (tmp_path / "bench.json").read_bytes() == (tmp_path / "result.json").read_bytes()
+    assert (tmp_path / "bench.json").read_bytes() == (
+        tmp_path / "result.json"
+    ).read_bytes()
     for picture in ("bench_peers.png", "bench_memory.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     page.write_text("no place for it\n")
-    assert "needs a line" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
+    assert (
+        "needs a line"
+        in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
+    )
 
 
 def test_the_figure_over_all_models_is_a_geometric_mean():
     from benchmarks import peers
     from benchmarks.figures import BEST, Figure
 
-    best = [Figure("peers", name, BEST, [value]) for name, value in (("mlp", 2.0), ("cnn", 0.5), ("wide", 8.0))]
+    best = [
+        Figure("peers", name, BEST, [value])
+        for name, value in (("mlp", 2.0), ("cnn", 0.5), ("wide", 8.0))
+    ]
     other = Figure("peers", "mlp", "train ÷ fit", [100.0])
     (mean,) = peers.overall([*best, other])
     assert mean.median == pytest.approx(2.0)
@@ -215,7 +297,14 @@ def test_the_figure_over_all_models_is_a_geometric_mean():
 def test_quartiles_and_targets():
     from benchmarks.figures import Figure, table
 
-    figure = Figure("update", "mlp", "a ÷ b", [1.0, 3.0, 2.0, 4.0, 5.0], best={"a": 1234.0}, at_least=3.0)
+    figure = Figure(
+        "update",
+        "mlp",
+        "a ÷ b",
+        [1.0, 3.0, 2.0, 4.0, 5.0],
+        best={"a": 1234.0},
+        at_least=3.0,
+    )
     assert (figure.median, figure.quartiles, figure.met) == (3.0, (2.0, 4.0), True)
     missed = Figure("startup", "--help", "to the answer", [1.5], "s", at_most=1.0)
     assert (missed.quartiles, missed.met) == ((1.5, 1.5), False)

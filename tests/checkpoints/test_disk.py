@@ -47,7 +47,9 @@ def folder(tmp_path):
 
 # The checkpoints are of the updates 3, 6, 9 and 12; a journal's last page may have room for some rows more.
 @pytest.mark.parametrize(
-    ("full", "freed", "missed"), [(1, 5, [3]), (4, 10, [6, 9]), (3, 4, [3]), (10, None, [12])], ids=str
+    ("full", "freed", "missed"),
+    [(1, 5, [3]), (4, 10, [6, 9]), (3, 4, [3]), (10, None, [12])],
+    ids=str,
 )
 def test_full_for_some_updates(folder, undisturbed, full, freed, missed):
     said = pipeline(*TRAIN, cwd=folder, FULL=str(full), FREE=str(freed)).stderr
@@ -67,7 +69,9 @@ def test_full_at_the_start(folder, undisturbed):
     fill(folder / "run")
     said = pipeline(*TRAIN, cwd=folder, status=1).stderr
     reason = "No space left on device"
-    assert said.splitlines()[-1].startswith(f"pipeline: OSError: [Errno 28] {reason} (its traceback was not written")
+    assert said.splitlines()[-1].startswith(
+        f"pipeline: OSError: [Errno 28] {reason} (its traceback was not written"
+    )
     assert "Traceback" not in said
     free(folder / "run")
     pipeline(*TRAIN, "training.resume=auto", cwd=folder)

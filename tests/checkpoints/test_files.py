@@ -51,7 +51,9 @@ class Drawing(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.drawn.append([random.random(), {"normal": float(np.random.normal())}])
         self.moved += np.float32(self.drawn[-1][0])
-        self.model.trainable_variables[-1].assign_add(keras.ops.full((1,), self.moved[0] / 100))
+        self.model.trainable_variables[-1].assign_add(
+            keras.ops.full((1,), self.moved[0] / 100)
+        )
 
     def get_state(self):
         return {"drawn": self.drawn, "moved": self.moved}
@@ -72,7 +74,11 @@ class Unseeded(layers.Layer):
         if not training:
             return x
         self.counts[0].assign_add(1.0)
-        return x + 0.01 * (keras.random.normal(tf.shape(x)) + self.generator.normal(tf.shape(x)) + self.counts[0])
+        return x + 0.01 * (
+            keras.random.normal(tf.shape(x))
+            + self.generator.normal(tf.shape(x))
+            + self.counts[0]
+        )
 
 
 def shift(image, seed):
@@ -89,10 +95,18 @@ def momentum(**more):
 
 def early_callbacks(folder):
     return {
-        "stop": keras.callbacks.EarlyStopping("val_loss", mode="max", patience=5, restore_best_weights=True),
-        "reduce": keras.callbacks.ReduceLROnPlateau("loss", mode="min", patience=0, min_delta=10, factor=0.5),
+        "stop": keras.callbacks.EarlyStopping(
+            "val_loss", mode="max", patience=5, restore_best_weights=True
+        ),
+        "reduce": keras.callbacks.ReduceLROnPlateau(
+            "loss", mode="min", patience=0, min_delta=10, factor=0.5
+        ),
         "save": keras.callbacks.ModelCheckpoint(
-            str(folder / "{epoch}.weights.h5"), monitor="loss", mode="min", save_weights_only=True, save_freq=4
+            str(folder / "{epoch}.weights.h5"),
+            monitor="loss",
+            mode="min",
+            save_weights_only=True,
+            save_freq=4,
         ),
         "history": keras.callbacks.History(),
         "draw": Drawing(),
@@ -101,7 +115,12 @@ def early_callbacks(folder):
 
 CASES = {
     "plain": {"optimizer": momentum},
-    "ema": {"optimizer": lambda: momentum(use_ema=True, ema_momentum=0.8), "dropout": True, "noise": 2, "metric": True},
+    "ema": {
+        "optimizer": lambda: momentum(use_ema=True, ema_momentum=0.8),
+        "dropout": True,
+        "noise": 2,
+        "metric": True,
+    },
     "float16": {
         "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
             keras.optimizers.Adam(0.01), initial_scale=2.0**20, dynamic_growth_steps=3
@@ -112,7 +131,11 @@ CASES = {
     "callbacks": {"optimizer": momentum, "callbacks": early_callbacks},
     "streamed": {
         "optimizer": momentum,
-        "node": {"in_memory": False, "shuffle_buffer": 7, "augment": {"_target_": f"{__name__}.shifting"}},
+        "node": {
+            "in_memory": False,
+            "shuffle_buffer": 7,
+            "augment": {"_target_": f"{__name__}.shifting"},
+        },
     },
     "unseeded": {"optimizer": momentum, "extra": Unseeded},
     "replicas": {
@@ -152,9 +175,14 @@ class Run:
         replicas = case.get("replicas", 1)
         strategy = tf.distribute.get_strategy()
         if replicas > 1:
-            strategy = tf.distribute.MirroredStrategy([f"/CPU:{replica}" for replica in range(replicas)])
+            strategy = tf.distribute.MirroredStrategy(
+                [f"/CPU:{replica}" for replica in range(replicas)]
+            )
         numbers = np.random.default_rng(0)
-        x, y = numbers.normal(size=(EXAMPLES, 3)).astype("float32"), numbers.normal(size=(EXAMPLES, 1))
+        x, y = (
+            numbers.normal(size=(EXAMPLES, 3)).astype("float32"),
+            numbers.normal(size=(EXAMPLES, 1)),
+        )
         data = Data(tf.data.Dataset.from_tensor_slices((x, y.astype("float32"))), None)
         cut = Batching(SIZE, micro, -(-SIZE // (micro * replicas)), replicas)
         self.plan = Plan(cut, EXAMPLES, updates)
@@ -167,7 +195,9 @@ class Run:
         with strategy.scope():
             middle = [case["extra"]()] if "extra" in case else []
             middle += [layers.Dropout(0.5)] * case.get("dropout", False)
-            self.model = keras.Sequential([keras.Input((3,)), layers.Dense(units), *middle, layers.Dense(1)])
+            self.model = keras.Sequential(
+                [keras.Input((3,)), layers.Dense(units), *middle, layers.Dense(1)]
+            )
             optimizer = case["optimizer"]()
             optimizer.build(self.model.trainable_variables)
             metrics = [keras.metrics.MeanAbsoluteError()] * case.get("metric", False)
@@ -176,10 +206,21 @@ class Run:
         self.model.compile(optimizer, loss)
         noise = case.get("noise", 0)
         options = {"noise_every": noise, "hold_statistics": case.get("hold", True)}
-        update = Update(self.model, Objective(loss, metrics=metrics), optimizer, micro, strategy=strategy, **options)
-        evaluation = Evaluation(self.model, Objective(loss, metrics=validating), micro, strategy=strategy)
+        update = Update(
+            self.model,
+            Objective(loss, metrics=metrics),
+            optimizer,
+            micro,
+            strategy=strategy,
+            **options,
+        )
+        evaluation = Evaluation(
+            self.model, Objective(loss, metrics=validating), micro, strategy=strategy
+        )
         self.rows, self.folder = Rows(), folder
-        recorder = Counting(self.rows, self.plan, log_every, lambda: 0, Progress(updates))
+        recorder = Counting(
+            self.rows, self.plan, log_every, lambda: 0, Progress(updates)
+        )
         recorder.skips = precision == "mixed_float16"
         folder.mkdir(parents=True, exist_ok=True)
         self.callbacks = case["callbacks"](folder) if "callbacks" in case else {}
@@ -243,15 +284,25 @@ def straight(tmp_path_factory):
 
 
 def goes_on(run: Run, update: int, folder: Path, case: dict, **arguments) -> Run:
-    return Run(folder, case, start=checkpoint.at(run.folder / "checkpoints", update), **arguments)
+    return Run(
+        folder,
+        case,
+        start=checkpoint.at(run.folder / "checkpoints", update),
+        **arguments,
+    )
 
 
 def differences(one: State, two: State) -> list[str]:
     """The names of what is not equal to the bit."""
     names = [*one.arrays, *(name for name in two.arrays if name not in one.arrays)]
-    bits = [{name: (a.dtype, a.shape, a.tobytes()) for name, a in both.arrays.items()} for both in (one, two)]
+    bits = [
+        {name: (a.dtype, a.shape, a.tobytes()) for name, a in both.arrays.items()}
+        for both in (one, two)
+    ]
     different = [name for name in names if bits[0].get(name) != bits[1].get(name)]
-    return different + [name for name in one.values if one.values[name] != two.values[name]]
+    return different + [
+        name for name in one.values if one.values[name] != two.values[name]
+    ]
 
 
 def files(folder: Path) -> list[str]:
@@ -262,25 +313,44 @@ def rest(rows: list, update: int) -> list:
     return [row for row in rows if row[0] > update]
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, ["ema", "callbacks", "streamed"], ["replicas", "unseeded"]))
-def test_what_follows_a_checkpoint_is_what_would_have_followed(name, straight, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(CASES, ["ema", "callbacks", "streamed"], ["replicas", "unseeded"]),
+)
+def test_what_follows_a_checkpoint_is_what_would_have_followed(
+    name, straight, tmp_path
+):
     whole = straight(name)
     for update in WHERE.get(name, (7,)):
-        again = goes_on(whole, update, tmp_path / str(update), CASES[name], every=UPDATES)
+        again = goes_on(
+            whole, update, tmp_path / str(update), CASES[name], every=UPDATES
+        )
         assert again.rows.updates == rest(whole.rows.updates, update)
         assert again.rows.validations == rest(whole.rows.validations, update)
         assert again.loss == whole.loss
         assert differences(again.state(UPDATES), whole.state(UPDATES)) == []
-        for one, two in zip(again.model.get_weights(), whole.model.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, two)  # after the end: averaged weights, the best ones
-        assert set(files(again.folder)) <= set(files(whole.folder))  # of ModelCheckpoint, by epoch
+        for one, two in zip(
+            again.model.get_weights(), whole.model.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(
+                one, two
+            )  # after the end: averaged weights, the best ones
+        assert set(files(again.folder)) <= set(
+            files(whole.folder)
+        )  # of ModelCheckpoint, by epoch
 
 
 def test_the_cases_have_what_they_are_for(straight):
     """A state that never changes would prove nothing."""
     kept = straight("callbacks").state(7).values["callbacks"]
     assert set(kept) == {"stop", "reduce", "save", "history", "draw"}
-    assert all([kept["stop"]["best_weights"], kept["history"]["history"], kept["draw"]["drawn"]])
+    assert all(
+        [
+            kept["stop"]["best_weights"],
+            kept["history"]["history"],
+            kept["draw"]["drawn"],
+        ]
+    )
     assert straight("callbacks").rows.updates[-1][1]["learning_rate"] < 0.05
     assert straight("ema").state(7).values["recorder"]["noise"]["_variance"] != 0
 
@@ -289,7 +359,9 @@ def test_the_cases_have_what_they_are_for(straight):
 def test_the_slow_cases_have_what_they_are_for(straight):
     skipped = [row["skipped_updates"] for _, row in straight("float16").rows.updates]
     assert 0 < skipped[-1] < UPDATES
-    assert any(" on replica 1" in name for name in straight("replicas").state(7).arrays)  # moving statistics
+    assert any(
+        " on replica 1" in name for name in straight("replicas").state(7).arrays
+    )  # moving statistics
     assert "keras' global seed" in straight("unseeded").state(4).arrays
 
 
@@ -327,7 +399,9 @@ QUICK = ("the seeds", "the noise scale")
 
 
 @pytest.mark.parametrize("part", mostly_slow(PARTS | VALUES, QUICK, []))
-def test_without_one_part_of_the_state_another_run_follows(part, straight, tmp_path, monkeypatch):
+def test_without_one_part_of_the_state_another_run_follows(
+    part, straight, tmp_path, monkeypatch
+):
     name, *where = (PARTS | VALUES)[part]
     whole, restore = straight(name), state.restore
 
@@ -335,14 +409,20 @@ def test_without_one_part_of_the_state_another_run_follows(part, straight, tmp_p
         fresh = state.capture(update, recorder, callbacks, {})
         arrays, values = dict(given.arrays), json.loads(json.dumps(given.values))
         for array in [array for array in arrays if part in PARTS and where[0] in array]:
-            arrays[array] = fresh.arrays.get(array, arrays[array.partition(" on replica")[0]])
+            arrays[array] = fresh.arrays.get(
+                array, arrays[array.partition(" on replica")[0]]
+            )
         if part in VALUES:
             *path, last = where
             inner, of = values, fresh.values
             for key in path:
                 inner, of = inner[key], of[key]
             if last == "numpy":
-                arrays |= {array: fresh.arrays[array] for array in arrays if array.startswith("NumPy")}
+                arrays |= {
+                    array: fresh.arrays[array]
+                    for array in arrays
+                    if array.startswith("NumPy")
+                }
             assert inner[last] != of[last] or last == "numpy"
             inner[last] = of[last]
             arrays = {**fresh.arrays, **arrays}
@@ -365,10 +445,16 @@ def test_without_one_part_of_the_state_another_run_follows(part, straight, tmp_p
 @pytest.mark.slow
 def test_at_another_factor_it_goes_on_within_rounding(straight, tmp_path):
     whole = straight("float64")
-    again = goes_on(whole, 7, tmp_path, CASES["float64"], every=None, micro=4)  # 2 micro-batches in place of 4
-    for (update, row), (expected, values) in zip(again.rows.updates, rest(whole.rows.updates, 7), strict=True):
+    again = goes_on(
+        whole, 7, tmp_path, CASES["float64"], every=None, micro=4
+    )  # 2 micro-batches in place of 4
+    for (update, row), (expected, values) in zip(
+        again.rows.updates, rest(whole.rows.updates, 7), strict=True
+    ):
         assert (update, row) == (expected, pytest.approx(values, rel=1e-12))
-    for one, two in zip(again.model.get_weights(), whole.model.get_weights(), strict=True):
+    for one, two in zip(
+        again.model.get_weights(), whole.model.get_weights(), strict=True
+    ):
         np.testing.assert_allclose(one, two, rtol=1e-12, atol=1e-13)
 
 
@@ -379,15 +465,23 @@ def test_on_two_replicas_it_goes_on_within_rounding_and_back(straight, tmp_path)
     again = goes_on(whole, 7, tmp_path / "two", on_two)
     back = goes_on(again, 10, tmp_path / "one", CASES["float64"])
     for rows, update in ((again.rows.updates, 7), (back.rows.updates, 10)):
-        for (number, row), (expected, values) in zip(rows, rest(whole.rows.updates, update), strict=True):
+        for (number, row), (expected, values) in zip(
+            rows, rest(whole.rows.updates, update), strict=True
+        ):
             assert (number, row) == (expected, pytest.approx(values, rel=1e-12))
 
 
 @pytest.mark.parametrize(
     ("stop_at", "looks"),
-    mostly_slow([(4, 1), (6, 3), (6, 1), (UPDATES, 1), (UPDATES, 2)], [], [(4, 1), (6, 3), (UPDATES, 2)]),
+    mostly_slow(
+        [(4, 1), (6, 3), (6, 1), (UPDATES, 1), (UPDATES, 2)],
+        [],
+        [(4, 1), (6, 3), (UPDATES, 2)],
+    ),
 )
-def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(stop_at, looks, straight, tmp_path):
+def test_a_stop_that_is_asked_for_leaves_the_rows_and_a_checkpoint(
+    stop_at, looks, straight, tmp_path
+):
     """Before the evaluation and the callbacks that are due after the update: the run that goes on begins with them.
 
     Also where it is asked for while the run evaluates, which is looked at again after each batch.
@@ -413,7 +507,9 @@ def stopped_run(folder: Path, stop_at: int, looks: int) -> None:
     """The rows of a run that raises are left in `KEPT_ROWS`."""
     made = Run.__new__(Run)
     try:
-        made.__init__(folder, CASES["callbacks"], every=100, stop_at=stop_at, looks=looks)
+        made.__init__(
+            folder, CASES["callbacks"], every=100, stop_at=stop_at, looks=looks
+        )
     finally:
         KEPT_ROWS.append(made.rows)
 
@@ -422,7 +518,9 @@ def stopped_run(folder: Path, stop_at: int, looks: int) -> None:
 def test_a_row_that_log_every_leaves_out_is_logged_at_the_end_all_the_same(tmp_path):
     whole = Run(tmp_path / "whole", CASES["plain"], log_every=4)
     for update in (UPDATES - 1, UPDATES):
-        again = goes_on(whole, update, tmp_path / str(update), CASES["plain"], log_every=4)
+        again = goes_on(
+            whole, update, tmp_path / str(update), CASES["plain"], log_every=4
+        )
         assert [row[0] for row in whole.rows.updates] == [4, 8, 12, UPDATES]
         assert again.rows.updates == rest(whole.rows.updates, update)
     assert again.loss == whole.loss
@@ -439,27 +537,43 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
     stopped = Run(tmp_path / "one", case, every="auto")
     assert stopped.rows.updates[-1][0] == 12
     again = goes_on(stopped, 12, tmp_path / "two", case, every=None)
-    assert (again.rows.updates, again.rows.validations, again.loss) == ([], [], stopped.loss)
+    assert (again.rows.updates, again.rows.validations, again.loss) == (
+        [],
+        [],
+        stopped.loss,
+    )
     assert not (tmp_path / "two" / "checkpoints").exists()
-    assert state.starting_anew(stopped.callbacks) == ["training.callbacks.stop starts anew: it offers no state"]
+    assert state.starting_anew(stopped.callbacks) == [
+        "training.callbacks.stop starts anew: it offers no state"
+    ]
     assert state.starting_anew(early_callbacks(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
     ("case", "arguments", "message"),
     [
-        ({}, {"units": 5}, "model/sequential/dense/kernel is (3, 5) float32. Received: '(3, 4) float32'."),
+        (
+            {},
+            {"units": 5},
+            "model/sequential/dense/kernel is (3, 5) float32. Received: '(3, 4) float32'.",
+        ),
         ({"dropout": True}, {}, "seed_generator_state is (2,) int64. Received: null."),
         (
             {"optimizer": keras.optimizers.SGD},
             {},
             "which has no such variable. Received: 'optimizer/sgd/sequential_dense_kernel_momentum'.",
         ),
-        ({"precision": "float64"}, {}, "dense/kernel is (3, 4) float64. Received: '(3, 4) float32'."),
+        (
+            {"precision": "float64"},
+            {},
+            "dense/kernel is (3, 4) float64. Received: '(3, 4) float32'.",
+        ),
     ],
     ids=["units", "dropout", "optimizer", "precision"],
 )
-def test_a_checkpoint_of_another_model_is_refused(case, arguments, message, straight, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(
+    case, arguments, message, straight, tmp_path
+):
     with pytest.raises(ConfigError) as refused:
         goes_on(straight("plain"), 4, tmp_path, CASES["plain"] | case, **arguments)
     assert message in str(refused.value)
@@ -495,7 +609,10 @@ def test_what_is_written_is_read(tmp_path):
     saved(tmp_path, 3)
     found = checkpoint.at(tmp_path, 3)
     assert differences(state.read(found.folder, found.meta), small(3)) == []
-    assert (found.meta["examples"], found.meta["effective_batch_size"]) == (EXAMPLES, SIZE)
+    assert (found.meta["examples"], found.meta["effective_batch_size"]) == (
+        EXAMPLES,
+        SIZE,
+    )
 
 
 def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
@@ -504,7 +621,9 @@ def test_the_latest_stay_and_what_a_killed_process_left_goes(tmp_path):
     assert names(tmp_path) == ["2", "3"]
     (tmp_path / ".4").mkdir()
     (tmp_path / ".4" / "arrays.index").write_text("half of it")
-    assert checkpoint.newest(tmp_path).update == 3  # who reads removes nothing: the run may be writing
+    assert (
+        checkpoint.newest(tmp_path).update == 3
+    )  # who reads removes nothing: the run may be writing
     assert names(tmp_path) == [".4", "2", "3"]
     (tmp_path / "07").mkdir(), (tmp_path / "notes").mkdir()  # a person's
     saved(tmp_path, 9)
@@ -525,7 +644,10 @@ def damages(file: Path):
     step = max(1, len(whole) // 61)
     for place in {*range(0, len(whole), step), len(whole) - 1}:
         for bit in (0, 5):
-            yield f"bit {bit} of byte {place}", whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+            yield (
+                f"bit {bit} of byte {place}",
+                whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :],
+            )
     for length in {0, 1, len(whole) // 2, len(whole) - 1}:
         yield f"cut to {length}", whole[:length]
     yield "one more", whole + b"\0"
@@ -551,13 +673,18 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
                 assert file.name == "manifest.json", how
                 assert json.loads(damaged) == json.loads(whole), how
             else:
-                assert said.startswith(f"the checkpoint {tmp_path / '2'} is damaged, and not used: "), how
+                assert said.startswith(
+                    f"the checkpoint {tmp_path / '2'} is damaged, and not used: "
+                ), how
                 assert said.count("\n") == 1
                 with pytest.raises(ConfigError, match="must not be damaged"):
                     checkpoint.at(tmp_path, 2)
                 continue
             assert differences(state.read(found.folder, found.meta), small(2)) == []
-        for other in (None, files[0] if file is not files[0] else files[1]):  # not there; another's content
+        for other in (
+            None,
+            files[0] if file is not files[0] else files[1],
+        ):  # not there; another's content
             file.unlink()
             if other is not None:
                 shutil.copyfile(other, file)
@@ -576,14 +703,19 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
 
 def test_one_of_another_format_or_that_is_not_there_is_refused(tmp_path):
     saved(tmp_path, 1, 2)
-    with pytest.raises(ConfigError, match=r"3 must be there\. Received: 3\. Choices: 1, 2\."):
+    with pytest.raises(
+        ConfigError, match=r"3 must be there\. Received: 3\. Choices: 1, 2\."
+    ):
         checkpoint.at(tmp_path, 3)
     meta = tmp_path / "2" / "meta.json"
     before = checkpoint._hash(meta)
     meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
     manifest = tmp_path / "2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace(before, checkpoint._hash(meta)))
-    for find in (lambda: checkpoint.newest(tmp_path), lambda: checkpoint.at(tmp_path, 2)):
+    for find in (
+        lambda: checkpoint.newest(tmp_path),
+        lambda: checkpoint.at(tmp_path, 2),
+    ):
         with pytest.raises(ConfigError, match=r"must be of format 1\. Received: 2\."):
             find()
 
@@ -597,11 +729,16 @@ def test_one_that_lacks_something_is_said_and_not_used(tmp_path, capsys, lost):
     meta.write_text(meta.read_text().replace(f'"{lost}"', '"found"'))
     manifest.write_text(manifest.read_text().replace(before, checkpoint._hash(meta)))
     assert checkpoint.newest(tmp_path).update == 1
-    assert re.search(rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n", capsys.readouterr().err)
+    assert re.search(
+        rf"is damaged, and not used: meta.json, line \d+: {lost} is missing\n",
+        capsys.readouterr().err,
+    )
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "write", "read"])
-def test_what_cannot_be_written_is_said_and_leaves_nothing(call, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_written_is_said_and_leaves_nothing(
+    call, tmp_path, capsys, monkeypatch
+):
     saved(tmp_path, 1)
 
     def full(*arguments, **named):
@@ -619,7 +756,11 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(call, tmp_path, capsy
         saved(tmp_path, 2)
     assert names(tmp_path) == ["1"]
     said = capsys.readouterr().err
-    reason = "was read back other than it was written" if call == "read" else "No space left on device"
+    reason = (
+        "was read back other than it was written"
+        if call == "read"
+        else "No space left on device"
+    )
     assert said.startswith("the checkpoint of update 2 was not written: OSError: ")
     assert reason in said
     assert said.count("\n") == 1
@@ -627,7 +768,9 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(call, tmp_path, capsy
     assert names(tmp_path) == ["1", "3"]
 
 
-def test_training_goes_on_where_no_checkpoint_can_be_written(straight, tmp_path, capsys):
+def test_training_goes_on_where_no_checkpoint_can_be_written(
+    straight, tmp_path, capsys
+):
     tmp_path.joinpath("checkpoints").write_text("in the way")
     run = Run(tmp_path, CASES["plain"], every=5)
     assert run.rows.updates == straight("plain").rows.updates
@@ -637,7 +780,9 @@ def test_training_goes_on_where_no_checkpoint_can_be_written(straight, tmp_path,
 def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
     """It is written while training goes on; the next one waits for it."""
     may_write, variable, write = threading.Event(), tf.Variable([1.0]), State.write
-    monkeypatch.setattr(State, "write", lambda self, folder: may_write.wait(60) and write(self, folder))
+    monkeypatch.setattr(
+        State, "write", lambda self, folder: may_write.wait(60) and write(self, folder)
+    )
     with Checkpoints(tmp_path, "auto", PLAN) as checkpoints:
         checkpoints.save(1, lambda: State({"v": variable.numpy()}, LEAST))
         variable.assign([2.0])
@@ -656,7 +801,11 @@ def test_a_checkpoint_does_not_see_what_comes_after_it(tmp_path, monkeypatch):
 def test_when_one_is_due(tmp_path, monkeypatch):
     def due(every, last=False):
         checkpoints = Checkpoints(tmp_path, every, PLAN)
-        return [update for update in range(1, 16) if checkpoints.due(update, last=last and update == 15)]
+        return [
+            update
+            for update in range(1, 16)
+            if checkpoints.due(update, last=last and update == 15)
+        ]
 
     assert due(None) == due(None, last=True) == []
     assert due("epoch") == [6, 12]
@@ -682,10 +831,22 @@ def test_when_one_is_due(tmp_path, monkeypatch):
     assert times[:4] == [1300, 1300 + 2020, 1300 + 2020 + 301, 1300 + 2020 + 602]
 
 
-@pytest.mark.parametrize("value", [b"bytes", {1: "a number for a key"}, np.array(["text"]), {"__array__": 1}, object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"bytes",
+        {1: "a number for a key"},
+        np.array(["text"]),
+        {"__array__": 1},
+        object(),
+    ],
+)
 def test_what_a_callback_may_not_keep_is_said(value):
     class Offers(keras.callbacks.Callback):
         get_state, set_state = (lambda self: {"kept": [value]}), None
 
-    with pytest.raises(TypeError, match="the state of callback/own/kept/0 must be JSON values and NumPy arrays"):
+    with pytest.raises(
+        TypeError,
+        match="the state of callback/own/kept/0 must be JSON values and NumPy arrays",
+    ):
         state._without_arrays(Offers().get_state(), "callback/own", {})

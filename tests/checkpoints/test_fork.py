@@ -11,7 +11,14 @@ import pytest
 from pipeline.checkpoints import files, snapshot
 from pipeline.checkpoints.files import BEST
 from pipeline.config import compose
-from tests.checkpoints.test_resume_rules import RUN, UPDATES, check_equal, folder_of, interrupted, weights
+from tests.checkpoints.test_resume_rules import (
+    RUN,
+    UPDATES,
+    check_equal,
+    folder_of,
+    interrupted,
+    weights,
+)
 from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline, python
 
@@ -44,7 +51,9 @@ def folder(source, tmp_path):
 
 
 def run_in(folder, name):
-    (run,) = [run for run in Store(folder).runs() if run.info.run_id == run_id(folder, name)]
+    (run,) = [
+        run for run in Store(folder).runs() if run.info.run_id == run_id(folder, name)
+    ]
     return run
 
 
@@ -55,7 +64,10 @@ def run_id(folder, name):
 
 def histories(folder, name, after=0):
     found = Store(folder).histories(run_in(folder, name))
-    return {key: {step: value for step, value in points.items() if step > after} for key, points in found.items()}
+    return {
+        key: {step: value for step, value in points.items() if step > after}
+        for key, points in found.items()
+    }
 
 
 def bits(arrays):
@@ -81,23 +93,44 @@ def test_a_fork_that_changes_nothing_is_the_run_itself(folder):
     """With its weights alone another run follows: the negative control."""
     said = pipeline("train", *begun(f"start.run=run@{AT}"), cwd=folder)
     one, other = run_in(folder, "run"), run_in(folder, "fork")
-    assert f"goes on with the state of run {one.info.run_id} after update {AT}" in said.stderr
+    assert (
+        f"goes on with the state of run {one.info.run_id} after update {AT}"
+        in said.stderr
+    )
     # The checkpoint was left by a signal, before the evaluation that was due: that is the fork's first row.
     assert histories(folder, "fork") == histories(folder, "run", AT)
     assert min(histories(folder, "fork")["train/loss"]) == AT + 1
     assert bits(last_weights(folder, "fork")) == bits(weights(folder))
     assert one.data.tags["forks"] == other.info.run_id
-    assert (other.data.tags["start.run"], other.data.tags["start.update"]) == (one.info.run_id, str(AT))
+    assert (other.data.tags["start.run"], other.data.tags["start.update"]) == (
+        one.info.run_id,
+        str(AT),
+    )
     assert other.data.tags["updates"] == str(UPDATES)
-    begun_with = json.loads((folder / "fork" / "journal.jsonl").read_text().splitlines()[0])["start"]
+    begun_with = json.loads(
+        (folder / "fork" / "journal.jsonl").read_text().splitlines()[0]
+    )["start"]
     assert begun_with["segment"]["after"] == AT
     begin = f"start.run={run_id(folder, 'run')[:9]}@{AT}"
-    pipeline("train", *RUN[:-1], "hydra.run.dir=second", begin, "start.weights_only=true", "seed=0", cwd=folder)
+    pipeline(
+        "train",
+        *RUN[:-1],
+        "hydra.run.dir=second",
+        begin,
+        "start.weights_only=true",
+        "seed=0",
+        cwd=folder,
+    )
     found, straight = histories(folder, "second"), histories(folder, "run")
     assert list(found["train/loss"]) == list(range(1, UPDATES + 1))
-    assert found["train/loss"][1] < 0.9 * straight["train/loss"][1]  # of weights that have learned
+    assert (
+        found["train/loss"][1] < 0.9 * straight["train/loss"][1]
+    )  # of weights that have learned
     assert found["train/learning_rate"] == straight["train/learning_rate"]
-    later = [found["train/loss"][step] != straight["train/loss"][step] for step in range(AT + 1, UPDATES + 1)]
+    later = [
+        found["train/loss"][step] != straight["train/loss"][step]
+        for step in range(AT + 1, UPDATES + 1)
+    ]
     assert all(later)
     # Two forks of one run are both named in it.
     forks = [run_id(folder, name) for name in ("fork", "second")]
@@ -108,18 +141,35 @@ def test_a_fork_that_changes_nothing_is_the_run_itself(folder):
 def test_a_fork_with_another_learning_rate(tmp_path):
     """A constant rate is a variable, which a checkpoint has as well: it must not overrule the config."""
     folder = folder_of(tmp_path)
-    constant = (*RUN[:-1], "schedule=constant", "training.updates=10", "training.checkpoint_every=5")
+    constant = (
+        *RUN[:-1],
+        "schedule=constant",
+        "training.updates=10",
+        "training.checkpoint_every=5",
+    )
     pipeline("train", *constant, "hydra.run.dir=run", cwd=folder)
     begin = (*constant, "start.run=run@5", "hydra.run.dir=fork")
     said = pipeline("train", *begin, "optimizer.learning_rate=0.01", cwd=folder)
     assert "after update 5, with a learning rate of its own" in said.stderr
     found = histories(folder, "fork")
     assert list(found["train/learning_rate"].values()) == pytest.approx([0.01] * 5)
-    assert found["train/loss"][6] == histories(folder, "run")["train/loss"][6]  # before its first own update
+    assert (
+        found["train/loss"][6] == histories(folder, "run")["train/loss"][6]
+    )  # before its first own update
     assert found["train/loss"][7] != histories(folder, "run")["train/loss"][7]
 
 
-TEXTS = ("12345678", "1e10", "12e4@40", "00123456", "1_0", "a,b", "null", "runs/lr=0.1@3", "nan")
+TEXTS = (
+    "12345678",
+    "1e10",
+    "12e4@40",
+    "00123456",
+    "1_0",
+    "a,b",
+    "null",
+    "runs/lr=0.1@3",
+    "nan",
+)
 
 
 @pytest.mark.parametrize("run", mostly_slow(TEXTS, ["1e10", "a,b", "null"]))
@@ -167,7 +217,10 @@ def test_what_no_run_can_begin_with_is_refused(folder):
     for line, rule in expected.items():
         answer = answers[line]
         assert answer["status"] == 2, (line, answer)
-        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {rule}"), (line, answer["err"])
+        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {rule}"), (
+            line,
+            answer["err"],
+        )
         assert answer["changed"] == [], line
     assert [run.info.run_id for run in Store(folder).runs()] == [run_id(folder, "run")]
 
@@ -175,8 +228,19 @@ def test_what_no_run_can_begin_with_is_refused(folder):
 @pytest.mark.parametrize("ema", mostly_slow(["false", "true"], [], ["true"]))
 def test_the_test_split_is_evaluated_once_with_the_best_weights(tmp_path, ema):
     """Equal to the bit to the test split of a run that ends where the best one was."""
-    rate = ("schedule=constant", "optimizer.learning_rate=0.3", f"+optimizer.use_ema={ema}", "optimizer.momentum=0.0")
-    common = ("train", *RUN[:-2], *rate, "training.checkpoint_every=null", "dataset.test_split=test")
+    rate = (
+        "schedule=constant",
+        "optimizer.learning_rate=0.3",
+        f"+optimizer.use_ema={ema}",
+        "optimizer.momentum=0.0",
+    )
+    common = (
+        "train",
+        *RUN[:-2],
+        *rate,
+        "training.checkpoint_every=null",
+        "dataset.test_split=test",
+    )
     # The first evaluation: what is «best» does not matter here, but that more is trained after it.
     best_loss = ("training.keep_best.metric=val/loss", "training.keep_best.mode=max")
     pipeline(*common, *best_loss, "hydra.run.dir=best", cwd=tmp_path)
@@ -190,20 +254,31 @@ def test_the_test_split_is_evaluated_once_with_the_best_weights(tmp_path, ema):
         assert store.history(best, key) == store.history(ended, key)
         assert list(store.history(best, key)) == [at]
     validated = store.history(best, "val/loss")
-    assert validated[at] != validated[UPDATES]  # of the last weights it would be another
+    assert (
+        validated[at] != validated[UPDATES]
+    )  # of the last weights it would be another
     assert store.history(best, "test/loss")[at] != store.history(best, "val/loss")[at]
-    assert [each.tags[0].value for each in best.inputs.dataset_inputs] == ["training", "validation", "test"]
+    assert [each.tags[0].value for each in best.inputs.dataset_inputs] == [
+        "training",
+        "validation",
+        "test",
+    ]
 
 
 @pytest.mark.slow
 def test_a_fork_is_interrupted_and_rerun(folder, source):
     """One that was interrupted before its first checkpoint begins where it began, and a rerun does, too."""
-    auto = begun("training.resume=auto", "start.run=run@21", "training.checkpoint_every=null")
+    auto = begun(
+        "training.resume=auto", "start.run=run@21", "training.checkpoint_every=null"
+    )
     interrupted(folder, 25, 9, *auto)
     pipeline("train", *auto, cwd=folder)
     assert histories(folder, "fork") == histories(folder, "run", AT)
     forked = run_id(folder, "fork")
-    allow = ("--allow=mine", f"--allow={source}")  # the store is a copy, and says where its artifacts were
+    allow = (
+        "--allow=mine",
+        f"--allow={source}",
+    )  # the store is a copy, and says where its artifacts were
     pipeline("rerun", forked, *allow, "hydra.run.dir=again", cwd=folder)
     again = run_in(folder, "again")
     assert again.data.tags["rerun.verdict"] == "bit-equal"
@@ -214,7 +289,11 @@ def test_a_fork_is_interrupted_and_rerun(folder, source):
     shutil.rmtree(folder / "run")
     answers |= one_process({"no run": third}, folder)
     for name, answer in answers.items():
-        rule = "be one run directory, or the start of the ID" if name == "no run" else "name an update whose checkpoint"
+        rule = (
+            "be one run directory, or the start of the ID"
+            if name == "no run"
+            else "name an update whose checkpoint"
+        )
         assert answer["status"] == 2, answer
         assert f"start.run must {rule}" in answer["err"].splitlines()[-1], name
     assert not (folder / "third").exists()
@@ -237,12 +316,21 @@ def stopping(tmp_path_factory):
     return folder
 
 
-STOPPING = (*RUN, *BEST_LOSS, STOP, "training.updates=200", "optimizer.learning_rate=0.3", "training.evaluate_every=4")
+STOPPING = (
+    *RUN,
+    *BEST_LOSS,
+    STOP,
+    "training.updates=200",
+    "optimizer.learning_rate=0.3",
+    "training.evaluate_every=4",
+)
 
 
 def best_of(folder, name="run"):
     run = run_in(folder, name)
-    points = {key: Store(folder).history(run, key) for key in ("best/val/loss", "best/update")}
+    points = {
+        key: Store(folder).history(run, key) for key in ("best/val/loss", "best/update")
+    }
     curve = histories(folder, name)["val/loss"]
     step = min(curve, key=curve.__getitem__)
     assert points == {"best/val/loss": {step: curve[step]}, "best/update": {step: step}}
@@ -255,10 +343,16 @@ def test_which_callback_stopped_a_run_and_what_was_best(stopping):
     done = max(histories(stopping, "run")["train/loss"])
     assert done < 200
     assert run.data.tags["stopped_by"] == f"training.callbacks.stop after update {done}"
-    assert (run.data.tags["updates"], run.data.params["derived.updates"]) == (str(done), "200")
+    assert (run.data.tags["updates"], run.data.params["derived.updates"]) == (
+        str(done),
+        "200",
+    )
     best = best_of(stopping)
     found = files.at(stopping / "run" / "checkpoints" / BEST, best)
-    assert found.meta["values"]["loop"]["validation"]["loss"] == run.data.metrics["best/val/loss"]
+    assert (
+        found.meta["values"]["loop"]["validation"]["loss"]
+        == run.data.metrics["best/val/loss"]
+    )
 
 
 @pytest.mark.slow
@@ -302,15 +396,27 @@ def test_a_fork_onto_other_data_normalises_as_what_it_began_with(tmp_path):
             "model.activation=sigmoid",
             "model.dropout=0",
         ),
-        *("model.hidden=[8]", "objective=binary", "training.epochs=2", "accumulation.effective_batch_size=32"),
+        *(
+            "model.hidden=[8]",
+            "objective=binary",
+            "training.epochs=2",
+            "accumulation.effective_batch_size=32",
+        ),
         *("tracking.system_metrics=false", "training.checkpoint_every=epoch"),
     )
     pipeline("train", *given, "+dataset.offset=0", "hydra.run.dir=run", cwd=tmp_path)
-    more = ("+dataset.offset=3", "start.run=run", "start.weights_only=true", "hydra.run.dir=fork")
+    more = (
+        "+dataset.offset=3",
+        "start.run=run",
+        "start.weights_only=true",
+        "hydra.run.dir=fork",
+    )
     pipeline("train", *given, *more, cwd=tmp_path)
     store = Store(tmp_path)
     run = run_in(tmp_path, "fork")
-    (logged,) = store.client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    (logged,) = store.client.search_logged_models(
+        [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
+    )
     file = next(Path(logged.artifact_location.removeprefix("file://")).rglob("*.keras"))
     check = (
         "import keras, numpy as np, units\n"
@@ -321,6 +427,10 @@ def test_a_fork_onto_other_data_normalises_as_what_it_began_with(tmp_path):
     )
     out, err = python("-c", check, cwd=tmp_path).communicate(timeout=120)
     loss, means = out.strip().splitlines()[-1].split(" ", 1)
-    assert max(map(abs, json.loads(means))) < 1, err  # of the first table: those of the second are about 3
+    assert max(map(abs, json.loads(means))) < 1, (
+        err
+    )  # of the first table: those of the second are about 3
     last = list(store.history(run, "val/loss").values())[-1]
-    assert float(loss) == pytest.approx(last, rel=1e-5)  # the mean of 32 float32, in another order
+    assert float(loss) == pytest.approx(
+        last, rel=1e-5
+    )  # the mean of 32 float32, in another order

@@ -24,13 +24,30 @@ UPDATES = 12
 KILLS = 4  # of one run, at most
 SEEDS = 85
 RUN = (
-    *("model=mlp", "model.hidden=[16]", "model.dropout=0.2", "optimizer=momentum", "hardware.deterministic=true"),
-    *(f"training.updates={UPDATES}", "training.checkpoint_every=3", "training.evaluate_every=4"),
-    *("tracking.log_model=false", "tracking.system_metrics=false", "tracking.patience=30", "hydra.run.dir=run"),
+    *(
+        "model=mlp",
+        "model.hidden=[16]",
+        "model.dropout=0.2",
+        "optimizer=momentum",
+        "hardware.deterministic=true",
+    ),
+    *(
+        f"training.updates={UPDATES}",
+        "training.checkpoint_every=3",
+        "training.evaluate_every=4",
+    ),
+    *(
+        "tracking.log_model=false",
+        "tracking.system_metrics=false",
+        "tracking.patience=30",
+        "hydra.run.dir=run",
+    ),
 )
 AUTO = ("train", *RUN, "training.resume=auto")
 # As a user has them; other tests have one.
-THREADS = dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), "2")
+THREADS = dict.fromkeys(
+    ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"), "2"
+)
 
 
 class Undisturbed:
@@ -56,7 +73,9 @@ def undisturbed(tmp_path_factory):
 MARKS = [pytest.mark.slow] + [pytest.mark.soak] * (SEEDS - 1)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=mark) for seed, mark in enumerate(MARKS)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=mark) for seed, mark in enumerate(MARKS)]
+)
 def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, seed):
     chance = random.Random(seed)
     replicas = f"hardware.replicas={1 + seed % 2}"
@@ -64,37 +83,69 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(tmp_path, undisturbed, 
     said, plans = [], []
     while len(plans) < KILLS and not finished(tmp_path):
         last = len(plans) == KILLS - 1
-        who = chance.choice(["shipper", "trainer"] if last else ["shipper", "trainer", "trainer", "sync"])
+        who = chance.choice(
+            ["shipper", "trainer"]
+            if last
+            else ["shipper", "trainer", "trainer", "sync"]
+        )
         who = who if has_begun(tmp_path / "run" / NAME) else "trainer"
-        plan = planned(chance, tmp_path / f"kill {len(plans)}", who, both=who == "shipper" and not last)
-        again = going_on(chance, tmp_path, replicas) if who != "sync" else ("sync", "run")
-        process = start(*again, cwd=tmp_path, warm=True, **plan.environment(), **THREADS)
+        plan = planned(
+            chance,
+            tmp_path / f"kill {len(plans)}",
+            who,
+            both=who == "shipper" and not last,
+        )
+        again = (
+            going_on(chance, tmp_path, replicas) if who != "sync" else ("sync", "run")
+        )
+        process = start(
+            *again, cwd=tmp_path, warm=True, **plan.environment(), **THREADS
+        )
         plans.append(plan)
         said.append((f"{plan}: {' '.join(again[:2])}", process))
-        status = process.wait(240)  # not for what it leaves behind, which the next command has to get on with
+        status = process.wait(
+            240
+        )  # not for what it leaves behind, which the next command has to get on with
         print(said[-1][0], status)
         killed = plan.killed and (who != "shipper" or plan.both)
         # A shipper that is killed may outlive its trainer by a moment.
         expected = ([-signal.SIGKILL] if killed else [0]) + [0] * (who == "shipper")
         assert status in expected, process.communicate(timeout=60)
     pipeline(*AUTO, replicas, cwd=tmp_path, **THREADS)
-    assert pipeline("sync", "run", cwd=tmp_path).stderr.startswith("run: 0 points were missing; run ")
+    assert pipeline("sync", "run", cwd=tmp_path).stderr.startswith(
+        "run: 0 points were missing; run "
+    )
     for what, process in said:
         assert "Traceback" not in process.communicate(timeout=60)[1], what
     assert left_in(tmp_path) == undisturbed(1 + seed % 2)
-    wait(lambda: not [each for each in psutil.process_iter() if is_in(each, tmp_path)], 30)
+    wait(
+        lambda: not [each for each in psutil.process_iter() if is_in(each, tmp_path)],
+        30,
+    )
     note(*(plan.kind for plan in plans if plan.killed))
 
 
 def planned(chance: random.Random, folder: Path, who: str, *, both: bool) -> Plan:
     """Return where to kill `who` in what is left of the run in the folder beside `folder`."""
     folder.mkdir()
-    done = max((int(place.name) for place in folder.parent.glob("run/checkpoints/[0-9]*")), default=0)
-    never = ["client.create_run"] if Store(folder.parent).runs() else ["client.update_run"]
+    done = max(
+        (int(place.name) for place in folder.parent.glob("run/checkpoints/[0-9]*")),
+        default=0,
+    )
+    never = (
+        ["client.create_run"] if Store(folder.parent).runs() else ["client.update_run"]
+    )
     call = chance.choice([call for call in (*CALLS[who], MOMENT) if call not in never])
     most = CALLS[who][call] * (UPDATES - done) // UPDATES
     both = both or (who == "trainer" and chance.random() < 0.5)
-    return Plan(str(folder), who, call, chance.randint(1, max(most, 1)), chance.random() < 0.5, both)
+    return Plan(
+        str(folder),
+        who,
+        call,
+        chance.randint(1, max(most, 1)),
+        chance.random() < 0.5,
+        both,
+    )
 
 
 def finished(folder: Path) -> bool:
@@ -113,13 +164,32 @@ def left_in(folder: Path, checkpoint_of: int = UPDATES) -> tuple:
     """Return all that a run leaves which no disturbance may change."""
     store = Store(folder)
     run = store.run()  # one
-    metrics = {key: store.history(run, key) for key in run.data.metrics if not key.startswith("perf/")}
+    metrics = {
+        key: store.history(run, key)
+        for key in run.data.metrics
+        if not key.startswith("perf/")
+    }
     last = checkpoint.at(folder / "run" / "checkpoints", checkpoint_of)
-    weights = {name: array.tobytes() for name, array in snapshot.read(last.folder, last.meta).arrays.items()}
-    params = {key: value for key, value in run.data.params.items() if not key.startswith("hydra")}
-    tags = {key: run.data.tags.get(key) for key in ("failure", "not_shipped", "model.not_logged", "config.hash")}
-    inputs = sorted((each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs)
-    files = {file.path for file in store.client.list_artifacts(run.info.run_id)} - {"segments.json", "git.diff"}
+    weights = {
+        name: array.tobytes()
+        for name, array in snapshot.read(last.folder, last.meta).arrays.items()
+    }
+    params = {
+        key: value
+        for key, value in run.data.params.items()
+        if not key.startswith("hydra")
+    }
+    tags = {
+        key: run.data.tags.get(key)
+        for key in ("failure", "not_shipped", "model.not_logged", "config.hash")
+    }
+    inputs = sorted(
+        (each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs
+    )
+    files = {file.path for file in store.client.list_artifacts(run.info.run_id)} - {
+        "segments.json",
+        "git.diff",
+    }
     return run.info.status, metrics, weights, params, tags, inputs, files
 
 

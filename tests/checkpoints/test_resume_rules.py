@@ -45,8 +45,16 @@ RUN = (
         "hardware.deterministic=true",
         f"training.updates={UPDATES}",
     ),
-    *("training.checkpoint_every=7", "training.evaluate_every=5", "tracking.log_model=false"),
-    *("tracking.system_metrics=false", "+training.callbacks.it={_target_: mine.Interrupt}", "hydra.run.dir=run"),
+    *(
+        "training.checkpoint_every=7",
+        "training.evaluate_every=5",
+        "tracking.log_model=false",
+    ),
+    *(
+        "tracking.system_metrics=false",
+        "+training.callbacks.it={_target_: mine.Interrupt}",
+        "hydra.run.dir=run",
+    ),
 )
 AUTO = (*RUN, "training.resume=auto")
 
@@ -66,7 +74,9 @@ def undisturbed(tmp_path_factory):
 
 def interrupted(folder, at, by, *arguments, **more):
     status = {2: 130, 15: 143, 12: 143, 9: -9}[by]
-    return pipeline("train", *arguments, cwd=folder, status=status, AT=str(at), BY=str(by), **more)
+    return pipeline(
+        "train", *arguments, cwd=folder, status=status, AT=str(at), BY=str(by), **more
+    )
 
 
 def histories(folder):
@@ -85,7 +95,9 @@ def check_equal(folder, undisturbed):
     assert (run.info.status, run.data.tags.get("failure")) == ("FINISHED", None)
     assert histories(folder) == histories(undisturbed)
     now, then = weights(folder), weights(undisturbed)
-    assert {name: array.tobytes() for name, array in now.items()} == {n: a.tobytes() for n, a in then.items()}
+    assert {name: array.tobytes() for name, array in now.items()} == {
+        n: a.tobytes() for n, a in then.items()
+    }
 
 
 # `make test` has `resume` after SIGTERM, in test_fork.py.
@@ -123,18 +135,31 @@ def test_resume_by_the_id_of_the_run(tmp_path, undisturbed):
 def test_another_cut_agrees_within_rounding(tmp_path):
     """Negative control: without dropout's and momentum's state it would not, see test_files.py."""
     exact = (*RUN, "hardware.precision=float64", "model.dropout=0")
-    pipeline("train", *exact, "accumulation.factor=2", cwd=folder_of(tmp_path / "whole"))
+    pipeline(
+        "train", *exact, "accumulation.factor=2", cwd=folder_of(tmp_path / "whole")
+    )
     whole = histories(tmp_path / "whole")
     folder = folder_of(tmp_path / "cut")
     interrupted(folder, 17, 9, *exact, "accumulation.factor=2")
-    said = pipeline("resume", "run", "accumulation.factor=4", "hardware.replicas=2", cwd=folder)
+    said = pipeline(
+        "resume", "run", "accumulation.factor=4", "hardware.replicas=2", cwd=folder
+    )
     assert "accumulation.factor 4 (was 2)" in said.stderr
     assert "hardware.replicas 2 (was 1)" in said.stderr
     found = histories(folder)
-    for key in ("train/loss", "val/loss", "train/gradient_norm", "train/accuracy", "train/learning_rate"):
+    for key in (
+        "train/loss",
+        "val/loss",
+        "train/gradient_norm",
+        "train/accuracy",
+        "train/learning_rate",
+    ):
         assert found[key].keys() == whole[key].keys()
         # Rounding is amplified a hundredfold over these updates, from 1e-16 of a number of order 1.
-        assert max(abs(found[key][step] - value) for step, value in whole[key].items()) < 1e-12, key
+        assert (
+            max(abs(found[key][step] - value) for step, value in whole[key].items())
+            < 1e-12
+        ), key
     assert list(found["train/micro_steps"]) == list(range(1, UPDATES + 1))
 
 
@@ -158,8 +183,16 @@ def test_what_a_callback_has_ended_does_not_go_on(tmp_path):
     last = int(Store(folder).run().data.tags["updates"])
     refused = pipeline("resume", "run", "training.updates=50", cwd=folder, status=2)
     rule = f"RUN was ended by training.callbacks.early after update {last}: begin another one there, with start.run="
-    assert refused.stderr.splitlines()[-1].startswith(f"pipeline: {rule}RUN@{last}. Received: ")
-    begun = ("train", *RUN[:-1], "training.updates=30", f"start.run=run@{last}", "hydra.run.dir=on")
+    assert refused.stderr.splitlines()[-1].startswith(
+        f"pipeline: {rule}RUN@{last}. Received: "
+    )
+    begun = (
+        "train",
+        *RUN[:-1],
+        "training.updates=30",
+        f"start.run=run@{last}",
+        "hydra.run.dir=on",
+    )
     pipeline(*begun, cwd=folder)
 
 
@@ -182,16 +215,37 @@ def test_data_of_ones_own_go_on_as_they_were(tmp_path, name):
     (folder / "own.py").write_text(OWN)
     (folder / "conf" / "dataset").mkdir(parents=True)
     more = "in_memory: auto\n" if name == "own" else ""
-    (folder / "conf" / "dataset" / f"{name}.yaml").write_text(f"_target_: own.data\n{more}")
-    (folder / "conf" / "dataset" / "unlabelled.yaml").write_text("_target_: own.unlabelled\n")
-    short = ("--config-dir", "conf", "model=mlp", "accumulation.effective_batch_size=8", "tracking.log_model=false")
-    own = (*short, f"dataset={name}", "+model.classes=2", f"hydra.run.dir={name}", "training.resume=auto")
+    (folder / "conf" / "dataset" / f"{name}.yaml").write_text(
+        f"_target_: own.data\n{more}"
+    )
+    (folder / "conf" / "dataset" / "unlabelled.yaml").write_text(
+        "_target_: own.unlabelled\n"
+    )
+    short = (
+        "--config-dir",
+        "conf",
+        "model=mlp",
+        "accumulation.effective_batch_size=8",
+        "tracking.log_model=false",
+    )
+    own = (
+        *short,
+        f"dataset={name}",
+        "+model.classes=2",
+        f"hydra.run.dir={name}",
+        "training.resume=auto",
+    )
     pipeline("train", *own, "training.updates=6", cwd=folder)
     said = pipeline("train", *own, "training.updates=9", cwd=folder).stderr
     assert "goes on after update 6" in said
     assert "test/accuracy" in said
-    refused = pipeline("train", *short, "dataset=unlabelled", "+model.classes=2", cwd=folder, status=2)
-    assert "dataset._target_ must give its test split with labels, as its training split." in refused.stderr
+    refused = pipeline(
+        "train", *short, "dataset=unlabelled", "+model.classes=2", cwd=folder, status=2
+    )
+    assert (
+        "dataset._target_ must give its test split with labels, as its training split."
+        in refused.stderr
+    )
 
 
 @pytest.mark.slow
@@ -202,13 +256,24 @@ def test_a_sweep_goes_on_inside_its_interrupted_jobs(tmp_path, undisturbed):
     store = Store(folder)
     (parent,) = (run for run in store.runs() if "sweep.name" in run.data.tags)
     assert [run.info.status for run in store.trained()] == ["KILLED", "KILLED"]
-    pipeline(*sweep[:-1], "hydra.sweep.dir=more", f"tracking.sweep={parent.info.run_id}", cwd=folder)
+    pipeline(
+        *sweep[:-1],
+        "hydra.sweep.dir=more",
+        f"tracking.sweep={parent.info.run_id}",
+        cwd=folder,
+    )
     first, second = store.trained()
     for run in (first, second):
         assert (run.info.status, run.data.tags["segments"]) == ("FINISHED", "2")
         assert list(store.history(run, "train/loss")) == list(range(1, UPDATES + 1))
     loss = Store(undisturbed).history(Store(undisturbed).run(), "train/loss")
-    assert store.history(min(first, second, key=lambda run: int(run.data.params["seed"])), "train/loss") == loss
+    assert (
+        store.history(
+            min(first, second, key=lambda run: int(run.data.params["seed"])),
+            "train/loss",
+        )
+        == loss
+    )
     assert store.client.get_run(parent.info.run_id).info.status == "FINISHED"
 
 
@@ -218,24 +283,41 @@ def test_a_run_that_goes_on_keeps_its_own_store_unless_another_is_named(monkeypa
     def resumed(store: str, *overrides: str) -> str:
         composed = compose.composed(overrides)
         past = SimpleNamespace(start={"store": store})
-        return resume_rules.with_own_store(resolve(composed, overrides), past).config.tracking.uri
+        return resume_rules.with_own_store(
+            resolve(composed, overrides), past
+        ).config.tracking.uri
 
     assert resumed("sqlite:////runs/mlflow.db") == "sqlite:////runs/mlflow.db"
-    assert resumed("sqlite:////runs/mlflow.db", "tracking.uri=http://named:80") == "http://named:80"
-    assert resumed("http://me:***@host") == "http://exported:80"  # then it is refused, as the store of another run
+    assert (
+        resumed("sqlite:////runs/mlflow.db", "tracking.uri=http://named:80")
+        == "http://named:80"
+    )
+    assert (
+        resumed("http://me:***@host") == "http://exported:80"
+    )  # then it is refused, as the store of another run
 
 
 @pytest.mark.slow
 def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 17, 9, *RUN)
-    pipeline("train", *RUN[:-1], "hydra.run.dir=none", "training.checkpoint_every=null", cwd=folder)
+    pipeline(
+        "train",
+        *RUN[:-1],
+        "hydra.run.dir=none",
+        "training.checkpoint_every=null",
+        cwd=folder,
+    )
     shutil.copytree(undisturbed / "run", folder / "done")
     shutil.copytree(folder / "run", folder / "old")
-    (folder / "old" / "journal.jsonl").write_text('{"time":1,"start":{"experiment":"e"}}\n')
+    (folder / "old" / "journal.jsonl").write_text(
+        '{"time":1,"start":{"experiment":"e"}}\n'
+    )
     shutil.copytree(undisturbed / "run", folder / "torn")
     torn = (folder / "torn" / "journal.jsonl").read_text()
-    (folder / "torn" / "journal.jsonl").write_text(torn.replace('"step":3,', '"step":4,', 1))
+    (folder / "torn" / "journal.jsonl").write_text(
+        torn.replace('"step":3,', '"step":4,', 1)
+    )
     shutil.copytree(folder / "run", folder / "other")
     expected = {
         "resume nowhere": "RUN must be one run directory, or the start of the ID of one run whose directory lies below "
@@ -265,17 +347,31 @@ def test_what_would_be_another_run_is_refused(tmp_path, undisturbed):
     for line, rule in expected.items():
         answer = answers[line]
         assert answer["status"] == 2, (line, answer)
-        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {rule}"), (line, answer["err"])
-        assert [path for path in answer["changed"] if not path.startswith("mlruns")] == [], line
+        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {rule}"), (
+            line,
+            answer["err"],
+        )
+        assert [
+            path for path in answer["changed"] if not path.startswith("mlruns")
+        ] == [], line
 
 
 GROUPS = "".join(f"{key}: {{}}\n" for key in run_dirs.CONFIG)
 CONFIGS = {  # what stands in config.yaml, and what is said of it
     "empty": ("{}\n", "line 1: dataset is missing"),
-    "cut": ("dataset: {}\nmodel: [\n", "line 3: expected the node content, but found '<stream end>'"),
+    "cut": (
+        "dataset: {}\nmodel: [\n",
+        "line 3: expected the node content, but found '<stream end>'",
+    ),
     "endless": ("dataset: &a\n  b: *a\n", "line 2: an alias is not expected"),
-    "number": (GROUPS.replace("tracking: {}", "tracking: 5"), "line 9: tracking must be a mapping, and is an integer"),
-    "binary": (b"dataset: {}\n\xff\n", "line 2: 'utf-8' codec can't decode byte 0xff in position 12"),
+    "number": (
+        GROUPS.replace("tracking: {}", "tracking: 5"),
+        "line 9: tracking must be a mapping, and is an integer",
+    ),
+    "binary": (
+        b"dataset: {}\n\xff\n",
+        "line 2: 'utf-8' codec can't decode byte 0xff in position 12",
+    ),
     "signs": (b"dataset: {}\n\x00\n", "line 2: unacceptable character #x0000"),
 }
 
@@ -284,14 +380,20 @@ def test_a_damaged_config_is_refused_by_its_line(tmp_path):
     for name, (text, _) in CONFIGS.items():
         (tmp_path / name).mkdir()
         writer = journal_file.create(tmp_path / name / journal_file.NAME)
-        writer.write({"start": {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}})
+        writer.write(
+            {"start": {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}}
+        )
         writer.close()
-        (tmp_path / name / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        (tmp_path / name / "config.yaml").write_bytes(
+            text if isinstance(text, bytes) else text.encode()
+        )
     answers = one_process({name: f"resume {name}" for name in CONFIGS}, tmp_path)
     for name, (_, said) in CONFIGS.items():
         rule = f"pipeline: RUN must have a config.yaml that can be read (config.yaml, {said}"
         assert answers[name]["status"] == 2, answers[name]
-        assert answers[name]["err"].splitlines()[-1].startswith(rule), answers[name]["err"]
+        assert answers[name]["err"].splitlines()[-1].startswith(rule), answers[name][
+            "err"
+        ]
         assert answers[name]["changed"] == []
 
 
@@ -300,7 +402,10 @@ def test_a_damaged_config_is_refused_by_its_line(tmp_path):
     [
         ("{", "line 1: Expecting property name enclosed in double quotes"),
         ("[]", "line 1: all of it must be a mapping, and is a list"),
-        ('{"name": "a", "version": "1", "examples": {},\n "files":\n 5}', "line 2: files must be a mapping, and is an"),
+        (
+            '{"name": "a", "version": "1", "examples": {},\n "files":\n 5}',
+            "line 2: files must be a mapping, and is an",
+        ),
         (
             '{"name": "a", "version": "1",\n "examples": {"train": null}}',
             "line 2: train must be an integer, and is null",
@@ -312,11 +417,17 @@ def test_a_damaged_record_of_the_data_is_refused_by_its_line(tmp_path, text, sai
     (tmp_path / journal_file.DESCRIBED).write_text(text)
     past = SimpleNamespace(described=True, run={})
     with pytest.raises(
-        ConfigError, match=re.escape(f"must have a dataset.json that can be read (dataset.json, {said}")
+        ConfigError,
+        match=re.escape(
+            f"must have a dataset.json that can be read (dataset.json, {said}"
+        ),
     ):
         Continuation(tmp_path, None, past, None).check_dataset({})
 
 
 @pytest.mark.parametrize("text", ["a b", "it's", "a\\b", "a\\", "a\\'b"])
 def test_a_quoted_value_is_read_as_it_was(text):
-    assert OverridesParser.create().parse_override(f"key={run_dirs.quoted(text)}").value() == text
+    assert (
+        OverridesParser.create().parse_override(f"key={run_dirs.quoted(text)}").value()
+        == text
+    )

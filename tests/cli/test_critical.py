@@ -8,10 +8,26 @@ import pytest
 
 from tests.running import Store, one_process, pipeline, start, wait
 
-TINY = ("model=mlp", "tracking.log_model=false", "tracking.system_metrics=false", "hardware.deterministic=true")
+TINY = (
+    "model=mlp",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+    "hardware.deterministic=true",
+)
 RUN = (
-    *("train", *TINY, "accumulation.effective_batch_size=32", "accumulation.factor=2", "schedule=constant"),
-    *("training.updates=40", "training.checkpoint_every=20", "training.evaluate_every=40", "hydra.run.dir=run"),
+    *(
+        "train",
+        *TINY,
+        "accumulation.effective_batch_size=32",
+        "accumulation.factor=2",
+        "schedule=constant",
+    ),
+    *(
+        "training.updates=40",
+        "training.checkpoint_every=20",
+        "training.evaluate_every=40",
+        "hydra.run.dir=run",
+    ),
 )
 
 pytestmark = pytest.mark.slow
@@ -32,14 +48,22 @@ def test_branches_of_a_checkpoint_are_killed_and_continued(folder):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    (parent,) = [run for run in store.runs() if run.data.tags.get("sweep.name") == "critical"]
+    (parent,) = [
+        run for run in store.runs() if run.data.tags.get("sweep.name") == "critical"
+    ]
     again = f"critical run@20 --examples=384 --again {parent.info.run_id}"
     assert f"run what is missing with: pipeline {again}" in said
     done = pipeline(*again.split(), cwd=folder)
-    jobs = {run.data.tags["sweep.job"]: run for run in store.trained() if run.data.tags.get("sweep")}
+    jobs = {
+        run.data.tags["sweep.job"]: run
+        for run in store.trained()
+        if run.data.tags.get("sweep")
+    }
     assert list(jobs) == ["batch=32", "batch=64", "batch=128"]
     assert {run.info.status for run in jobs.values()} == {"FINISHED"}
-    assert {run.data.tags["mlflow.parentRunId"] for run in jobs.values()} == {parent.info.run_id}
+    assert {run.data.tags["mlflow.parentRunId"] for run in jobs.values()} == {
+        parent.info.run_id
+    }
     rows = {name: store.histories(run) for name, run in jobs.items()}
     before = store.histories(store.trained()[0])
     # The smallest branch is the run itself, as its rate is constant; the others read on where it was.
@@ -55,7 +79,9 @@ def test_branches_of_a_checkpoint_are_killed_and_continued(folder):
     assert rows["batch=64"]["train/loss"][21] != before["train/loss"][21]
     assert "Critical batch: " in done.stdout
     assert "Schedule: " in done.stdout
-    refused = pipeline("critical", "run@40", "--again", parent.info.run_id, cwd=folder, status=2)
+    refused = pipeline(
+        "critical", "run@40", "--again", parent.info.run_id, cwd=folder, status=2
+    )
     assert "--again must be a sweep of the same branches" in refused.stderr
 
 
@@ -71,5 +97,7 @@ def test_what_is_refused_in_one_line(folder):
     }
     for line, answer in one_process({line: line for line in expected}, folder).items():
         assert answer["status"] == 2, (line, answer)
-        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {expected[line]}"), (line, answer["err"])
+        assert (
+            answer["err"].splitlines()[-1].startswith(f"pipeline: {expected[line]}")
+        ), (line, answer["err"])
         assert answer["changed"] == [], line

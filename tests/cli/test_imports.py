@@ -29,7 +29,12 @@ USED = "plot_image_gallery SKLearnClassifier False"
 
 
 def printed(how: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM.format(how=how)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(how=how)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -37,11 +42,17 @@ def printed(how: str) -> list[str]:
 @pytest.mark.slow
 def test_pictures_and_scikit_learn_wait_until_they_are_used_and_no_garbage_is_looked_for_meanwhile():
     assert printed("imports.without_chatter()") == ["False True True", "[]", USED]
-    assert printed(PLAIN) == ["True True False", "['matplotlib.pyplot', 'sklearn']", USED]
+    assert printed(PLAIN) == [
+        "True True False",
+        "['matplotlib.pyplot', 'sklearn']",
+        USED,
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "imported"), [("imports.executed_on_use()", False), (PLAIN, True)])
+@pytest.mark.parametrize(
+    ("how", "imported"), [("imports.executed_on_use()", False), (PLAIN, True)]
+)
 def test_what_serves_models_waits_until_mlflow_uses_it(how, imported):
     program = f"""
 import sys
@@ -52,5 +63,10 @@ print("fastapi" in sys.modules)
 from mlflow.gateway import set_gateway_uri
 print(set_gateway_uri.__name__, mlflow.gateway.get_gateway_uri.__name__, "fastapi" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines() == [str(imported), "set_gateway_uri get_gateway_uri True"], done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == [
+        str(imported),
+        "set_gateway_uri get_gateway_uri True",
+    ], done.stderr

@@ -44,17 +44,24 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Answer).serve_forever()
         pytest.param(signal.SIGHUP, 129, True, marks=pytest.mark.soak),
     ],
 )
-def test_it_shows_the_newest_run_and_ends_with_all_its_processes(tmp_path, number, status, stub):
+def test_it_shows_the_newest_run_and_ends_with_all_its_processes(
+    tmp_path, number, status, stub
+):
     more = {}
     if stub:
         (tmp_path / "stub" / "mlflow").mkdir(parents=True)
         (tmp_path / "stub" / "mlflow" / "__init__.py").touch()  # else it is outranked
         (tmp_path / "stub" / "mlflow" / "__main__.py").write_text(STUB)
-        more["PYTHONPATH"] = str(tmp_path / "stub")  # the command itself has imported MLflow
+        more["PYTHONPATH"] = str(
+            tmp_path / "stub"
+        )  # the command itself has imported MLflow
     shared.place_store(tmp_path)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
     experiments = [client.create_experiment(name) for name in ("pipeline", "another")]
-    runs = [client.create_run(experiment, start_time=at) for at, experiment in enumerate(experiments, 1)]
+    runs = [
+        client.create_run(experiment, start_time=at)
+        for at, experiment in enumerate(experiments, 1)
+    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,12 +70,24 @@ def test_it_shows_the_newest_run_and_ends_with_all_its_processes(tmp_path, numbe
         root = f"http://127.0.0.1:{port}"
         page = f"{root}/#/experiments/{experiments[1]}/runs/{runs[1].info.run_id}"
         assert process.stdout.readline() == f"newest run: {page}\n"
-        assert process.stdout.readline() == f"all runs:   {re.sub('/[^/]+$', '', page)}\n"
+        assert (
+            process.stdout.readline() == f"all runs:   {re.sub('/[^/]+$', '', page)}\n"
+        )
         wait(lambda: answers(f"{root}/health"))
         served = psutil.Process(process.pid).children(recursive=True)
         assert len(served) > 1
-        process.send_signal(number)  # to it alone, as a supervisor does, or the terminal that is closed
+        process.send_signal(
+            number
+        )  # to it alone, as a supervisor does, or the terminal that is closed
         assert process.wait(timeout=60) == status
-        wait(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in served), 10)
+        wait(
+            lambda: (
+                not any(
+                    child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+                    for child in served
+                )
+            ),
+            10,
+        )
     finally:
         process.kill()

@@ -47,17 +47,36 @@ def site(tmp_path):
         folder.mkdir(parents=True)
         (folder.parent / "__init__.py").touch()
         for name in names:
-            command = ["gcc", "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{name}", "-o", str(folder / name)]
+            command = [
+                "gcc",
+                "-shared",
+                "-x",
+                "c",
+                os.devnull,
+                f"-Wl,-soname,{name}",
+                "-o",
+                str(folder / name),
+            ]
             subprocess.run(command, check=True)
     return tmp_path
 
 
 def not_opened(site: Path, before: str = "") -> list[str]:
     library = str(site / "tensorflow" / "libtensorflow_framework.so.2")
-    shown = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1", "PYTHONPATH": f"{site}:{os.getcwd()}"}
+    shown = {
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_VMODULE": "dso_loader=1",
+        "PYTHONPATH": f"{site}:{os.getcwd()}",
+    }
     command = [sys.executable, "-c", ASKS.format(before=before), library]
-    said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **shown}, check=True).stderr
-    return [line.split("'")[1] for line in said.splitlines() if "Could not load dynamic library" in line]
+    said = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **shown}, check=True
+    ).stderr
+    return [
+        line.split("'")[1]
+        for line in said.splitlines()
+        if "Could not load dynamic library" in line
+    ]
 
 
 def test_all_of_them_are_found(site):
@@ -78,11 +97,16 @@ def driver(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_a_gpu_that_tensorflow_does_not_use_is_no_reason_to_train_on_the_cpu(site, driver, monkeypatch):
+def test_a_gpu_that_tensorflow_does_not_use_is_no_reason_to_train_on_the_cpu(
+    site, driver, monkeypatch
+):
     monkeypatch.syspath_prepend(site)
     monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (0, ["libcusolver.so.11"]))
     for required in (False, True):
-        with pytest.raises(ConfigError, match=r"uses none of 2 GPUs, and could not open libcusolver\.so\.11"):
+        with pytest.raises(
+            ConfigError,
+            match=r"uses none of 2 GPUs, and could not open libcusolver\.so\.11",
+        ):
             nvidia.why_no_gpu(required)
 
 
@@ -90,7 +114,8 @@ def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypat
     """Such as a process that tries a micro-batch size for a run on the GPU."""
     monkeypatch.setattr(nvidia, "of_tensorflow", lambda: (2, []))
     with pytest.raises(
-        ConfigError, match="must be cpu \\(TensorFlow lists 2 GPUs in a new process and none in this one"
+        ConfigError,
+        match="must be cpu \\(TensorFlow lists 2 GPUs in a new process and none in this one",
     ):
         nvidia.why_no_gpu(required=False)
 
@@ -99,7 +124,10 @@ def test_a_process_that_lost_the_gpu_does_not_go_on_on_the_cpu(driver, monkeypat
 def test_tensorflow_is_asked_in_a_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     listed, missing = nvidia.of_tensorflow.__wrapped__()
-    assert (listed, set(missing) - {"libcuda.so.1"}) == (0, set())  # the driver's, which is asked first
+    assert (listed, set(missing) - {"libcuda.so.1"}) == (
+        0,
+        set(),
+    )  # the driver's, which is asked first
 
 
 def test_what_is_not_installed_or_hidden_is_said(driver, monkeypatch):
@@ -108,5 +136,7 @@ def test_what_is_not_installed_or_hidden_is_said(driver, monkeypatch):
     assert "are not installed: see requirements-gpu.lock" in nvidia.why_no_gpu(False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert nvidia.why_no_gpu(False) == "CUDA_VISIBLE_DEVICES hides the GPUs"
-    with pytest.raises(ConfigError, match=r"must be cpu \(CUDA_VISIBLE_DEVICES hides the GPUs\)"):
+    with pytest.raises(
+        ConfigError, match=r"must be cpu \(CUDA_VISIBLE_DEVICES hides the GPUs\)"
+    ):
         nvidia.why_no_gpu(True)

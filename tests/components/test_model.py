@@ -11,7 +11,11 @@ import tensorflow as tf
 from keras import layers
 from omegaconf import OmegaConf
 
-from pipeline.accumulation import batch_dependent_layers, normalising_layers, trace_forward
+from pipeline.accumulation import (
+    batch_dependent_layers,
+    normalising_layers,
+    trace_forward,
+)
 from pipeline.common.errors import ConfigError
 from pipeline.components import added_losses, fitting, model
 from pipeline.dataset import Data
@@ -23,7 +27,9 @@ def data(shape, classes=10):
 
 
 def build(target, shape, classes=10, **arguments):
-    return model.build(OmegaConf.create({"_target_": target} | arguments), data(shape, classes))
+    return model.build(
+        OmegaConf.create({"_target_": target} | arguments), data(shape, classes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,9 +40,21 @@ def build(target, shape, classes=10, **arguments):
         # (3 + 1) · 4 + (4 + 1) · 2
         ("pipeline.components.model.mlp", (3,), 2, {"hidden": [4]}, 26),
         # 3·3·1·2 + 2, then 4·4·2 → 7 classes: (32 + 1) · 7
-        ("pipeline.components.model.cnn", (8, 8, 1), 7, {"filters": [2], "hidden": []}, 251),
+        (
+            "pipeline.components.model.cnn",
+            (8, 8, 1),
+            7,
+            {"filters": [2], "hidden": []},
+            251,
+        ),
         # pools 5 → 2 → 1 and then no more: (27·4 + 4) + (36·4 + 4) + 2 · (36·4 + 4), and (4 + 1) · 3
-        ("pipeline.components.model.cnn", (5, 6, 3), 3, {"filters": [4, 4, 4, 4], "hidden": []}, 571),
+        (
+            "pipeline.components.model.cnn",
+            (5, 6, 3),
+            3,
+            {"filters": [4, 4, 4, 4], "hidden": []},
+            571,
+        ),
     ],
 )
 def test_the_ready_models_fit_any_image(target, shape, classes, arguments, parameters):
@@ -45,19 +63,27 @@ def test_the_ready_models_fit_any_image(target, shape, classes, arguments, param
     assert made(np.zeros((3, *shape), np.float32)).shape == (3, classes)
 
 
-@pytest.mark.parametrize("target", ["pipeline.components.model.mlp", "pipeline.components.model.cnn"])
+@pytest.mark.parametrize(
+    "target", ["pipeline.components.model.mlp", "pipeline.components.model.cnn"]
+)
 def test_penalty_and_dropout_are_in_the_model(target):
     made = build(target, (8, 8, 1), hidden=[4], l2=0.5, dropout=0.25)
-    kernels = [weight for weight in made.trainable_variables if weight.path.endswith("kernel")]
+    kernels = [
+        weight for weight in made.trainable_variables if weight.path.endswith("kernel")
+    ]
     expected = [0.5 * np.square(kernel.numpy()).sum() for kernel in kernels]
     assert float(sum(made.losses)) == pytest.approx(sum(expected), rel=1e-5)  # float32
-    assert [layer.rate for layer in made.layers if isinstance(layer, layers.Dropout)] == [0.25]
+    assert [
+        layer.rate for layer in made.layers if isinstance(layer, layers.Dropout)
+    ] == [0.25]
 
 
 def test_logits_are_in_full_precision_under_a_mixed_policy(precision):
     precision("mixed_bfloat16")
     made = build("pipeline.components.model.mlp", (4,))
-    assert [layer.compute_dtype for layer in made.layers if isinstance(layer, layers.Dense)] == [
+    assert [
+        layer.compute_dtype for layer in made.layers if isinstance(layer, layers.Dense)
+    ] == [
         "bfloat16",
         "bfloat16",
         "float32",
@@ -66,19 +92,29 @@ def test_logits_are_in_full_precision_under_a_mixed_policy(precision):
 
 def own(classes: int, width: int = 3) -> keras.Model:
     """A model such as a user brings: it asks for the classes and leaves the input's shape to Keras."""
-    normed = [layers.Dense(width), layers.BatchNormalization(name="norm"), layers.Dropout(0.1), layers.Dense(classes)]
+    normed = [
+        layers.Dense(width),
+        layers.BatchNormalization(name="norm"),
+        layers.Dropout(0.1),
+        layers.Dense(classes),
+    ]
     return keras.Sequential([keras.Input((4,)), keras.Sequential(normed)])
 
 
 def test_a_model_of_the_users_own_is_offered_what_it_asks_for():
     made = build(f"{__name__}.own", (4,), classes=6)
     assert made.output_shape == (None, 6)
-    assert build(f"{__name__}.own", (4,), classes=6, **{"width": 5}).count_params() > made.count_params()
+    assert (
+        build(f"{__name__}.own", (4,), classes=6, **{"width": 5}).count_params()
+        > made.count_params()
+    )
 
 
 class Counting(layers.Layer):
     def build(self, shape):
-        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+        self.seen = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="seen"
+        )
 
     def call(self, x, training=False):
         if training:
@@ -87,12 +123,19 @@ class Counting(layers.Layer):
 
 
 def spectral() -> keras.Model:
-    parts = [layers.SpectralNormalization(layers.Dense(3), name="spectral"), Counting(name="counting")]
-    return keras.Sequential([keras.Input((4,)), *parts, layers.Dropout(0.1), layers.GaussianNoise(0.1)])
+    parts = [
+        layers.SpectralNormalization(layers.Dense(3), name="spectral"),
+        Counting(name="counting"),
+    ]
+    return keras.Sequential(
+        [keras.Input((4,)), *parts, layers.Dropout(0.1), layers.GaussianNoise(0.1)]
+    )
 
 
 def frozen() -> keras.Model:
-    return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(trainable=False), layers.Dense(2)])
+    return keras.Sequential(
+        [keras.Input((4,)), layers.BatchNormalization(trainable=False), layers.Dense(2)]
+    )
 
 
 class OwnNorm(layers.BatchNormalization):
@@ -101,7 +144,9 @@ class OwnNorm(layers.BatchNormalization):
 
 
 def subclassed() -> keras.Model:
-    return keras.Sequential([keras.Input((4,)), OwnNorm(name="own"), layers.BatchNormalization(name="norm")])
+    return keras.Sequential(
+        [keras.Input((4,)), OwnNorm(name="own"), layers.BatchNormalization(name="norm")]
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +164,9 @@ def test_layers_that_assign_state_depend_on_the_cut(target, names, unheld):
     before = [value.numpy() for value in made.variables]
     seen = trace_forward(made, np.ones((2, 4), np.float32), same_noise=False)
     assert batch_dependent_layers(made, seen) == names
-    assert batch_dependent_layers(made, seen, normalising_layers(made)) == unheld  # the others move once an update
+    assert (
+        batch_dependent_layers(made, seen, normalising_layers(made)) == unheld
+    )  # the others move once an update
     for value, was in zip(made.variables, before, strict=True):
         np.testing.assert_array_equal(value, was)
 
@@ -140,14 +187,22 @@ class OwnLoss(keras.Sequential):
 
 
 def synchronized() -> keras.Model:
-    return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(synchronized=True, name="norm")])
+    return keras.Sequential(
+        [keras.Input((4,)), layers.BatchNormalization(synchronized=True, name="norm")]
+    )
 
 
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"_target_": "builtins.dict"}, "model._target_ must give a keras.Model. Received: 'dict'."),
-        ({"_target_": "pipeline.components.model.no_such"}, "model._target_ must name something that exists"),
+        (
+            {"_target_": "builtins.dict"},
+            "model._target_ must give a keras.Model. Received: 'dict'.",
+        ),
+        (
+            {"_target_": "pipeline.components.model.no_such"},
+            "model._target_ must name something that exists",
+        ),
         (
             {"_target_": "pipeline.components.model.cnn"},
             "input_shape must be (height, width, channels). Received: (4,)",
@@ -160,9 +215,15 @@ def synchronized() -> keras.Model:
             {"_target_": f"{__name__}.OwnStep"},
             "model must not define train_step, which is not called here: use add_loss",
         ),
-        ({"_target_": f"{__name__}.OwnMetrics"}, "model must not define compute_metrics, which is not called here"),
+        (
+            {"_target_": f"{__name__}.OwnMetrics"},
+            "model must not define compute_metrics, which is not called here",
+        ),
         ({"_target_": f"{__name__}.OwnLoss"}, "model must not define compute_loss"),
-        ({"_target_": f"{__name__}.synchronized"}, "model must have no BatchNormalization(synchronized=True): Tensor"),
+        (
+            {"_target_": f"{__name__}.synchronized"},
+            "model must have no BatchNormalization(synchronized=True): Tensor",
+        ),
     ],
 )
 def test_what_is_no_model_is_refused(node, message):
@@ -197,12 +258,19 @@ def adding_values(name="values"):
 
 def time_major(name="time"):
     first = layers.Lambda(lambda x: keras.ops.transpose(x[:, None], (1, 0, 2)))
-    return keras.Sequential([first, layers.Activation("linear", activity_regularizer="l2", name=name)])
+    return keras.Sequential(
+        [first, layers.Activation("linear", activity_regularizer="l2", name=name)]
+    )
 
 
 def both_ways(x, *middle, dtype=None):
     """What each rule gives for a model with these layers: a line, none, or the refusal."""
-    stack = [layers.Dense(4, kernel_regularizer="l2"), layers.BatchNormalization(), layers.Dropout(0.5), *middle]
+    stack = [
+        layers.Dense(4, kernel_regularizer="l2"),
+        layers.BatchNormalization(),
+        layers.Dropout(0.5),
+        *middle,
+    ]
     network = keras.Sequential([keras.Input((3,)), *stack, layers.Dense(1)], name="net")
     policies, found = [layer.dtype_policy for layer in network.layers], []
     for rule in ("mean", "sum"):
@@ -219,7 +287,9 @@ def test_what_layers_add_is_a_mean_or_a_sum_as_it_is_said_to_be():
     x, name = tf.random.stateless_normal((7, 3), [1, 2]), "training.added_losses"
     assert both_ways(x) == [[], []]
     assert both_ways(x, adding_values()) == [[], []]
-    of_mean = f"{name} must be mean, which net/mean adds over its batch. Received: 'sum'."
+    of_mean = (
+        f"{name} must be mean, which net/mean adds over its batch. Received: 'sum'."
+    )
     of_sum = f"{name} must be sum, which {{}} adds over its batch. Received: 'mean'."
     assert both_ways(x, adding_mean(), adding_values()) == [[], of_mean]
     assert both_ways(x, adding_sum()) == [of_sum.format("net/sum"), []]
@@ -229,14 +299,29 @@ def test_what_layers_add_is_a_mean_or_a_sum_as_it_is_said_to_be():
         "must be sum, which net/sum adds over its batch, while net/mean adds a mean: one of them has to change"
         in refused[0]
     )
-    assert "must be mean, which net/mean adds over its batch, while net/sum adds a sum" in refused[1]
+    assert (
+        "must be mean, which net/mean adds over its batch, while net/sum adds a sum"
+        in refused[1]
+    )
     root = Adding(lambda x: keras.ops.sqrt(keras.ops.mean(x * x)), "root")
-    assert both_ways(x, root) == [["added to the loss by each micro-batch, neither a mean nor a sum: net/root"]] * 2
+    assert (
+        both_ways(x, root)
+        == [
+            [
+                "added to the loss by each micro-batch, neither a mean nor a sum: net/root"
+            ]
+        ]
+        * 2
+    )
     assert both_ways(x[:1], adding_sum()) == [[], []]  # one example cannot be cut
 
 
 def test_the_chief_alone_runs_the_callbacks_that_write():
     places = {"filepath", "directory", "filename", "log_dir", "backup_dir", "root"}
     kinds = [kind for kind in vars(keras.callbacks).values() if inspect.isclass(kind)]
-    writing = {kind.__name__ for kind in kinds if places & inspect.signature(kind).parameters.keys()}
+    writing = {
+        kind.__name__
+        for kind in kinds
+        if places & inspect.signature(kind).parameters.keys()
+    }
     assert writing == fitting.WRITING

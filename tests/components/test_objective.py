@@ -9,9 +9,20 @@ from pipeline.accumulation import couples_examples
 from pipeline.components import objective
 
 
-@pytest.mark.parametrize(("name", "couples"), [("circle", True), ("mean_squared_error", False)])
+@pytest.mark.parametrize(
+    ("name", "couples"), [("circle", True), ("mean_squared_error", False)]
+)
 def test_a_function_of_several_examples_at_once_is_known_as_one(name, couples):
-    given = {"loss": {"_target_": f"keras.losses.{name}", "_partial_": True}, "loss_weights": None}
-    rest = {"added_losses": "mean", "loss_over": "example", "metrics": {}, "weighted_metrics": {}, "callbacks": {}}
+    given = {
+        "loss": {"_target_": f"keras.losses.{name}", "_partial_": True},
+        "loss_weights": None,
+    }
+    rest = {
+        "added_losses": "mean",
+        "loss_over": "example",
+        "metrics": {},
+        "weighted_metrics": {},
+        "callbacks": {},
+    }
     made = objective.build(OmegaConf.create(given | rest))
     assert couples_examples(made.training.loss) is couples

@@ -26,7 +26,9 @@ def compose(*overrides):
 
 def build(config, effective_batch_size):
     spec = resolve(config)
-    return optimizer.build(replace(spec, batching=derive(effective_batch_size, 1, None)), HORIZON)[0]
+    return optimizer.build(
+        replace(spec, batching=derive(effective_batch_size, 1, None)), HORIZON
+    )[0]
 
 
 def test_the_counter_is_on_the_host_and_the_moments_are_with_the_weights():
@@ -55,7 +57,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", mostly_slow(READY, ["adamw"]))
 def test_every_ready_optimizer_builds(name):
-    config = compose(f"optimizer={name}", "schedule=constant", "optimizer.global_clipnorm=0.5")
+    config = compose(
+        f"optimizer={name}", "schedule=constant", "optimizer.global_clipnorm=0.5"
+    )
     made = build(config, 128)
     assert type(made) is EXPECTED[name]
     assert made.global_clipnorm == 0.5
@@ -82,22 +86,34 @@ RATES = {
 @pytest.mark.parametrize("name", mostly_slow(RATES, ["cosine"]))
 def test_lengths_are_shares_of_the_horizon(name):
     made = rates(f"schedule={name}", "optimizer.learning_rate=1.0")
-    assert {update: made[update] for update in RATES[name]} == pytest.approx(RATES[name], abs=1e-6)  # float32
+    assert {update: made[update] for update in RATES[name]} == pytest.approx(
+        RATES[name], abs=1e-6
+    )  # float32
 
 
 def test_inverse_square_root_is_its_formula():
-    made = rates("schedule=inverse_sqrt", "optimizer.learning_rate=0.3", "schedule.warmup_steps=7")
+    made = rates(
+        "schedule=inverse_sqrt",
+        "optimizer.learning_rate=0.3",
+        "schedule.warmup_steps=7",
+    )
     expected = [0.3 * min(u / 7, (7 / u) ** 0.5) for u in range(1, HORIZON + 2)]
     assert made == pytest.approx(expected, rel=1e-6)  # float32
     schedule = optimizer.InverseSquareRoot(0.3, 7)
-    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
+    again = keras.optimizers.schedules.deserialize(
+        keras.optimizers.schedules.serialize(schedule)
+    )
     assert float(again(20)) == float(schedule(20))
 
 
 @pytest.mark.parametrize(
     "overrides",
     mostly_slow(
-        [*([f"schedule={name}"] for name in RATES), ["scaling=linear"], ["scaling=sqrt", "schedule=inverse_sqrt"]],
+        [
+            *([f"schedule={name}"] for name in RATES),
+            ["scaling=linear"],
+            ["scaling=sqrt", "schedule=inverse_sqrt"],
+        ],
         [["schedule=exponential"], ["scaling=linear"]],
     ),
     ids=" ".join,
@@ -114,15 +130,27 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
     for update in range(HORIZON):
         made.iterations.assign(update)
         expected = np.float32(made.learning_rate)
-        units = 2 + 1.5 * abs(np.log(expected / 0.007)) if "schedule=exponential" in overrides else 1
-        assert abs(np.float32(traced()) - expected) <= units * np.spacing(expected), update
+        units = (
+            2 + 1.5 * abs(np.log(expected / 0.007))
+            if "schedule=exponential" in overrides
+            else 1
+        )
+        assert abs(np.float32(traced()) - expected) <= units * np.spacing(expected), (
+            update
+        )
 
 
 @pytest.mark.parametrize(
     ("rule", "batch", "first", "middle", "last"),
     [
         ("none", 512, 1, 1, 1),
-        ("linear", 512, 1 + 3 / 10, 1 + 3 * 5 / 10, 4),  # from the rate of the reference batch to four times that
+        (
+            "linear",
+            512,
+            1 + 3 / 10,
+            1 + 3 * 5 / 10,
+            4,
+        ),  # from the rate of the reference batch to four times that
         ("sqrt", 512, 1 + 1 / 10, 1 + 5 / 10, 2),
         ("linear", 32, 1 / 4, 1 / 4, 1 / 4),  # no detour over the larger rate
         ("sqrt", 32, 1 / 2, 1 / 2, 1 / 2),
@@ -131,34 +159,64 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
 )
 def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
     """Reference 128; a warm-up of 5% of 200 updates: a tenth of the way after the first, half of it after five."""
-    config = compose(f"scaling={rule}", "schedule=constant", "optimizer.learning_rate=1.0")
+    config = compose(
+        f"scaling={rule}", "schedule=constant", "optimizer.learning_rate=1.0"
+    )
     schedule = build(config, batch)._learning_rate
-    found = [float(schedule(u)) if callable(schedule) else float(schedule) for u in (0, 4, 9, 10, HORIZON - 1)]
-    assert found == pytest.approx([first, middle, last, last, last], rel=1e-6)  # float32
+    found = [
+        float(schedule(u)) if callable(schedule) else float(schedule)
+        for u in (0, 4, 9, 10, HORIZON - 1)
+    ]
+    assert found == pytest.approx(
+        [first, middle, last, last, last], rel=1e-6
+    )  # float32
 
 
 @pytest.mark.parametrize(
     ("share", "updates"),
-    mostly_slow([("50%", 100), ("2.5%", 5), ("0.1%", 1), ("100%", 200)], [("2.5%", 5), ("0.1%", 1)]),
+    mostly_slow(
+        [("50%", 100), ("2.5%", 5), ("0.1%", 1), ("100%", 200)],
+        [("2.5%", 5), ("0.1%", 1)],
+    ),
 )
 def test_a_share_is_at_least_one_update(share, updates):
-    schedule = optimizer.build_schedule(compose("schedule=exponential", f"schedule.decay_steps={share}").schedule, 200)
+    schedule = optimizer.build_schedule(
+        compose("schedule=exponential", f"schedule.decay_steps={share}").schedule, 200
+    )
     assert schedule.decay_steps == updates
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["schedule.warmup_steps=x%"], "schedule.warmup_steps must be a share of the horizon such as 5%"),
-        (["schedule.warmup_steps=101%"], "schedule.warmup_steps must be from 0% to 100%. Received: '101%'."),
-        (["schedule=inverse_sqrt", "schedule.warmup_steps=0"], "warmup_steps must be at least 1. Received: 0"),
-        (["schedule._target_=builtins.dict"], "schedule._target_ must name a Keras schedule or give a number"),
-        (["optimizer._target_=builtins.dict"], "optimizer._target_ must name a keras.optimizers.Optimizer"),
+        (
+            ["schedule.warmup_steps=x%"],
+            "schedule.warmup_steps must be a share of the horizon such as 5%",
+        ),
+        (
+            ["schedule.warmup_steps=101%"],
+            "schedule.warmup_steps must be from 0% to 100%. Received: '101%'.",
+        ),
+        (
+            ["schedule=inverse_sqrt", "schedule.warmup_steps=0"],
+            "warmup_steps must be at least 1. Received: 0",
+        ),
+        (
+            ["schedule._target_=builtins.dict"],
+            "schedule._target_ must name a Keras schedule or give a number",
+        ),
+        (
+            ["optimizer._target_=builtins.dict"],
+            "optimizer._target_ must name a keras.optimizers.Optimizer",
+        ),
         (
             ["+optimizer.beta_3=1"],
             "optimizer must be what keras.optimizers.AdamW takes (ValueError: Argument(s) not recognized",
         ),
-        (["+optimizer.gradient_accumulation_steps=2"], "the pipeline accumulates; set accumulation.factor"),
+        (
+            ["+optimizer.gradient_accumulation_steps=2"],
+            "the pipeline accumulates; set accumulation.factor",
+        ),
     ],
 )
 def test_what_is_no_optimizer_or_schedule_is_refused(overrides, message):

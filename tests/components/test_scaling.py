@@ -16,7 +16,11 @@ from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
 
 HORIZON = 200
-ADAMW = ("optimizer=adamw", "optimizer.learning_rate=0.01", "schedule=constant")  # λ 0.004, β 0.9 and 0.999, ε 1e-7
+ADAMW = (
+    "optimizer=adamw",
+    "optimizer.learning_rate=0.01",
+    "schedule=constant",
+)  # λ 0.004, β 0.9 and 0.999, ε 1e-7
 
 
 def build(batch, *overrides):
@@ -29,15 +33,49 @@ def build(batch, *overrides):
 @pytest.mark.parametrize(
     ("overrides", "rate", "arguments"),
     [
-        (["scaling=sde"], 2, {"beta_1": 0.6, "beta_2": 0.996, "epsilon": 5e-8, "weight_decay": 0.008}),
-        (["scaling=half_life"], 1, {"beta_1": 0.9, "beta_2": 0.996005996001, "epsilon": 1e-7, "weight_decay": 0.004}),
-        (["scaling=half_life", "scaling.rate=sqrt"], 2, {"beta_1": 0.9, "beta_2": 0.996005996001}),
-        (["scaling=timescale"], 1, {"beta_2": 0.999, "weight_decay": 0.016}),
-        (["scaling=timescale", "scaling.rate=sqrt"], 2, {"beta_2": 0.999, "weight_decay": 0.008}),
-        (["scaling=surge", "scaling.peak_batch_size=512"], 1.25, {"beta_2": 0.999, "weight_decay": 0.004}),
-        (["scaling=linear", "scaling.warmup=0", "+optimizer.use_ema=true"], 4, {"ema_momentum": 0.96059601}),  # 0.99⁴
         (
-            ["scaling=linear", "scaling.warmup=0", "+optimizer.use_ema=true", "scaling.ema=false"],
+            ["scaling=sde"],
+            2,
+            {"beta_1": 0.6, "beta_2": 0.996, "epsilon": 5e-8, "weight_decay": 0.008},
+        ),
+        (
+            ["scaling=half_life"],
+            1,
+            {
+                "beta_1": 0.9,
+                "beta_2": 0.996005996001,
+                "epsilon": 1e-7,
+                "weight_decay": 0.004,
+            },
+        ),
+        (
+            ["scaling=half_life", "scaling.rate=sqrt"],
+            2,
+            {"beta_1": 0.9, "beta_2": 0.996005996001},
+        ),
+        (["scaling=timescale"], 1, {"beta_2": 0.999, "weight_decay": 0.016}),
+        (
+            ["scaling=timescale", "scaling.rate=sqrt"],
+            2,
+            {"beta_2": 0.999, "weight_decay": 0.008},
+        ),
+        (
+            ["scaling=surge", "scaling.peak_batch_size=512"],
+            1.25,
+            {"beta_2": 0.999, "weight_decay": 0.004},
+        ),
+        (
+            ["scaling=linear", "scaling.warmup=0", "+optimizer.use_ema=true"],
+            4,
+            {"ema_momentum": 0.96059601},
+        ),  # 0.99⁴
+        (
+            [
+                "scaling=linear",
+                "scaling.warmup=0",
+                "+optimizer.use_ema=true",
+                "scaling.ema=false",
+            ],
             4,
             {"ema_momentum": 0.99},
         ),
@@ -48,10 +86,20 @@ def build(batch, *overrides):
 def test_each_rule_is_its_formula(overrides, rate, arguments):
     made, said = build(512, *ADAMW, *overrides)
     assert float(made.learning_rate) == pytest.approx(0.01 * rate, rel=1e-6)  # float32
-    assert {key: getattr(made, key) for key in arguments} == pytest.approx(arguments, rel=1e-9)
-    before = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "weight_decay": 0.004, "ema_momentum": 0.99}
+    assert {key: getattr(made, key) for key in arguments} == pytest.approx(
+        arguments, rel=1e-9
+    )
+    before = {
+        "beta_1": 0.9,
+        "beta_2": 0.999,
+        "epsilon": 1e-7,
+        "weight_decay": 0.004,
+        "ema_momentum": 0.99,
+    }
     changed = [key for key, value in arguments.items() if value != before[key]]
-    assert [key for key in before if f"{key} " in said] == [key for key in before if key in changed]
+    assert [key for key in before if f"{key} " in said] == [
+        key for key in before if key in changed
+    ]
     assert ("learning rate × " in said) == (rate != 1)
 
 
@@ -59,7 +107,13 @@ def test_each_rule_is_its_formula(overrides, rate, arguments):
 def test_at_the_reference_batch_nothing_changes():
     for rule in ("linear", "sqrt", "sde", "half_life", "timescale"):
         made, said = build(128, *ADAMW, f"scaling={rule}")
-        assert (made.beta_1, made.beta_2, made.epsilon, made.weight_decay, said) == (0.9, 0.999, 1e-7, 0.004, "")
+        assert (made.beta_1, made.beta_2, made.epsilon, made.weight_decay, said) == (
+            0.9,
+            0.999,
+            1e-7,
+            0.004,
+            "",
+        )
 
 
 def test_rmsprop_adds_epsilon_to_the_square():
@@ -68,9 +122,21 @@ def test_rmsprop_adds_epsilon_to_the_square():
 
 
 def test_a_warm_up_counts_updates_of_the_reference_batch():
-    made, _ = build(512, "optimizer=adamw", "schedule=cosine", "schedule.warmup_steps=40", "scaling=sde")
+    made, _ = build(
+        512,
+        "optimizer=adamw",
+        "schedule=cosine",
+        "schedule.warmup_steps=40",
+        "scaling=sde",
+    )
     assert made._learning_rate.schedule.warmup_steps == 10
-    made, _ = build(512, "optimizer=adamw", "schedule=cosine", "schedule.warmup_steps=10%", "scaling=sde")
+    made, _ = build(
+        512,
+        "optimizer=adamw",
+        "schedule=cosine",
+        "schedule.warmup_steps=10%",
+        "scaling=sde",
+    )
     assert made._learning_rate.schedule.warmup_steps == 20
 
 
@@ -102,8 +168,16 @@ def test_a_warm_up_counts_updates_of_the_reference_batch():
             ["scaling=sde"],
             "optimizer.beta_1 must be at least 0.9375 for scaling.rule=sde at κ = 16: κ(1 − β) ≤ 1",
         ),
-        (512, ["scaling=surge"], "scaling.peak_batch_size must be a number of examples for scaling.rule=surge"),
-        (512, ["scaling.peak_batch_size=9"], "scaling.peak_batch_size must be null for scaling.rule=none: only surge"),
+        (
+            512,
+            ["scaling=surge"],
+            "scaling.peak_batch_size must be a number of examples for scaling.rule=surge",
+        ),
+        (
+            512,
+            ["scaling.peak_batch_size=9"],
+            "scaling.peak_batch_size must be null for scaling.rule=none: only surge",
+        ),
         (
             512,
             ["scaling=sqrt", "scaling.rate=sqrt"],
@@ -127,14 +201,29 @@ def after(kappa: int, rule: str, seed: int) -> np.ndarray:
 
     Adam takes the step of each entry by itself, so one variable holds all seeds.
     """
-    overrides = ["optimizer=adam", "optimizer.learning_rate=0.02", "optimizer.beta_1=0.98", "schedule=constant"]
-    made, _ = build(kappa, *overrides, f"scaling={rule}", "scaling.warmup=0", "scaling.reference_batch_size=1")
+    overrides = [
+        "optimizer=adam",
+        "optimizer.learning_rate=0.02",
+        "optimizer.beta_1=0.98",
+        "schedule=constant",
+    ]
+    made, _ = build(
+        kappa,
+        *overrides,
+        f"scaling={rule}",
+        "scaling.warmup=0",
+        "scaling.reference_batch_size=1",
+    )
     variable = keras.Variable(np.ones(SEEDS), dtype="float64")
     made.build([variable])
     apply = tf.function(lambda gradient: made.apply([gradient], [variable]))
     random, updates = np.random.default_rng(seed), 1600 // kappa
     for update in range(updates):
-        noise = (40 if update < updates // 2 else 10) / np.sqrt(kappa) * random.normal(size=SEEDS)
+        noise = (
+            (40 if update < updates // 2 else 10)
+            / np.sqrt(kappa)
+            * random.normal(size=SEEDS)
+        )
         apply(variable.value + noise)
     return keras.ops.convert_to_numpy(variable)
 
@@ -145,8 +234,12 @@ def test_by_sde_a_batch_leaves_the_distribution_where_it_was():
 
     def errors(found: np.ndarray) -> tuple[float, float]:
         # Of the means' difference, and of the logarithms of the variances: each has a variance of about 2 / (n − 1).
-        of_means = (found.mean() - expected.mean()) / np.sqrt((found.var(ddof=1) + expected.var(ddof=1)) / SEEDS)
-        return abs(of_means), abs(np.log(found.var(ddof=1) / expected.var(ddof=1))) / np.sqrt(4 / (SEEDS - 1))
+        of_means = (found.mean() - expected.mean()) / np.sqrt(
+            (found.var(ddof=1) + expected.var(ddof=1)) / SEEDS
+        )
+        return abs(of_means), abs(
+            np.log(found.var(ddof=1) / expected.var(ddof=1))
+        ) / np.sqrt(4 / (SEEDS - 1))
 
     assert max(errors(after(8, "sde", 1))) < 3
     assert max(errors(after(8, "sqrt", 1))) > 3

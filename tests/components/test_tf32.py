@@ -28,7 +28,9 @@ def gpu(monkeypatch):
     details, config = {"device_name": "A100", "compute_capability": (8, 0)}, tf.config
     for listing in (config, config.experimental):
         for name in ("list_physical_devices", "get_visible_devices"):
-            monkeypatch.setattr(listing, name, lambda kind=None: [SimpleNamespace(name=f"{kind}:0")])
+            monkeypatch.setattr(
+                listing, name, lambda kind=None: [SimpleNamespace(name=f"{kind}:0")]
+            )
     monkeypatch.setattr(config, "set_visible_devices", lambda *_: None)
     monkeypatch.setattr(config.experimental, "set_memory_growth", lambda *_: None)
     monkeypatch.setattr(config.experimental, "get_device_details", lambda _: details)
@@ -37,11 +39,16 @@ def gpu(monkeypatch):
 
 
 def test_the_first_line_says_it_where_float32_is_computed_in_it(gpu):
-    assert devices.setup(HardwareConfig(), 0).description == "A100, float32 (products in TF32)"
+    assert (
+        devices.setup(HardwareConfig(), 0).description
+        == "A100, float32 (products in TF32)"
+    )
     assert provenance.environment(Path())["tf32"] is True
     assert devices.setup(HardwareConfig(tf32=False), 0).description == "A100, float32"
     assert not tf.config.experimental.tensor_float_32_execution_enabled()
-    assert devices.setup(HardwareConfig(), 0).description.endswith("TF32)")  # as a process has several runs
+    assert devices.setup(HardwareConfig(), 0).description.endswith(
+        "TF32)"
+    )  # as a process has several runs
     gpu["compute_capability"] = (7, 5)
     assert devices.setup(HardwareConfig(), 0).description == "A100, float32"
 
@@ -54,7 +61,9 @@ def test_only_on_a_gpu():
 def test_no_library_speaks_where_it_is_asked():
     asking = "with imports.without_chatter():\n    import tensorflow\nnvidia.computes_in_tf32()"
     code = f"from pipeline.common import imports, nvidia\n{asking}"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert asked.stderr == ""
 
 
@@ -76,7 +85,9 @@ def test_what_is_exact_does_without():
     ],
 )
 def test_whether_a_record_is_of_tf32(params, environment, found):
-    run = SimpleNamespace(data=SimpleNamespace(params={"hardware.precision": "float32", **params}))
+    run = SimpleNamespace(
+        data=SimpleNamespace(params={"hardware.precision": "float32", **params})
+    )
     assert RecordedRun(run, {}, environment, {}, {}).is_in_tf32() is found
 
 
@@ -85,14 +96,25 @@ def test_a_rerun_has_bounds_of_its_own(step):
     losses = {"recorded": 2.0, "rerun": 2.0 * (1 - 0.9e-2)}
 
     def run(name):
-        data = SimpleNamespace(metrics={"train/loss": 0.0}, params={"hardware.precision": "float32"}, tags={})
-        return SimpleNamespace(info=SimpleNamespace(run_id=name, status="FINISHED"), data=data)
+        data = SimpleNamespace(
+            metrics={"train/loss": 0.0},
+            params={"hardware.precision": "float32"},
+            tags={},
+        )
+        return SimpleNamespace(
+            info=SimpleNamespace(run_id=name, status="FINISHED"), data=data
+        )
 
     def get_metric_history(run_id, _):
         return [SimpleNamespace(step=step, value=losses[run_id])]
 
-    client, runs = SimpleNamespace(get_metric_history=get_metric_history), [run(name) for name in losses]
-    found = [agreement.of_runs(client, *runs, None, in_tf32)[0] for in_tf32 in (True, False)]
+    client, runs = (
+        SimpleNamespace(get_metric_history=get_metric_history),
+        [run(name) for name in losses],
+    )
+    found = [
+        agreement.of_runs(client, *runs, None, in_tf32)[0] for in_tf32 in (True, False)
+    ]
     assert [each.verdict for each in found] == ["equal within rounding", "different"]
     assert ["TF32" in str(each) for each in found] == [True, False]
     losses["rerun"] = 2.0 * (1 - 1.1e-2)

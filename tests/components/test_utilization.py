@@ -37,12 +37,22 @@ A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
         ("GPU", "float32", True, 0),
     ],
 )
-def test_the_peak_is_that_of_the_name_and_the_precision(name, precision, tf32, teraflops):
-    assert utilization.peak_flops(name, precision, tf32) == pytest.approx(teraflops * 1e12, rel=1e-12)
+def test_the_peak_is_that_of_the_name_and_the_precision(
+    name, precision, tf32, teraflops
+):
+    assert utilization.peak_flops(name, precision, tf32) == pytest.approx(
+        teraflops * 1e12, rel=1e-12
+    )
 
 
 def parts_of(*overrides):
-    return assembly.assemble(resolve(composed(["model=mlp", "model.hidden=[16]", "hardware.device=cpu", *overrides])))
+    return assembly.assemble(
+        resolve(
+            composed(
+                ["model=mlp", "model.hidden=[16]", "hardware.device=cpu", *overrides]
+            )
+        )
+    )
 
 
 @pytest.mark.slow
@@ -52,22 +62,35 @@ def test_an_update_has_the_flops_of_its_examples_at_every_factor(monkeypatch):
     monkeypatch.setattr(recording, "FETCH_UPDATES", 1)
     monkeypatch.setattr(fitting.devices, "gpu_names", lambda: [A100, A100])
     for factor in (1, 8):
-        parts = parts_of("accumulation.effective_batch_size=128", f"accumulation.factor={factor}")
-        parts = parts.__class__(**{**vars(parts), "devices": SimpleNamespace(on_gpu=True, workers=2)})
+        parts = parts_of(
+            "accumulation.effective_batch_size=128", f"accumulation.factor={factor}"
+        )
+        parts = parts.__class__(
+            **{**vars(parts), "devices": SimpleNamespace(on_gpu=True, workers=2)}
+        )
         rows = {}
         tracker = SimpleNamespace(
-            update=lambda update, _, performance, at, rows=rows: rows.update({update: performance})
+            update=lambda update, _, performance, at, rows=rows: rows.update(
+                {update: performance}
+            )
         )
         monkeypatch.setattr(fitting.devices, "peak_memory", lambda used: 0)
         made = fitting.recorder(parts, tracker)
         made.names = ("loss", "gradient_norm", "learning_rate")
-        for update in (1, 2, 12):  # of the first one, which is traced, the seconds are not those of an update
+        for update in (
+            1,
+            2,
+            12,
+        ):  # of the first one, which is traced, the seconds are not those of an update
             made.add(update, tf.constant([1.0, 1.0, 1.0, 0.0], tf.float64), traces=1)
         for update, examples in ((2, 128), (12, 29)):
             row = rows[update]
             peak = 2 * 2 * 156e12  # of two GPUs of each of two workers, in TF32
             found = row["model_flops_utilization"] * row["update_seconds"] * peak
-            assert found == pytest.approx(of_example * examples, rel=1e-12), (factor, update)
+            assert found == pytest.approx(of_example * examples, rel=1e-12), (
+                factor,
+                update,
+            )
 
 
 @pytest.mark.slow
@@ -76,9 +99,9 @@ def test_it_is_left_out_where_flops_or_the_peak_are_unknown(capsys):
     assert utilization.share_of_peak(parts, []) == 0
     assert utilization.share_of_peak(parts, [A100, "GPU"]) == 0
     assert capsys.readouterr().err == ""
-    parts = assembly.assemble(resolve(composed(["experiment=text", "hardware.device=cpu"])))
-    assert utilization.share_of_peak(parts, [A100]) == 0
-    line = (
-        "pipeline: perf/model_flops_utilization is left out, as the FLOPs are not known of examples of unequal length"
+    parts = assembly.assemble(
+        resolve(composed(["experiment=text", "hardware.device=cpu"]))
     )
+    assert utilization.share_of_peak(parts, [A100]) == 0
+    line = "pipeline: perf/model_flops_utilization is left out, as the FLOPs are not known of examples of unequal length"  # noqa: E501
     assert capsys.readouterr().err.strip() in (line, line.removeprefix("pipeline: "))

@@ -663,7 +663,9 @@ def check(said: dict[str, dict], expected: dict[str, str]) -> None:
     differences = []
     for line, message in expected.items():
         answer = said[line]
-        right = answer["status"] == 2 and answer["out"] == "" and answer["changed"] == []
+        right = (
+            answer["status"] == 2 and answer["out"] == "" and answer["changed"] == []
+        )
         if not (right and re.fullmatch(pattern(message), answer["err"])):
             differences.append(f"$ pipeline {line}\n  wanted: {message}\n  {answer}")
     assert not differences, "\n" + "\n".join(differences)
@@ -675,7 +677,9 @@ def some(lines: dict[str, str], step: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "lines", [some(CONFIG, 4), pytest.param(CONFIG, marks=pytest.mark.soak)], ids=["every fourth", "all"]
+    "lines",
+    [some(CONFIG, 4), pytest.param(CONFIG, marks=pytest.mark.soak)],
+    ids=["every fourth", "all"],
 )
 def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder, lines):
     said = one_process(dict(zip(lines, lines, strict=True)), folder, warm=False)
@@ -692,18 +696,26 @@ def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder, lines):
     ],
     ids=["one of each kind", "more"],
 )
-def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(folder, tmp_path, lines):
+def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(
+    folder, tmp_path, lines
+):
     from mlflow.tracking import MlflowClient
 
     shutil.copyfile(migrated_store(), folder / "store.db")
     client = MlflowClient(f"sqlite:///{folder}/store.db")
     if client.get_experiment_by_name("old") is None:
-        client.delete_experiment(client.create_experiment("old", (folder / "artifacts").as_uri()))
+        client.delete_experiment(
+            client.create_experiment("old", (folder / "artifacts").as_uri())
+        )
     server = ThreadingHTTPServer(("127.0.0.1", 0), NotMLflow)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and not listening: whoever connects is refused
-        ports = {"closed": closed.getsockname()[1], "open": server.server_port, "elsewhere": tmp_path / "elsewhere"}
+        ports = {
+            "closed": closed.getsockname()[1],
+            "open": server.server_port,
+            "elsewhere": tmp_path / "elsewhere",
+        }
 
         def filled(text: str) -> str:
             for name, value in ports.items():
@@ -719,13 +731,22 @@ def test_what_only_tensorflow_or_the_store_can_refuse_creates_nothing_either(fol
         )
         server.shutdown()
     check(said, expected)
-    assert client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]) == []
+    assert (
+        client.search_runs(
+            [experiment.experiment_id for experiment in client.search_experiments()]
+        )
+        == []
+    )
 
 
 def test_the_whole_traceback_comes_before_the_line_where_it_is_asked_for(folder):
     line = "training.epochs must be an integer, or null. Received: 'many'."
-    short = pipeline("train", "training.epochs=many", cwd=folder, status=2, HYDRA_FULL_ERROR="0")
-    full = pipeline("train", "training.epochs=many", cwd=folder, status=2, HYDRA_FULL_ERROR="1")
+    short = pipeline(
+        "train", "training.epochs=many", cwd=folder, status=2, HYDRA_FULL_ERROR="0"
+    )
+    full = pipeline(
+        "train", "training.epochs=many", cwd=folder, status=2, HYDRA_FULL_ERROR="1"
+    )
     assert short.stderr == f"pipeline: {line}\n"
     assert full.stderr.startswith("Traceback (most recent call last):")
     assert "omegaconf.errors.ValidationError" in full.stderr
@@ -740,7 +761,9 @@ def test_the_whole_traceback_comes_before_the_line_where_it_is_asked_for(folder)
     ],
 )
 @pytest.mark.slow
-def test_an_error_of_the_users_own_code_while_running_is_no_config_error(tmp_path, raised, line):
+def test_an_error_of_the_users_own_code_while_running_is_no_config_error(
+    tmp_path, raised, line
+):
     (tmp_path / "late.py").write_text(
         "import keras\n"
         "class Late(keras.callbacks.Callback):\n"
@@ -748,12 +771,20 @@ def test_an_error_of_the_users_own_code_while_running_is_no_config_error(tmp_pat
         f"        raise {raised}\n"
     )
     done = pipeline(
-        *("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false"),
+        *(
+            "train",
+            "model=mlp",
+            "training.updates=2",
+            "tracking.log_model=false",
+            "tracking.system_metrics=false",
+        ),
         "+training.callbacks.late._target_=late.Late",
         cwd=tmp_path,
         status=1,
     )
-    last, file = re.fullmatch(r"pipeline: (.*) \(traceback in (.+)\)", done.stderr.splitlines()[-1]).groups()
+    last, file = re.fullmatch(
+        r"pipeline: (.*) \(traceback in (.+)\)", done.stderr.splitlines()[-1]
+    ).groups()
     assert last == line
     assert Store(tmp_path).run().info.status == "FAILED"
     assert "Traceback" not in done.stderr
@@ -763,7 +794,10 @@ def test_an_error_of_the_users_own_code_while_running_is_no_config_error(tmp_pat
 
 def test_two_runs_that_are_refused_at_once_remove_the_folders_of_both(tmp_path):
     """As two workers do that begin in one second, with the default run directory."""
-    inner, outer = made = [tmp_path / "2026-11-26" / "10-00-00", tmp_path / "2026-11-26"]
+    inner, outer = made = [
+        tmp_path / "2026-11-26" / "10-00-00",
+        tmp_path / "2026-11-26",
+    ]
 
     def refuse(_):
         for _ in range(300):
@@ -778,7 +812,13 @@ def test_two_runs_that_are_refused_at_once_remove_the_folders_of_both(tmp_path):
 
 @pytest.mark.slow
 def test_of_two_runs_at_once_in_one_folder_the_second_is_refused(tmp_path):
-    line = ("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false")
+    line = (
+        "train",
+        "model=mlp",
+        "training.updates=2",
+        "tracking.log_model=false",
+        "tracking.system_metrics=false",
+    )
     place_store(tmp_path)  # so that both are ready at nearly the same moment
     both = [start(*line, "hydra.run.dir=same", cwd=tmp_path) for _ in range(2)]
     answers = sorted((run.wait(timeout=300), run.stderr.read()) for run in both)

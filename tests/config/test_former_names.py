@@ -29,22 +29,44 @@ FORMER = {
 }
 # Not of the table: what still has its name, what only begins like a former one, and text around a name.
 CURRENT = (
-    *("pipeline.dataset.digits", "pipeline.components.model.mlp", "pipeline.models.mlp", "mypipeline.model.mlp"),
-    *("pipeline.model_zoo.mlp", "pipeline.model.", "a pipeline.model.mlp", "pipeline.model.mlp b", "pipeline.mödel"),
+    *(
+        "pipeline.dataset.digits",
+        "pipeline.components.model.mlp",
+        "pipeline.models.mlp",
+        "mypipeline.model.mlp",
+    ),
+    *(
+        "pipeline.model_zoo.mlp",
+        "pipeline.model.",
+        "a pipeline.model.mlp",
+        "pipeline.model.mlp b",
+        "pipeline.mödel",
+    ),
 )
 # Where a config may hold a name.
 NODES = {
     "target": {"_target_": "pipeline.model.mlp", "hidden": [16]},
     "partial": {"_target_": "pipeline.optimizer.constant", "_partial_": True},
     "path": {"_target_": "hydra.utils.get_method", "path": "pipeline.model.mlp"},
-    "list": [{"deep": [{"_target_": "pipeline.augmentation.Flip"}, "pipeline.metrics.BitsPerToken"]}],
+    "list": [
+        {
+            "deep": [
+                {"_target_": "pipeline.augmentation.Flip"},
+                "pipeline.metrics.BitsPerToken",
+            ]
+        }
+    ],
     "trust": {"allow": ["pipeline.model.mlp", "mypkg", "/mnt/pipeline.model.mlp"]},
 }
 CONFIG = NODES | {"number": 1, "nothing": None, "seed": True, "current": list(CURRENT)}
 
 
 def names_in(node: object) -> set[str]:
-    return {part for value in leaves(node).values() for part in (value if type(value) is list else [value])}
+    return {
+        part
+        for value in leaves(node).values()
+        for part in (value if type(value) is list else [value])
+    }
 
 
 @pytest.mark.parametrize("name", FORMER)
@@ -62,21 +84,34 @@ def test_names_are_rewritten_wherever_they_are():
     before = deepcopy(CONFIG)
     renamed = former_names.renamed(CONFIG)
     assert before == CONFIG  # a copy
-    assert renamed["target"] == {"_target_": "pipeline.components.model.mlp", "hidden": [16]}
-    assert renamed["partial"] == {"_target_": "pipeline.components.optimizer.constant", "_partial_": True}
+    assert renamed["target"] == {
+        "_target_": "pipeline.components.model.mlp",
+        "hidden": [16],
+    }
+    assert renamed["partial"] == {
+        "_target_": "pipeline.components.optimizer.constant",
+        "_partial_": True,
+    }
     assert renamed["path"]["path"] == "pipeline.components.model.mlp"
     assert names_in(renamed["list"]) == {
         "pipeline.dataset.augmentation.Flip",
         "pipeline.components.metrics.BitsPerToken",
     }
-    assert renamed["trust"]["allow"] == ["pipeline.components.model.mlp", "mypkg", "/mnt/pipeline.model.mlp"]
+    assert renamed["trust"]["allow"] == [
+        "pipeline.components.model.mlp",
+        "mypkg",
+        "/mnt/pipeline.model.mlp",
+    ]
     assert {key: renamed[key] for key in CONFIG.keys() - NODES.keys()} == {
         key: CONFIG[key] for key in CONFIG.keys() - NODES.keys()
     }
 
 
 def test_a_run_is_called_as_it_likes():
-    free = {"tracking": {"run_name": "pipeline.model.v2", "code": ["pipeline.model"]}, "start": {"run": None}}
+    free = {
+        "tracking": {"run_name": "pipeline.model.v2", "code": ["pipeline.model"]},
+        "start": {"run": None},
+    }
     config = OmegaConf.create(deepcopy(free))
     former_names.rename(config)
     assert OmegaConf.to_container(config) == former_names.renamed(free) == free
@@ -92,7 +127,9 @@ def test_the_overrides_of_a_recorded_sweep_are_rewritten():
 
 
 def test_a_composed_config_is_rewritten_in_place_and_keeps_its_links():
-    config = OmegaConf.create({**deepcopy(CONFIG), "link": "${number}", "linked": "${target}", "unset": "???"})
+    config = OmegaConf.create(
+        {**deepcopy(CONFIG), "link": "${number}", "linked": "${target}", "unset": "???"}
+    )
     former_names.rename(config)
     assert OmegaConf.to_container(config) == {
         **former_names.renamed(CONFIG),
@@ -103,11 +140,17 @@ def test_a_composed_config_is_rewritten_in_place_and_keeps_its_links():
 def test_hydra_finds_former_modules_before_a_config_is_composed():
     """Such as `hydra.callbacks` and `hydra.job_logging` name them."""
     for name, current in FORMER.items():
-        if not name.startswith("pipeline.datasets."):  # whose modules Hydra does not import by a former name
+        if not name.startswith(
+            "pipeline.datasets."
+        ):  # whose modules Hydra does not import by a former name
             assert get_object(name) is get_object(current)
-    node = OmegaConf.create({"_target_": "hydra.utils.get_class", "path": "pipeline.compose.RunFolders"})
+    node = OmegaConf.create(
+        {"_target_": "hydra.utils.get_class", "path": "pipeline.compose.RunFolders"}
+    )
     assert instantiate(node) is compose.RunFolders
-    with pytest.raises(AttributeError, match="module 'pipeline' has no attribute 'no_such_module'"):
+    with pytest.raises(
+        AttributeError, match="module 'pipeline' has no attribute 'no_such_module'"
+    ):
         _ = pipeline.no_such_module
 
 
@@ -116,7 +159,9 @@ def composed(*overrides: str) -> dict:
 
 
 def test_composing_renames_overrides():
-    config = composed("model=mlp", "model._target_=pipeline.model.mlp", "trust.allow=[pipeline.model]")
+    config = composed(
+        "model=mlp", "model._target_=pipeline.model.mlp", "trust.allow=[pipeline.model]"
+    )
     assert config["model"]["_target_"] == "pipeline.components.model.mlp"
     assert config["trust"]["allow"] == ["pipeline.components.model"]
     assert composed("model=mlp")["model"] == config["model"]
@@ -127,9 +172,12 @@ def test_the_gate_takes_a_record_with_former_names(tmp_path):
     config = composed("model=mlp", "dataset=digits")
     config["tracking"].pop("uri")
     config["model"]["_target_"] = "pipeline.model.mlp"
-    check_config(RecordedRun(None, config, {}, {}, {}).moved(tmp_path), gate, imports=False)
+    check_config(
+        RecordedRun(None, config, {}, {}, {}).moved(tmp_path), gate, imports=False
+    )
     with pytest.raises(
-        ConfigError, match=r"model\._target_ of a config from a tracking store .*'pipeline\.model\.mlp'"
+        ConfigError,
+        match=r"model\._target_ of a config from a tracking store .*'pipeline\.model\.mlp'",
     ):
         check_config(config, gate, imports=False)  # not renamed
 
@@ -139,7 +187,9 @@ def test_a_former_name_that_the_user_allows_is_allowed(tmp_path):
     renamed = RecordedRun(None, config, {}, {}, {}).moved(tmp_path)
     with pytest.raises(ConfigError, match=r"'pipeline\.components\.model\.build'"):
         check_config(renamed, Gate(tmp_path), imports=False)
-    allowed = [former_names.current("pipeline.model")]  # as `pipeline rerun --allow` takes it
+    allowed = [
+        former_names.current("pipeline.model")
+    ]  # as `pipeline rerun --allow` takes it
     check_config(renamed, Gate(tmp_path, allowed=allowed), imports=False)
     with pytest.raises(ConfigError, match=r"'pipeline\.components\.model\.build'"):
         check_config(renamed, Gate(tmp_path, allowed=["pipeline.model"]), imports=False)
@@ -147,12 +197,30 @@ def test_a_former_name_that_the_user_allows_is_allowed(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_a_former_name_trains_and_records_the_current_one(tmp_path):
-    small = ("train", "model=mlp", "training.updates=2", "tracking.log_model=false", "tracking.system_metrics=false")
-    command(*small, "model.hidden=[8]", "model._target_=pipeline.model.mlp", "hydra.run.dir=run", cwd=tmp_path)
+    small = (
+        "train",
+        "model=mlp",
+        "training.updates=2",
+        "tracking.log_model=false",
+        "tracking.system_metrics=false",
+    )
+    command(
+        *small,
+        "model.hidden=[8]",
+        "model._target_=pipeline.model.mlp",
+        "hydra.run.dir=run",
+        cwd=tmp_path,
+    )
     run = Store(tmp_path).run()
     assert run.info.status == "FINISHED"
     assert run.data.params["model._target_"] == "pipeline.components.model.mlp"
     recorded = OmegaConf.load(tmp_path / "run" / "config.yaml")
     assert recorded.model._target_ == "pipeline.components.model.mlp"
-    refused = command(*small, "model._target_=pipeline.model.no_such", "hydra.run.dir=other", cwd=tmp_path, status=2)
+    refused = command(
+        *small,
+        "model._target_=pipeline.model.no_such",
+        "hydra.run.dir=other",
+        cwd=tmp_path,
+        status=2,
+    )
     assert "must name something that exists" in refused.stderr

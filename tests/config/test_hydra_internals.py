@@ -11,7 +11,10 @@ def test_the_parser_knows_overrides_and_the_options_that_are_read():
     line = ["a=1", "-m", "--config-dir", "mine", "b=2", "-sc", "query=bash"]
     parser = hydra_internals.get_args_parser()
     options = parser.parse_intermixed_args(line)
-    read = {name: getattr(options, name, None) for name in ("overrides", "multirun", "config_dir", "shell_completion")}
+    read = {
+        name: getattr(options, name, None)
+        for name in ("overrides", "multirun", "config_dir", "shell_completion")
+    }
     assert read == {
         "overrides": ["a=1", "b=2", "query=bash"],
         "multirun": True,

@@ -142,9 +142,28 @@ class Confidence(keras.metrics.Metric):
         return self.total / self.count
 '''
 
-MODELS = ("unbuilt", "Subclassed", "probable", "embedding", "two_sided", "sigmoid", "linear", "recurrent", "two_headed")
+MODELS = (
+    "unbuilt",
+    "Subclassed",
+    "probable",
+    "embedding",
+    "two_sided",
+    "sigmoid",
+    "linear",
+    "recurrent",
+    "two_headed",
+)
 LOGGED = ("doubled", "unreadable")
-DATASETS = ("classes", "speech", "segmented", "sides", "sick", "heights", "text", "partly")
+DATASETS = (
+    "classes",
+    "speech",
+    "segmented",
+    "sides",
+    "sick",
+    "heights",
+    "text",
+    "partly",
+)
 WAVES = """
 _target_: pipeline.dataset.from_tfds
 builder: mine.Waves
@@ -162,7 +181,10 @@ MONITORS = {
     "slow": "keras.callbacks.ReduceLROnPlateau, monitor: accuracy",
     "bar": "keras.callbacks.ProgbarLogger",
 }
-CALLBACKS = " ".join(f"'+training.callbacks.{name}={{_target_: {value}}}'" for name, value in MONITORS.items())
+CALLBACKS = " ".join(
+    f"'+training.callbacks.{name}={{_target_: {value}}}'"
+    for name, value in MONITORS.items()
+)
 LOSS = "~training.metrics.accuracy ~training.loss.from_logits training.loss._target_=keras.losses"
 CONFIDENCE = "+training.metrics.sure._target_=mine.Confidence"
 PARTLY = "model=two_headed dataset=partly objective=regression ~training.metrics.mean_absolute_error"
@@ -215,21 +237,35 @@ def run_in(folder, legal):
     for group, names in {"model": MODELS + LOGGED, "dataset": DATASETS}.items():
         (folder / "conf" / group).mkdir(parents=True)
         for name in names:
-            (folder / "conf" / group / f"{name}.yaml").write_text(f"_target_: mine.{name}\n")
+            (folder / "conf" / group / f"{name}.yaml").write_text(
+                f"_target_: mine.{name}\n"
+            )
     (folder / "conf" / "dataset" / "waves.yaml").write_text(WAVES)
     (folder / "conf" / "objective").mkdir()
     (folder / "conf" / "objective" / "mine.yaml").write_text(OBJECTIVE)
     more = {"tracking.log_model": "false", "training.epochs": "1"}
     lines = {}
     for name, line in legal.items():
-        given = [f"{key}={value}" for key, value in more.items() if f"{key}=" not in line]
-        lines[name] = f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment='{name}'"
+        given = [
+            f"{key}={value}" for key, value in more.items() if f"{key}=" not in line
+        ]
+        lines[name] = (
+            f"train --config-dir conf {line} {SHORT} {' '.join(given)} tracking.experiment='{name}'"
+        )
     place_store(folder)
     (folder / "home").mkdir()
     shutil.copyfile(migrated_store(), folder / "home" / "store.db")
     home = "tracking.uri=sqlite:///~/store.db \"hydra.run.dir='~/run'\""  # Hydra wants the second in quotes
-    lines["at home"] = f"train --config-dir conf model=unbuilt dataset=classes {SHORT} training.updates=1 {home}"
-    return folder, Store(folder), one_process(lines, folder, CUDA_VISIBLE_DEVICES="-1", HOME=str(folder / "home"))
+    lines["at home"] = (
+        f"train --config-dir conf model=unbuilt dataset=classes {SHORT} training.updates=1 {home}"
+    )
+    return (
+        folder,
+        Store(folder),
+        one_process(
+            lines, folder, CUDA_VISIBLE_DEVICES="-1", HOME=str(folder / "home")
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", LEGAL)
@@ -255,7 +291,9 @@ def test_a_tilde_is_the_home_directory(ran):
     folder, _, answers = ran
     assert answers["at home"]["status"] == 0, answers["at home"]["err"]
     client = MlflowClient(f"sqlite:///{folder}/home/store.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("pipeline").experiment_id])
+    (run,) = client.search_runs(
+        [client.get_experiment_by_name("pipeline").experiment_id]
+    )
     assert run.info.status == "FINISHED"
     assert (folder / "home" / "run" / "journal.jsonl").exists()
     assert not [path for path in folder.rglob("*") if "~" in path.name]
@@ -273,15 +311,25 @@ def test_an_objective_replaces_the_loss_and_the_metrics_whole(ran_wider):
     run = store.run("own objective")
     assert run.data.params["training.loss.delta"] == "0.5"
     assert "training.loss.from_logits" not in run.data.params
-    assert {key for key in run.data.metrics if key.startswith("val/")} == {"val/loss", "val/far", "val/examples_seen"}
+    assert {key for key in run.data.metrics if key.startswith("val/")} == {
+        "val/loss",
+        "val/far",
+        "val/examples_seen",
+    }
 
 
 @pytest.mark.slow
 def test_a_monitored_metric_has_its_direction(ran_wider):
     folder, store, _ = ran_wider
     run = store.run("monitored")
-    assert list(store.history(run, "val/accuracy")) == [4, 8]  # the second epoch is no better by 2, so it ends
-    assert keras.saving.load_model(folder / "best.keras", compile=False).count_params() == 4 * 8 + 8 + 8 * 3 + 3
+    assert list(store.history(run, "val/accuracy")) == [
+        4,
+        8,
+    ]  # the second epoch is no better by 2, so it ends
+    assert (
+        keras.saving.load_model(folder / "best.keras", compile=False).count_params()
+        == 4 * 8 + 8 + 8 * 3 + 3
+    )
 
 
 @pytest.mark.slow
@@ -302,7 +350,10 @@ def test_a_logged_model_of_named_inputs_predicts_the_same(ran_wider, monkeypatch
     monkeypatch.chdir(folder)
     mlflow.set_tracking_uri(store.client.tracking_uri)
     model = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
-    x = {side: np.random.default_rng(1).normal(size=(5, 3)).astype("float32") for side in ("left", "right")}
+    x = {
+        side: np.random.default_rng(1).normal(size=(5, 3)).astype("float32")
+        for side in ("left", "right")
+    }
     outputs = model.predict(x)
     np.testing.assert_allclose(outputs, model.get_raw_model()(x), rtol=1e-6)
     assert set(model.metadata.signature.inputs.input_names()) == {"left", "right"}
@@ -332,4 +383,6 @@ def test_a_model_that_cannot_be_loaded_is_not_left_in_the_store(ran_wider):
     assert run.data.tags["model.not_logged"]
     assert "the model was not logged: " in answers["unreadable"]["err"]
     found = store.client.search_logged_models([run.info.experiment_id])
-    assert [model.name for model in found if model.source_run_id == run.info.run_id] == []
+    assert [
+        model.name for model in found if model.source_run_id == run.info.run_id
+    ] == []

@@ -36,12 +36,27 @@ def test_two_sizes_give_the_third(effective, factor, micro, replicas, expected):
     ("given", "message"),
     [
         ((128, None, None), "accumulation must give two of"),
-        ((0, 4, None), "accumulation.effective_batch_size must be at least 1. Received: 0."),
+        (
+            (0, 4, None),
+            "accumulation.effective_batch_size must be at least 1. Received: 0.",
+        ),
         ((128, -1, None), "accumulation.factor must be at least 1. Received: -1."),
-        ((128, 4, 16), "accumulation.factor must agree with effective batch 128 and micro-batch 16"),
-        ((16, None, 32), "accumulation.micro_batch_size must be at most the 16 examples"),
-        ((8, None, 5, 2), "accumulation.micro_batch_size must be at most the 4 examples"),
-        ((1, 1, None, 2), "accumulation.effective_batch_size must be at least the number of replicas, 2"),
+        (
+            (128, 4, 16),
+            "accumulation.factor must agree with effective batch 128 and micro-batch 16",
+        ),
+        (
+            (16, None, 32),
+            "accumulation.micro_batch_size must be at most the 16 examples",
+        ),
+        (
+            (8, None, 5, 2),
+            "accumulation.micro_batch_size must be at most the 4 examples",
+        ),
+        (
+            (1, 1, None, 2),
+            "accumulation.effective_batch_size must be at least the number of replicas, 2",
+        ),
         (
             (10, 6, None),
             "accumulation.factor must cut 10 examples into equal micro-batches. Received: 6. Choices: 3, 4, 5",
@@ -66,26 +81,42 @@ def test_sizes_that_do_not_fit_are_refused(given, message):
     ],
 )
 def test_the_horizon_is_counted_in_updates(horizon, length, updates):
-    assert plan_of(sizes.derive(128, 4, None), 1437, sizes.Horizon(horizon, length)).updates == updates
+    assert (
+        plan_of(
+            sizes.derive(128, 4, None), 1437, sizes.Horizon(horizon, length)
+        ).updates
+        == updates
+    )
 
 
 def test_the_sum_is_printed():
     plan = plan_of(sizes.derive(128, 4, None), 1437, sizes.Horizon("epochs", 10))
     # 1437 = 11 · 128 + 29
-    expected = (
-        "effective batch 128 = 32 × 4 × 1 replica; 1437 examples → 12 updates per epoch (last one 29), 120 in all"
-    )
+    expected = "effective batch 128 = 32 × 4 × 1 replica; 1437 examples → 12 updates per epoch (last one 29), 120 in all"  # noqa: E501
     assert str(plan) == expected
 
 
 @pytest.mark.parametrize(
     ("examples", "effective", "micro", "replicas"),
-    [(1437, 128, 24, 1), (1437, 128, 24, 2), (10, 5, 5, 1), (11, 5, 2, 2), (11, 11, 3, 3), (5, 1, 1, 1)],
+    [
+        (1437, 128, 24, 1),
+        (1437, 128, 24, 2),
+        (10, 5, 5, 1),
+        (11, 5, 2, 2),
+        (11, 11, 3, 3),
+        (5, 1, 1, 1),
+    ],
 )
 def test_the_counters_are_what_counting_gives(examples, effective, micro, replicas):
-    plan = plan_of(sizes.derive(effective, None, micro, replicas), examples, sizes.Horizon("epochs", 3))
+    plan = plan_of(
+        sizes.derive(effective, None, micro, replicas),
+        examples,
+        sizes.Horizon("epochs", 3),
+    )
     seen = micro_steps = 0
-    tails = [effective] * (examples // effective) + [examples % effective] * (examples % effective > 0)
+    tails = [effective] * (examples // effective) + [examples % effective] * (
+        examples % effective > 0
+    )
     for update, size in enumerate(itertools.chain(tails, tails, tails), 1):
         share = -(-size // replicas)
         seen, micro_steps = seen + size, micro_steps + len(range(0, share, micro))
@@ -94,16 +125,25 @@ def test_the_counters_are_what_counting_gives(examples, effective, micro, replic
         assert plan.micro_steps(update) == micro_steps
         assert plan.epoch(update) == seen / examples
         assert plan.ends_epoch(update) == (seen % examples == 0)
-    assert (plan.updates, plan.updates_per_epoch, plan.epochs) == (update, len(tails), 3)
+    assert (plan.updates, plan.updates_per_epoch, plan.epochs) == (
+        update,
+        len(tails),
+        3,
+    )
 
 
 def test_an_effective_batch_larger_than_the_split_is_refused():
-    with pytest.raises(ConfigError, match=r"effective_batch_size must be at most the 100 examples .* Received: 128"):
+    with pytest.raises(
+        ConfigError,
+        match=r"effective_batch_size must be at most the 100 examples .* Received: 128",
+    ):
         plan_of(sizes.derive(128, 4, None), 100, sizes.Horizon("epochs", 1))
 
 
 def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_written():
-    whole = plan_of(sizes.derive(128, None, 16), 128 * 300, sizes.Horizon("updates", 300))
+    whole = plan_of(
+        sizes.derive(128, None, 16), 128 * 300, sizes.Horizon("updates", 300)
+    )
     halved = whole.halved(119, 8)
     assert halved.tags == {
         HALVED: "16 up to update 119, 8 then",
@@ -111,12 +151,28 @@ def test_micro_steps_of_a_run_that_was_halved_go_on_from_the_rows_that_are_writt
     }
     recorded = recorded_cuts(halved.tags)
     assert recorded == recorded_cuts({HALVED: halved.tags[HALVED]})  # of an older run
-    assert [halved.micro_steps(update) for update in (1, 119, 120, 170)] == [8, 952, 968, 1768]
+    assert [halved.micro_steps(update) for update in (1, 119, 120, 170)] == [
+        8,
+        952,
+        968,
+        1768,
+    ]
     # Resumed from a checkpoint before it, with the size of the config again, while rows up to 170 are written.
     resumed = whole.after(recorded, 170)
     assert resumed.tags[HALVED] == "16 up to update 119, 8 up to update 170, 16 then"
-    assert [resumed.micro_steps(update) for update in (120, 170, 171)] == [968, 1768, 1776]
+    assert [resumed.micro_steps(update) for update in (120, 170, 171)] == [
+        968,
+        1768,
+        1776,
+    ]
     # What did not fit does not fit again: the rows that there are keep their count.
     again = resumed.halved(119, 8)
-    assert again.tags[HALVED] == "16 up to update 119, 8 up to update 170, 16 up to update 170, 8 then"
-    assert [again.micro_steps(update) for update in (119, 170, 171)] == [952, 1768, 1784]
+    assert (
+        again.tags[HALVED]
+        == "16 up to update 119, 8 up to update 170, 16 up to update 170, 8 then"
+    )
+    assert [again.micro_steps(update) for update in (119, 170, 171)] == [
+        952,
+        1768,
+        1784,
+    ]

@@ -33,10 +33,18 @@ def with_groups(*groups):
 
 def resolved(given):
     """The spec of these overrides, on a config that is composed once, as that takes most of the time."""
-    config = deepcopy(with_groups(*(text for text in given if "." not in text.split("=")[0])))
+    config = deepcopy(
+        with_groups(*(text for text in given if "." not in text.split("=")[0]))
+    )
     for override in OverridesParser.create().parse_overrides(list(given)):
         if "." in override.key_or_group:
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=False, force_add=True)
+            OmegaConf.update(
+                config,
+                override.key_or_group,
+                override.value(),
+                merge=False,
+                force_add=True,
+            )
     return resolve(config, given)
 
 
@@ -45,18 +53,29 @@ def test_the_counters_of_random_stages_are_what_counting_gives():
         plan, cuts = drawn(random.Random(seed))
         order, seen, steps = list(counted(plan)), 0, 0
         for update, (epoch, index, first, size) in enumerate(order, 1):
-            micro = next((cut.micro_batch_size for last, cut in plan.before if update <= last), plan.micro_batch_size)
-            seen, steps = seen + size, steps + ceil(ceil(size / plan.batching.replicas) / micro)
+            micro = next(
+                (cut.micro_batch_size for last, cut in plan.before if update <= last),
+                plan.micro_batch_size,
+            )
+            seen, steps = (
+                seen + size,
+                steps + ceil(ceil(size / plan.batching.replicas) / micro),
+            )
             assert plan.place(update - 1) == (epoch, index), seed
             assert plan.batch_size(update) == size, seed
-            assert (plan.examples_seen(update), plan.micro_steps(update)) == (seen, steps), seed
+            assert (plan.examples_seen(update), plan.micro_steps(update)) == (
+                seen,
+                steps,
+            ), seed
             assert plan.epoch(update) == seen / plan.examples, seed
             assert plan.ends_epoch(update) == (first + size == plan.examples), seed
             assert plan.updates_at(seen) == update, seed
         assert (plan.updates, plan.epochs) == (len(order), order[-1][0] + 1), seed
         assert bool(plan.before) == bool(cuts), seed
         for done in {0, len(order) // 2, len(order) - 1}:  # from where a run may go on
-            assert list(read(plan, done))[: len(order) - done] == [place[:1] + place[2:] for place in order[done:]]
+            assert list(read(plan, done))[: len(order) - done] == [
+                place[:1] + place[2:] for place in order[done:]
+            ]
 
 
 def drawn(chance):
@@ -64,11 +83,17 @@ def drawn(chance):
     examples, replicas = chance.randint(3, 60), chance.randint(1, 3)
     asked = [Asked("updates", 0, chance.randint(replicas, examples))]
     first = sizes.Batching(asked[0].size, chance.randint(1, 9), 1, replicas)
-    horizon = sizes.Horizon(*chance.choice([("updates", 70), ("examples", 5 * examples - 1), ("epochs", 6)]))
+    horizon = sizes.Horizon(
+        *chance.choice([("updates", 70), ("examples", 5 * examples - 1), ("epochs", 6)])
+    )
     for _ in range(chance.randint(1, 6)):
         unit = chance.choice(stages.UNITS)
         most = {"updates": 40, "examples": 5 * examples, "epochs": 5}[unit]
-        start = chance.randint(1, 50) / 10 if unit == "epochs" and chance.random() < 0.5 else chance.randint(1, most)
+        start = (
+            chance.randint(1, 50) / 10
+            if unit == "epochs" and chance.random() < 0.5
+            else chance.randint(1, most)
+        )
         more = [*asked, Asked(unit, start, chance.randint(replicas, examples))]
         try:
             plan_of(first, examples, horizon, more)
@@ -89,7 +114,14 @@ def counted(plan):
     done = seen = epoch = index = first = 0
     while {"updates": done, "examples": seen, "epochs": epoch}[unit] < length:
         while len(asked) > 1:
-            start, counts = asked[1], {"updates": done, "examples": seen, "epochs": Fraction(seen, plan.examples)}
+            start, counts = (
+                asked[1],
+                {
+                    "updates": done,
+                    "examples": seen,
+                    "epochs": Fraction(seen, plan.examples),
+                },
+            )
             if counts[start.unit] < Fraction(str(start.start)):
                 break
             del asked[0]
@@ -112,15 +144,44 @@ def read(plan, done):
 
 
 def test_a_ramp_to_check_by_hand():
-    asked = [Asked("updates", 0, 32), Asked("examples", 500, 100), Asked("epochs", 2, 256)]
+    asked = [
+        Asked("updates", 0, 32),
+        Asked("examples", 500, 100),
+        Asked("epochs", 2, 256),
+    ]
     plan = plan_of(sizes.derive(32, 4, None), 1437, sizes.Horizon("epochs", 3), asked)
     # 16 · 32 = 512 is the first whole update from 500 on; 512 + 9 · 100 + 25 = 1437; 14 · 100 + 37 = 1437.
     assert plan.changes == [(0, 32), (16, 100), (41, 256)]
     at = [1, 16, 17, 25, 26, 27, 41, 42, 47]
-    assert [plan.batch_size(update) for update in at] == [32, 32, 100, 100, 25, 100, 37, 256, 157]
-    assert [plan.examples_seen(update) for update in at] == [32, 512, 612, 1412, 1437, 1537, 2874, 3130, 4311]
+    assert [plan.batch_size(update) for update in at] == [
+        32,
+        32,
+        100,
+        100,
+        25,
+        100,
+        37,
+        256,
+        157,
+    ]
+    assert [plan.examples_seen(update) for update in at] == [
+        32,
+        512,
+        612,
+        1412,
+        1437,
+        1537,
+        2874,
+        3130,
+        4311,
+    ]
     # Micro-batches of 8: 16 · 4, 9 · 13 + 4, 14 · 13 + 5, 5 · 32 + 20.
-    assert [plan.micro_steps(update) for update in (16, 26, 41, 47)] == [64, 185, 372, 552]
+    assert [plan.micro_steps(update) for update in (16, 26, 41, 47)] == [
+        64,
+        185,
+        372,
+        552,
+    ]
     assert str(plan) == (
         "effective batch 32 = 8 × 4 × 1 replica, 100 (factor 13) after update 16, 256 (factor 32) after update 41; "
         "1437 examples → 45 updates per epoch (last one 29) at first, 47 in all"
@@ -136,7 +197,9 @@ def test_a_decimal_share_of_an_epoch_is_exact():
 
 def test_counters_of_a_long_run_take_no_time():
     asked = [Asked("updates", number * 10**5, 32 + number) for number in range(8)]
-    plan = plan_of(sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked)
+    plan = plan_of(
+        sizes.derive(32, 4, None), 10**6 + 1, sizes.Horizon("updates", 10**6), asked
+    )
     seen = [plan.examples_seen(update) for update in range(699_990, 700_010)]
     assert [later - before for before, later in pairwise(seen)] == [
         plan.batch_size(update) for update in range(699_991, 700_010)
@@ -146,23 +209,48 @@ def test_counters_of_a_long_run_take_no_time():
 
 def test_a_command_line_gives_the_first_stage_and_its_factor():
     spec = resolve(composed([RAMP]), [RAMP])
-    assert (spec.batching.effective_batch_size, spec.batching.micro_batch_size, spec.batching.factor) == (32, 8, 4)
-    assert spec.config.accumulation.effective_batch_size == 32  # and not the 128 of the defaults
+    assert (
+        spec.batching.effective_batch_size,
+        spec.batching.micro_batch_size,
+        spec.batching.factor,
+    ) == (32, 8, 4)
+    assert (
+        spec.config.accumulation.effective_batch_size == 32
+    )  # and not the 128 of the defaults
     assert (spec.largest.effective_batch_size, spec.largest.factor) == (256, 32)
     again = from_text(spec.to_text())
-    assert (again.batching, again.largest, again.resolved) == (spec.batching, spec.largest, spec.resolved)
-    given = [RAMP, "accumulation.micro_batch_size=64", "accumulation.effective_batch_size=32"]
+    assert (again.batching, again.largest, again.resolved) == (
+        spec.batching,
+        spec.largest,
+        spec.resolved,
+    )
+    given = [
+        RAMP,
+        "accumulation.micro_batch_size=64",
+        "accumulation.effective_batch_size=32",
+    ]
     spec = resolved(given)
-    assert (spec.batching.micro_batch_size, spec.batching.factor, spec.largest.factor) == (64, 1, 4)
+    assert (
+        spec.batching.micro_batch_size,
+        spec.batching.factor,
+        spec.largest.factor,
+    ) == (64, 1, 4)
 
 
 def test_the_micro_batch_is_searched_for_the_largest_stage():
     given = [RAMP, "accumulation.micro_batch_size=auto"]
     spec = resolved(given)
     tried = from_text(spec.at_largest().to_text())
-    assert (tried.batching.effective_batch_size, tried.config.accumulation.schedule) == (256, None)
+    assert (
+        tried.batching.effective_batch_size,
+        tried.config.accumulation.schedule,
+    ) == (256, None)
     found = spec.with_micro_batch(200)
-    assert (found.batching.effective_batch_size, found.batching.factor, found.largest.factor) == (32, 1, 2)
+    assert (
+        found.batching.effective_batch_size,
+        found.batching.factor,
+        found.largest.factor,
+    ) == (32, 1, 2)
 
 
 SEESAW = ("accumulation.schedule=seesaw", "accumulation.seesaw_max=512")
@@ -179,16 +267,46 @@ def test_seesaw_counts_examples_and_reaches_at_most_its_largest():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["accumulation.schedule=fast"], "accumulation.schedule must be null, seesaw or a list of stages"),
-        (["accumulation.schedule=[]"], "accumulation.schedule must be null, seesaw or a list of stages"),
-        (["accumulation.schedule=[32]"], "accumulation.schedule[0] must be as {start: {updates: 400}, effective"),
-        ([RAMP.replace("epochs", "days")], "accumulation.schedule[2].start must be in a known unit. Received: 'days'."),
-        ([RAMP.replace("epochs:12", "epochs:12,updates:3")], "accumulation.schedule[2] must be as {start: {updates"),
-        ([RAMP.replace("updates:0", "updates:1")], "accumulation.schedule[0].start.updates must be 0, as the run"),
-        ([RAMP.replace("400", "4.5")], "accumulation.schedule[1].start.updates must be a number of at least 0, whole"),
-        ([RAMP.replace("400", "0")], "accumulation.schedule[1].start.updates must rise from stage to stage"),
-        ([RAMP.replace("epochs:12", "updates:400")], "accumulation.schedule[2].start.updates must rise from stage"),
-        ([RAMP.replace("256", "0")], "accumulation.schedule[2].effective_batch_size must be at least 1. Received: 0."),
+        (
+            ["accumulation.schedule=fast"],
+            "accumulation.schedule must be null, seesaw or a list of stages",
+        ),
+        (
+            ["accumulation.schedule=[]"],
+            "accumulation.schedule must be null, seesaw or a list of stages",
+        ),
+        (
+            ["accumulation.schedule=[32]"],
+            "accumulation.schedule[0] must be as {start: {updates: 400}, effective",
+        ),
+        (
+            [RAMP.replace("epochs", "days")],
+            "accumulation.schedule[2].start must be in a known unit. Received: 'days'.",
+        ),
+        (
+            [RAMP.replace("epochs:12", "epochs:12,updates:3")],
+            "accumulation.schedule[2] must be as {start: {updates",
+        ),
+        (
+            [RAMP.replace("updates:0", "updates:1")],
+            "accumulation.schedule[0].start.updates must be 0, as the run",
+        ),
+        (
+            [RAMP.replace("400", "4.5")],
+            "accumulation.schedule[1].start.updates must be a number of at least 0, whole",
+        ),
+        (
+            [RAMP.replace("400", "0")],
+            "accumulation.schedule[1].start.updates must rise from stage to stage",
+        ),
+        (
+            [RAMP.replace("epochs:12", "updates:400")],
+            "accumulation.schedule[2].start.updates must rise from stage",
+        ),
+        (
+            [RAMP.replace("256", "0")],
+            "accumulation.schedule[2].effective_batch_size must be at least 1. Received: 0.",
+        ),
         (
             [RAMP.replace(":32", ":1"), "hardware.replicas=2"],
             "accumulation.schedule[0].effective_batch_size must be at least the number of replicas, 2. Received: 1.",
@@ -197,18 +315,42 @@ def test_seesaw_counts_examples_and_reaches_at_most_its_largest():
             [RAMP, "accumulation.effective_batch_size=64"],
             "accumulation.effective_batch_size must be left out, or that of the first stage, 32. Received: 64.",
         ),
-        ([RAMP, "accumulation.micro_batch_size=257"], "accumulation.micro_batch_size must be at most the 256 examples"),
-        ([RAMP, "dataset.batched=true"], "accumulation.schedule must be null with dataset.batched=true"),
+        (
+            [RAMP, "accumulation.micro_batch_size=257"],
+            "accumulation.micro_batch_size must be at most the 256 examples",
+        ),
+        (
+            [RAMP, "dataset.batched=true"],
+            "accumulation.schedule must be null with dataset.batched=true",
+        ),
         (
             ["schedule.clock=examples", "dataset.batched=true"],
             "schedule.clock must be updates with dataset.batched=true. Received: 'examples'.",
         ),
-        (["schedule.clock=tokens"], "schedule.clock must be updates or examples. Received: 'tokens'."),
-        ([RAMP, "accumulation.seesaw_max=9"], "accumulation.seesaw_max must be null without accumulation.schedule=see"),
-        (SEESAW[:1], "accumulation.seesaw_max must be given with accumulation.schedule=seesaw"),
-        ([*SEESAW, "training.updates=9"], "training.updates must be null with accumulation.schedule=seesaw"),
-        ([*SEESAW, "schedule.clock=updates"], "schedule.clock must be examples with accumulation.schedule=seesaw"),
-        ([*SEESAW, "accumulation.scale_rate=false"], "accumulation.scale_rate must be true with accumulation.schedule"),
+        (
+            ["schedule.clock=tokens"],
+            "schedule.clock must be updates or examples. Received: 'tokens'.",
+        ),
+        (
+            [RAMP, "accumulation.seesaw_max=9"],
+            "accumulation.seesaw_max must be null without accumulation.schedule=see",
+        ),
+        (
+            SEESAW[:1],
+            "accumulation.seesaw_max must be given with accumulation.schedule=seesaw",
+        ),
+        (
+            [*SEESAW, "training.updates=9"],
+            "training.updates must be null with accumulation.schedule=seesaw",
+        ),
+        (
+            [*SEESAW, "schedule.clock=updates"],
+            "schedule.clock must be examples with accumulation.schedule=seesaw",
+        ),
+        (
+            [*SEESAW, "accumulation.scale_rate=false"],
+            "accumulation.scale_rate must be true with accumulation.schedule",
+        ),
         (
             [*SEESAW, "accumulation.effective_batch_size=300"],
             "accumulation.seesaw_max must be at least twice the effective batch of 300. Received: 512.",
@@ -231,7 +373,11 @@ def test_what_cannot_be_is_refused_in_one_line(given, message):
             "Received: 101.",
         ),
         (  # both in the first update
-            [Asked("updates", 0, 32), Asked("examples", 5, 50), Asked("epochs", 0.2, 60)],
+            [
+                Asked("updates", 0, 32),
+                Asked("examples", 5, 50),
+                Asked("epochs", 0.2, 60),
+            ],
             "accumulation.schedule[2].start.epochs must be later than update 2, with which the stage before begins. "
             "Received: 0.2.",
         ),

@@ -16,30 +16,64 @@ from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline, start, wait
 
 SHARDS, EACH, SIDE = 4, 16, 8
-SMALL = ("model.filters=[2]", "model.hidden=[]", "tracking.log_model=false", "tracking.system_metrics=false")
-CUT = ("accumulation.effective_batch_size=8", "accumulation.factor=2", "accumulation.micro_batch_size=null")
-STREAMED = ("dataset.in_memory=false", "dataset.shuffle_files=false", "dataset.shuffle_buffer=1")
+SMALL = (
+    "model.filters=[2]",
+    "model.hidden=[]",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+)
+CUT = (
+    "accumulation.effective_batch_size=8",
+    "accumulation.factor=2",
+    "accumulation.micro_batch_size=null",
+)
+STREAMED = (
+    "dataset.in_memory=false",
+    "dataset.shuffle_files=false",
+    "dataset.shuffle_buffer=1",
+)
 
 
 def written(folder: Path, *, seed: int = 0, bad: int | None = None) -> Path:
     """A TFDS folder of PNG images in four files; the one of number `bad` is none."""
     features = tfds.features.FeaturesDict(
-        {"image": tfds.features.Image(shape=(SIDE, SIDE, 1)), "label": tfds.features.ClassLabel(num_classes=2)}
+        {
+            "image": tfds.features.Image(shape=(SIDE, SIDE, 1)),
+            "label": tfds.features.ClassLabel(num_classes=2),
+        }
     )
     place = folder / "own" / "1.0.0"
     place.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (SHARDS, EACH, SIDE, SIDE, 1)).astype("uint8")
+    pixels = (
+        np.random.default_rng(seed)
+        .integers(0, 256, (SHARDS, EACH, SIDE, SIDE, 1))
+        .astype("uint8")
+    )
     template = tfds.core.ShardedFileTemplate(
         data_dir=place, dataset_name="own", split="train", filetype_suffix="tfrecord"
     )
     for shard, images in enumerate(pixels):
-        with tf.io.TFRecordWriter(str(template.sharded_filepath(shard_index=shard, num_shards=SHARDS))) as writer:
+        with tf.io.TFRecordWriter(
+            str(template.sharded_filepath(shard_index=shard, num_shards=SHARDS))
+        ) as writer:
             for number, image in enumerate(images):
                 broken = shard * EACH + number == bad
-                feature = {"image": io.BytesIO(b"no image") if broken else image, "label": number % 2}
-                writer.write(features.serialize_example(features.encode_example(feature)))
-    split = tfds.core.SplitInfo(name="train", shard_lengths=[EACH] * SHARDS, num_bytes=0, filename_template=template)
-    tfds.folder_dataset.write_metadata(data_dir=place, features=features, split_infos=[split])
+                feature = {
+                    "image": io.BytesIO(b"no image") if broken else image,
+                    "label": number % 2,
+                }
+                writer.write(
+                    features.serialize_example(features.encode_example(feature))
+                )
+    split = tfds.core.SplitInfo(
+        name="train",
+        shard_lengths=[EACH] * SHARDS,
+        num_bytes=0,
+        filename_template=template,
+    )
+    tfds.folder_dataset.write_metadata(
+        data_dir=place, features=features, split_infos=[split]
+    )
     return place
 
 
@@ -48,7 +82,12 @@ def file(place: Path, number: int) -> Path:
 
 
 def line(folder: Path, *more: str) -> list[str]:
-    given = ("dataset=tfds", "dataset.name=own:1.0.0", f"dataset.data_dir={folder}", "dataset.validation_split=null")
+    given = (
+        "dataset=tfds",
+        "dataset.name=own:1.0.0",
+        f"dataset.data_dir={folder}",
+        "dataset.validation_split=null",
+    )
     return [*given, "dataset.scale=0.01", *SMALL, *CUT, *more]
 
 
@@ -62,7 +101,12 @@ def failed(folder: Path) -> tuple[str, list[int]]:
 
 def test_an_example_that_cannot_be_decoded_is_named_with_its_file(tmp_path):
     place = written(tmp_path / "data", bad=2 * EACH + 3)
-    said = pipeline("train", *line(tmp_path / "data", *STREAMED, "training.epochs=1"), cwd=tmp_path, status=1).stderr
+    said = pipeline(
+        "train",
+        *line(tmp_path / "data", *STREAMED, "training.epochs=1"),
+        cwd=tmp_path,
+        status=1,
+    ).stderr
     where = f"example 35 of the train split, which is example 3 of {file(place, 2)}, counted from 0: "
     why, steps = failed(tmp_path)
     assert f"the data cannot be read: {where}" in why
@@ -126,25 +170,45 @@ def test_what_can_be_known_before_is_refused_before(tmp_path):
         *CUT,
     ]
     table = ["dataset=breast_cancer", "dataset._target_=own.table", "model=mlp", *CUT]
-    lines = {"table": table, "bad": line(tmp_path / "bad", "dataset.in_memory=true"), "none": none}
-    found = one_process({name: " ".join(["train", *given]) for name, given in lines.items()}, own)
+    lines = {
+        "table": table,
+        "bad": line(tmp_path / "bad", "dataset.in_memory=true"),
+        "none": none,
+    }
+    found = one_process(
+        {name: " ".join(["train", *given]) for name, given in lines.items()}, own
+    )
     for answer in found.values():
         assert (answer["status"], answer["changed"]) == (2, [])
         assert answer["err"].count("\n") <= 2
         assert "Traceback" not in answer["err"]
     where = f"example 21 of the train split, which is example 5 of {file(place, 1)}, counted from 0: "
-    assert f"dataset must give examples (the data cannot be read: {where}" in found["bad"]["err"]
+    assert (
+        f"dataset must give examples (the data cannot be read: {where}"
+        in found["bad"]["err"]
+    )
     rows = "example 17 of the train split, counted from 0: ValueError: row 17 has no label)"
-    assert f"dataset must give examples (the data cannot be read: {rows}" in found["table"]["err"]
+    assert (
+        f"dataset must give examples (the data cannot be read: {rows}"
+        in found["table"]["err"]
+    )
     assert "No examples were yielded" in found["none"]["err"]
 
 
-@pytest.mark.parametrize("how", mostly_slow(["torn", "gone", "replaced", "the same again"], [], ["replaced"]))
+@pytest.mark.parametrize(
+    "how", mostly_slow(["torn", "gone", "replaced", "the same again"], [], ["replaced"])
+)
 def test_a_file_that_changes_while_training(tmp_path, how):
     place, other = written(tmp_path / "data"), written(tmp_path / "other", seed=1)
     epochs = 20 if how == "the same again" else 400
     more = (*STREAMED, f"training.epochs={epochs}", "tracking.log_every=1")
-    process = start("train", *line(tmp_path / "data", *more), "hydra.run.dir=run", cwd=tmp_path, warm=True)
+    process = start(
+        "train",
+        *line(tmp_path / "data", *more),
+        "hydra.run.dir=run",
+        cwd=tmp_path,
+        warm=True,
+    )
     journal = tmp_path / "run" / "journal.jsonl"
 
     def rows() -> int:
@@ -175,7 +239,9 @@ def test_a_file_that_changes_while_training(tmp_path, how):
     why, steps = failed(tmp_path)
     assert str(target) in why
     assert "\n" not in why
-    assert ("cannot be read" if how == "gone" else "has changed since the run began") in why
+    assert (
+        "cannot be read" if how == "gone" else "has changed since the run began"
+    ) in why
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 20
     assert (len(steps) == epochs * 8) == (how == "replaced")

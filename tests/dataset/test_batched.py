@@ -33,7 +33,11 @@ def written(folder):
     numbers = np.random.default_rng(0)
     for name, place in itertools.product("ab", range(19)):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        keras.utils.save_img(folder / name / f"{place}.png", numbers.integers(0, 255, (8, 8, 3)), scale=False)
+        keras.utils.save_img(
+            folder / name / f"{place}.png",
+            numbers.integers(0, 255, (8, 8, 3)),
+            scale=False,
+        )
     return folder
 
 
@@ -68,8 +72,12 @@ class Bricks(keras.utils.PyDataset):
 def model():
     policy = keras.DTypePolicy("float64")
     inputs = keras.Input((8, 8, 3), dtype="float64")
-    x = keras.layers.Flatten(dtype=policy)(keras.layers.Rescaling(1 / 255, dtype=policy)(inputs))
-    made = keras.Model(inputs, keras.layers.Dense(2, kernel_initializer="zeros", dtype=policy)(x))
+    x = keras.layers.Flatten(dtype=policy)(
+        keras.layers.Rescaling(1 / 255, dtype=policy)(inputs)
+    )
+    made = keras.Model(
+        inputs, keras.layers.Dense(2, kernel_initializer="zeros", dtype=policy)(x)
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")
     made.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
     made.optimizer.build(made.trainable_variables)
@@ -79,20 +87,35 @@ def model():
 def windows(source, epochs):
     """The effective batches by hand."""
     for _ in range(epochs):
-        made = [source[place] for place in range(len(source))] if isinstance(source, Bricks) else source
+        made = (
+            [source[place] for place in range(len(source))]
+            if isinstance(source, Bricks)
+            else source
+        )
         batches = list(made() if callable(made) else made)
         for first in range(0, len(batches), FACTOR):
             group = batches[first : first + FACTOR]
-            yield tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in zip(*group, strict=True))
+            yield tuple(
+                np.concatenate([np.asarray(part) for part in parts])
+                for parts in zip(*group, strict=True)
+            )
         if isinstance(source, Bricks):
             source.on_epoch_end()
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["images", "generator", "pydataset"], ["generator"]))
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["images", "generator", "pydataset"], ["generator"])
+)
 def test_updates_equal_those_of_the_large_batches(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(keras.config, "floatx", lambda: "float64")  # which batches are cast to
+    monkeypatch.setattr(
+        keras.config, "floatx", lambda: "float64"
+    )  # which batches are cast to
     folder = written(tmp_path) if kind == "images" else None
-    source = {"images": lambda: images(folder), "generator": lambda: generator, "pydataset": Bricks}[kind]
+    source = {
+        "images": lambda: images(folder),
+        "generator": lambda: generator,
+        "pydataset": Bricks,
+    }[kind]
     ours, theirs = model(), model()
     stream = Stream(Loader(source(), "train"), FACTOR)
     update = Update(ours, ours.loss, ours.optimizer, UNCUT)
@@ -100,7 +123,9 @@ def test_updates_equal_those_of_the_large_batches(kind, tmp_path, monkeypatch):
     seen = 0
     for number, batch in enumerate(windows(source(), epochs=2)):
         step(next(batches))
-        theirs.train_on_batch(*batch[:2], sample_weight=None if len(batch) < 3 else batch[2])
+        theirs.train_on_batch(
+            *batch[:2], sample_weight=None if len(batch) < 3 else batch[2]
+        )
         seen += len(batch[0])
         assert stream.windows[number].examples_seen == seen
         assert sum(stream.windows[number].sizes) == len(batch[0])
@@ -120,17 +145,25 @@ def test_no_batch_is_cut_or_joined_unless_the_micro_batch_size_says_so():
     lengths, seen = (2, 5, 3), []
     spec = (tf.TensorSpec([None, None], tf.float32), tf.TensorSpec([None], tf.float32))
     batches = [(np.ones((4, length)), np.ones(4)) for length in lengths]
-    source = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+    source = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=spec
+    )
     (batch,) = of_stream(Stream(Loader(source, "train"), FACTOR), 0).take(1)
     variable = tf.Variable(1.0)
 
     def loss(x, y):
-        tf.py_function(lambda shape: seen.append(tuple(shape.numpy())), [tf.shape(x)], [])
+        tf.py_function(
+            lambda shape: seen.append(tuple(shape.numpy())), [tf.shape(x)], []
+        )
         return tf.reduce_mean(x) * variable * tf.reduce_mean(y)
 
     def shapes(micro_batch_size):
         seen.clear()
-        step = tf.function(lambda: accumulate_gradients(None, loss, batch, micro_batch_size, variables=[variable]))
+        step = tf.function(
+            lambda: accumulate_gradients(
+                None, loss, batch, micro_batch_size, variables=[variable]
+            )
+        )
         assert float(step().mean_loss()) == 1
         return seen
 
@@ -154,11 +187,31 @@ def test_counters_of_batches_of_any_size():
     for _ in of_stream(stream, 0).take(6):
         pass
     cut = sizes.Batching(9, 2, FACTOR)
-    plan = stream_plan(cut, Horizon("epochs", 2), stream.windows, stream.per_epoch, True)
+    plan = stream_plan(
+        cut, Horizon("epochs", 2), stream.windows, stream.per_epoch, True
+    )
     assert [plan.batch_size(update) for update in range(1, 7)] == [10, 11, 2, 10, 11, 2]
-    assert [plan.examples_seen(update) for update in range(1, 7)] == [10, 21, 23, 33, 44, 46]
-    assert [plan.micro_steps(update) for update in range(1, 5)] == [6, 12, 13, 19]  # 2+3+1, 2+1+3, 1
-    assert [plan.place(done) for done in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert [plan.examples_seen(update) for update in range(1, 7)] == [
+        10,
+        21,
+        23,
+        33,
+        44,
+        46,
+    ]
+    assert [plan.micro_steps(update) for update in range(1, 5)] == [
+        6,
+        12,
+        13,
+        19,
+    ]  # 2+3+1, 2+1+3, 1
+    assert [plan.place(done) for done in range(5)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+    ]
     assert [update for update in range(1, 7) if plan.ends_epoch(update)] == [3, 6]
     assert [update for update in range(1, 7) if plan.ended(update)] == [6]
     with pytest.raises(ConfigError, match=r"training\.examples must be null"):
@@ -197,10 +250,22 @@ def test_what_a_loader_raises_in_the_middle_is_shown():
 @pytest.mark.parametrize(
     ("asked", "named", "scaled", "replicas", "line"),
     [
-        ({"effective_batch_size": 8}, {sizes.EFFECTIVE}, False, 1, "effective_batch_size must be left out"),
+        (
+            {"effective_batch_size": 8},
+            {sizes.EFFECTIVE},
+            False,
+            1,
+            "effective_batch_size must be left out",
+        ),
         ({}, (), True, 1, "scaling.rule must be none"),
         ({}, (), False, 2, "replicas must be 1"),
-        ({"micro_batch_size": "auto"}, (), False, 1, "micro_batch_size must be null or a number"),
+        (
+            {"micro_batch_size": "auto"},
+            (),
+            False,
+            1,
+            "micro_batch_size must be null or a number",
+        ),
         ({"factor": None}, (), False, 1, "factor must be at least 1"),
         ({"factor": 0}, (), False, 1, r"factor must be at least 1 .* Received: 0\."),
     ],
@@ -214,41 +279,94 @@ def test_the_factor_alone_counts(asked, named, scaled, replicas, line):
 
 
 def test_a_micro_batch_of_no_examples_is_refused():
-    with pytest.raises(ConfigError, match=r"micro_batch_size must be at least 1\. Received: 0"):
-        sizes.batching({"effective_batch_size": None, "factor": 3, "micro_batch_size": 0}, 1, batched=True)
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_size must be at least 1\. Received: 0"
+    ):
+        sizes.batching(
+            {"effective_batch_size": None, "factor": 3, "micro_batch_size": 0},
+            1,
+            batched=True,
+        )
 
 
 @pytest.mark.slow
-def test_a_run_of_batches_that_is_killed_in_the_middle_of_an_epoch_is_resumed_to_the_bit(tmp_path):
+def test_a_run_of_batches_that_is_killed_in_the_middle_of_an_epoch_is_resumed_to_the_bit(
+    tmp_path,
+):
     written(tmp_path / "photos")
     (tmp_path / "mine.py").write_text(MINE)
     killer = "+training.callbacks.it={_target_: mine.Interrupt}"
-    of_example = ("--config-dir", str(ROOT / "examples" / "own_batches" / "conf"), "experiment=photos", *QUIET)
+    of_example = (
+        "--config-dir",
+        str(ROOT / "examples" / "own_batches" / "conf"),
+        "experiment=photos",
+        *QUIET,
+    )
     code = {"PYTHONPATH": str(ROOT / "examples" / "own_batches")}
 
     def train(folder, *more, status=0, **variables):
-        given = (f"hydra.run.dir={folder}", "training.checkpoint_every=1", "schedule=constant", killer, *more)
-        return pipeline("train", *of_example, *given, cwd=tmp_path, status=status, **code, **variables)
+        given = (
+            f"hydra.run.dir={folder}",
+            "training.checkpoint_every=1",
+            "schedule=constant",
+            killer,
+            *more,
+        )
+        return pipeline(
+            "train",
+            *of_example,
+            *given,
+            cwd=tmp_path,
+            status=status,
+            **code,
+            **variables,
+        )
 
     done = train("through", "training.updates=7")
-    assert "3 batches, the first of 4, are an update; 4 updates per epoch, 7 in all" in done.stderr
+    assert (
+        "3 batches, the first of 4, are an update; 4 updates per epoch, 7 in all"
+        in done.stderr
+    )
     train("parted", "training.updates=7", status=-9, AT="6", BY="9")
-    assert "goes on after update " in train("parted", "training.updates=7", "training.resume=auto").stderr
+    assert (
+        "goes on after update "
+        in train("parted", "training.updates=7", "training.resume=auto").stderr
+    )
     store = Store(tmp_path)
     through, parted = (store.histories(run, "train/") for run in store.trained())
     assert through == parted
-    assert list(through["train/effective_batch_size"].values()) == [12, 12, 12, 2, 12, 12, 12]
+    assert list(through["train/effective_batch_size"].values()) == [
+        12,
+        12,
+        12,
+        2,
+        12,
+        12,
+        12,
+    ]
     for image in (tmp_path / "photos" / "b").iterdir():
         keras.utils.save_img(image, np.zeros((8, 8, 3)), scale=False)
     line = "must give the batches of the run again: that of update 7 is another one"
     assert (
-        line in train("parted", "training.updates=8", "training.resume=auto", "dataset.checksum=none", status=2).stderr
+        line
+        in train(
+            "parted",
+            "training.updates=8",
+            "training.resume=auto",
+            "dataset.checksum=none",
+            status=2,
+        ).stderr
     )
 
 
 @pytest.mark.slow
 def test_a_generator_of_unknown_length(tmp_path):
-    of_example = ("--config-dir", str(ROOT / "examples" / "own_batches" / "conf"), "experiment=photos", *QUIET)
+    of_example = (
+        "--config-dir",
+        str(ROOT / "examples" / "own_batches" / "conf"),
+        "experiment=photos",
+        *QUIET,
+    )
     code = {"PYTHONPATH": str(ROOT / "examples" / "own_batches")}
     given = (*of_example, "dataset=endless")
     refused = pipeline("train", *given, cwd=tmp_path, status=2, **code).stderr
@@ -256,7 +374,8 @@ def test_a_generator_of_unknown_length(tmp_path):
     pipeline("train", *given, "schedule=constant", cwd=tmp_path, **code)
     pipeline("train", *given, "training.updates=4", cwd=tmp_path, **code)
     in_epochs, in_updates = (
-        Store(tmp_path).history(run, "train/effective_batch_size") for run in Store(tmp_path).trained()
+        Store(tmp_path).history(run, "train/effective_batch_size")
+        for run in Store(tmp_path).trained()
     )
     assert list(in_epochs.values()) == [10, 11, 2, 10, 11, 2]
     assert list(in_updates.values()) == [10, 11, 2, 10]

@@ -33,7 +33,9 @@ def settled(data: Data, **node: object) -> tuple[dict, str]:
 
 def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
     assert 0 < cache.limit() <= psutil.virtual_memory().total
-    data = split(x=np.zeros((1000, 100), np.float32), y=np.zeros(1000, np.int64))  # 408 bytes each
+    data = split(
+        x=np.zeros((1000, 100), np.float32), y=np.zeros(1000, np.int64)
+    )  # 408 bytes each
     assert settled(data) == (
         {"in_memory": True, "shuffle_buffer": None},
         "398 KiB of training examples are kept in memory",
@@ -43,11 +45,18 @@ def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
     node, said = settled(data)
     assert node == {"in_memory": False, "shuffle_buffer": 50}
     assert re.fullmatch(
-        r"398 KiB .* are streamed, as a quarter of the memory is 398 KiB; .* buffer of 50 examples", said
+        r"398 KiB .* are streamed, as a quarter of the memory is 398 KiB; .* buffer of 50 examples",
+        said,
     )
-    assert settled(data, shuffle_buffer=7)[0] == {"in_memory": False, "shuffle_buffer": 7}
+    assert settled(data, shuffle_buffer=7)[0] == {
+        "in_memory": False,
+        "shuffle_buffer": 7,
+    }
     for given in (True, False):  # whatever its size
-        assert settled(data, in_memory=given) == ({"in_memory": given, "shuffle_buffer": None}, "")
+        assert settled(data, in_memory=given) == (
+            {"in_memory": given, "shuffle_buffer": None},
+            "",
+        )
 
 
 def test_a_validation_split_that_is_kept_is_read_once(monkeypatch):
@@ -60,7 +69,9 @@ def test_a_validation_split_that_is_kept_is_read_once(monkeypatch):
 
     spec = tf.TensorSpec((), tf.float32), tf.TensorSpec((), tf.int64)
     validation = tf.data.Dataset.from_generator(examples, output_signature=spec)
-    data = Data(validation, validation.apply(tf.data.experimental.assert_cardinality(20)))
+    data = Data(
+        validation, validation.apply(tf.data.experimental.assert_cardinality(20))
+    )
     given = [*data.validation.as_numpy_iterator()]
     for size, kept in ((32 * 240 - 1, False), (32 * 240, True)):
         monkeypatch.setattr(cache, "limit", lambda size=size: size)
@@ -78,7 +89,9 @@ def test_examples_of_unequal_length_are_measured():
     texts = tf.data.Dataset.from_tensor_slices(["a" * 10, "b" * 30] * 40).map(
         lambda text: (text, tf.strings.length(text))
     )
-    assert settled(Data(texts, None))[1].startswith(f"{80 * 24 / 1024:.0f} KiB of training examples")  # 20 and an int32
+    assert settled(Data(texts, None))[1].startswith(
+        f"{80 * 24 / 1024:.0f} KiB of training examples"
+    )  # 20 and an int32
 
 
 @pytest.mark.slow
@@ -98,9 +111,14 @@ class Sorted(tfds.core.GeneratorBasedBuilder):
 
     def _info(self):
         features = tfds.features.FeaturesDict(
-            {"x": tfds.features.Scalar(np.float32), "label": tfds.features.ClassLabel(num_classes=10)}
+            {
+                "x": tfds.features.Scalar(np.float32),
+                "label": tfds.features.ClassLabel(num_classes=10),
+            }
         )
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)  # or TFDS would mix them
+        return tfds.core.DatasetInfo(
+            builder=self, features=features, disable_shuffling=True
+        )  # or TFDS would mix them
 
     def _split_generators(self, dl_manager):
         return {"train": self._generate_examples()}
@@ -115,22 +133,36 @@ def files(tmp_path_factory):
     """A folder of twenty files, each of one class or two."""
     folder = tmp_path_factory.mktemp("sorted")
     builder = Sorted(data_dir=folder)
-    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=20))
+    builder.download_and_prepare(
+        download_config=tfds.download.DownloadConfig(num_shards=20)
+    )
     assert len(list(folder.rglob("*.tfrecord*"))) == 20
     return folder
 
 
 def load(folder) -> Data:
-    node = {"_target_": "pipeline.dataset.from_tfds", "builder": f"{__name__}.Sorted", "data_dir": str(folder)}
+    node = {
+        "_target_": "pipeline.dataset.from_tfds",
+        "builder": f"{__name__}.Sorted",
+        "data_dir": str(folder),
+    }
     keys = {"download": False, "input_key": "x", "scale": 1.0, "validation_split": None}
     return dataset.load(OmegaConf.create({**node, **keys}))
 
 
-def streamed(data: Data, size: int = 50, *, seed: int = 0, **node: object) -> list[list[int]]:
+def streamed(
+    data: Data, size: int = 50, *, seed: int = 0, **node: object
+) -> list[list[int]]:
     """The numbers of each of two epochs, in their order."""
-    made = OmegaConf.create({"in_memory": False, "shuffle_files": True, "shuffle_buffer": 100, **node})
+    made = OmegaConf.create(
+        {"in_memory": False, "shuffle_files": True, "shuffle_buffer": 100, **node}
+    )
     settings = {"seed": seed, "slices": [Slice(size, 2)]}
-    numbers = [int(x) for batch in batches.effective_batches(made, data, **settings) for x in batch[0]]
+    numbers = [
+        int(x)
+        for batch in batches.effective_batches(made, data, **settings)
+        for x in batch[0]
+    ]
     return [numbers[:1000], numbers[1000:]]
 
 
@@ -154,9 +186,15 @@ def test_a_buffer_that_sees_one_class_is_told_of(files):
     data = load(files)
 
     def said(**node: object) -> str:
-        return batches.one_class(OmegaConf.create({"in_memory": False, "shuffle_files": False, **node}), data, 0)
+        return batches.one_class(
+            OmegaConf.create({"in_memory": False, "shuffle_files": False, **node}),
+            data,
+            0,
+        )
 
-    assert said(shuffle_buffer=60).startswith("the first 60 examples that are streamed are all of class ")
+    assert said(shuffle_buffer=60).startswith(
+        "the first 60 examples that are streamed are all of class "
+    )
     assert said(shuffle_buffer=60, shuffle_files=True) == ""
     assert said(shuffle_buffer=500) == ""
     assert said(shuffle_buffer=None) == ""  # all of them

@@ -18,7 +18,13 @@ from pipeline.config.resolve import resolve
 from pipeline.dataset import checksums
 from tests.running import Store, pipeline
 
-QUICK = ("train", "experiment=quick", "model=mlp", "tracking.log_model=false", "tracking.system_metrics=false")
+QUICK = (
+    "train",
+    "experiment=quick",
+    "model=mlp",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+)
 RUN = (*QUICK, "hydra.run.dir=run")
 
 
@@ -60,7 +66,11 @@ def test_a_file_of_a_validation_split_that_is_kept_may_not_change_either(tmp_pat
     files = assembly.assemble(resolve(composed(given))).files
     for split in ("train", "validation"):
         (file,) = tmp_path.rglob(f"*-{split}.tfrecord*")
-        with pytest.raises(DataError, match="has changed") if split == "validation" else nullcontext():
+        with (
+            pytest.raises(DataError, match="has changed")
+            if split == "validation"
+            else nullcontext()
+        ):
             file.write_bytes(file.read_bytes()[::-1])
             files.check()
 
@@ -71,12 +81,20 @@ def test_a_run_records_them_beside_its_training(tmp_path, cache):
     store = Store(tmp_path)
     run = store.run()
     recorded = json.loads((tmp_path / "run" / "dataset.json").read_text())
-    logged = store.client.download_artifacts(run.info.run_id, "dataset.json", str(tmp_path))
+    logged = store.client.download_artifacts(
+        run.info.run_id, "dataset.json", str(tmp_path)
+    )
     with open(logged, encoding="utf-8") as file:
         assert json.load(file) == recorded
-    files = {file.name: file for file in (tmp_path / "data").rglob("*") if file.name in recorded["files"]}
+    files = {
+        file.name: file
+        for file in (tmp_path / "data").rglob("*")
+        if file.name in recorded["files"]
+    }
     assert len(files) == 4
-    assert recorded["files"] == {name: expected(file.read_bytes()) for name, file in files.items()}
+    assert recorded["files"] == {
+        name: expected(file.read_bytes()) for name, file in files.items()
+    }
     # Checked before a rerun trains anything, and where a run goes on.
     shutil.copytree(tmp_path / "data", tmp_path / "other")
     (victim,) = (tmp_path / "other").rglob("*train.tfrecord*")
@@ -84,7 +102,10 @@ def test_a_run_records_them_beside_its_training(tmp_path, cache):
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     for verb, name in (("rerun", run.info.run_id), ("resume", "run")):
-        given = (f"dataset.data_dir={tmp_path}/other", *(["training.epochs=3"] if verb == "resume" else []))
+        given = (
+            f"dataset.data_dir={tmp_path}/other",
+            *(["training.epochs=3"] if verb == "resume" else []),
+        )
         allow = [f"--allow={tmp_path}/other"] if verb == "rerun" else []
         refused = pipeline(verb, name, *allow, *given, cwd=tmp_path, status=2)
         assert f"the file {victim.name} differs" in refused.stderr, refused.stderr

@@ -51,7 +51,9 @@ def written(folder: Path, size: int) -> Path:
     shape = (SIDE, SIDE, 3)
     features = tfds.features.FeaturesDict(
         {
-            "image": tfds.features.Tensor(shape=shape, dtype=np.uint8, encoding="bytes"),
+            "image": tfds.features.Tensor(
+                shape=shape, dtype=np.uint8, encoding="bytes"
+            ),
             "label": tfds.features.ClassLabel(num_classes=CLASSES),
         }
     )
@@ -66,29 +68,59 @@ def written(folder: Path, size: int) -> Path:
         path = str(template.sharded_filepath(shard_index=shard, num_shards=SHARDS))
         # The same images in all files, but for their first pixel: making them takes longer than writing them.
         records = [
-            features.serialize_example({"image": image, "label": shard * CLASSES // SHARDS})
+            features.serialize_example(
+                {"image": image, "label": shard * CLASSES // SHARDS}
+            )
             for image in numbers.integers(0, 256, (64, *shape)).astype("uint8")
         ]
         with tf.io.TFRecordWriter(path) as writer:
             for number in range(each):
                 writer.write(records[number % len(records)])
     split = tfds.core.SplitInfo(
-        name="train", shard_lengths=[int(each)] * SHARDS, num_bytes=0, filename_template=template
+        name="train",
+        shard_lengths=[int(each)] * SHARDS,
+        num_bytes=0,
+        filename_template=template,
     )
-    tfds.folder_dataset.write_metadata(data_dir=place, features=features, split_infos=[split])
+    tfds.folder_dataset.write_metadata(
+        data_dir=place, features=features, split_infos=[split]
+    )
     return folder
 
 
 def run(folder: Path, *more: str, warm: bool = False) -> dict:
     """What a short run over the files has logged, and its peak of memory, which a warm process shares with others."""
-    given = ("dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={folder}", "dataset.validation_split=null")
-    small = ("model.filters=[4]", "model.hidden=[]", "training.updates=60", "tracking.log_model=false", SIZE)
+    given = (
+        "dataset=tfds",
+        "dataset.name=big:1.0.0",
+        f"dataset.data_dir={folder}",
+        "dataset.validation_split=null",
+    )
+    small = (
+        "model.filters=[4]",
+        "model.hidden=[]",
+        "training.updates=60",
+        "tracking.log_model=false",
+        SIZE,
+    )
     quiet = ("tracking.system_metrics=false", "dataset.in_memory=false")
     cache = str(folder / "cache")
-    pipeline("train", *given, *small, *quiet, *more, cwd=folder, warm=warm, XDG_CACHE_HOME=cache)
+    pipeline(
+        "train",
+        *given,
+        *small,
+        *quiet,
+        *more,
+        cwd=folder,
+        warm=warm,
+        XDG_CACHE_HOME=cache,
+    )
     store = Store(folder)
     made = store.runs()[-1]
-    return {**store.histories(made), "peak": made.data.metrics["perf/peak_memory_bytes"]}
+    return {
+        **store.histories(made),
+        "peak": made.data.metrics["perf/peak_memory_bytes"],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +143,10 @@ def test_a_gigabyte_is_streamed_in_bounded_memory(big):
 def test_the_first_update_waits_neither_for_the_data_nor_for_their_checksums(big):
     """It has read few bytes of them by then, and all checksums come after it."""
     (big / "watched.py").write_text(WATCHED)
-    watching = ("+training.callbacks.watched._target_=watched.Watched", "hydra.run.dir=first")
+    watching = (
+        "+training.callbacks.watched._target_=watched.Watched",
+        "hydra.run.dir=first",
+    )
     run(big, "dataset.shuffle_buffer=500", "training.updates=2", *watching, warm=True)
     read = int((big / "read").read_text())
     print(f"{read / 2**20:.0f} MiB are read before the first update is done")
@@ -125,13 +160,26 @@ def test_auto_streams_what_is_too_large(big):
     from pipeline.dataset import cache
 
     said = pipeline(
-        "train", "dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={big}", "--cfg", "job", cwd=big
+        "train",
+        "dataset=tfds",
+        "dataset.name=big:1.0.0",
+        f"dataset.data_dir={big}",
+        "--cfg",
+        "job",
+        cwd=big,
     )
     assert "in_memory: auto" in said.stdout
     held = cache.limit() / cache.SHARE >= 4 * GIB
     if held:
-        pytest.skip(f"a quarter of this machine's memory is {cache.limit() / cache.SHARE / GIB:.0f} GiB")
-    given = ("dataset=tfds", "dataset.name=big:1.0.0", f"dataset.data_dir={big}", "dataset.validation_split=null")
+        pytest.skip(
+            f"a quarter of this machine's memory is {cache.limit() / cache.SHARE / GIB:.0f} GiB"
+        )
+    given = (
+        "dataset=tfds",
+        "dataset.name=big:1.0.0",
+        f"dataset.data_dir={big}",
+        "dataset.validation_split=null",
+    )
     small = (
         "model.filters=[4]",
         "model.hidden=[]",
@@ -141,7 +189,8 @@ def test_auto_streams_what_is_too_large(big):
     )
     said = pipeline("train", *given, *small, cwd=big, warm=False)
     assert re.search(
-        r"4.0 GiB of training examples are streamed, as a quarter of the memory is [\d.]+ GiB; ", said.stderr
+        r"4.0 GiB of training examples are streamed, as a quarter of the memory is [\d.]+ GiB; ",
+        said.stderr,
     )
     recorded = (big / "auto" / "config.yaml").read_text()
     assert "in_memory: false" in recorded

@@ -27,7 +27,13 @@ def ragged(dtype, frame=()):
 def count(examples, pad=None, **given):
     value = None if pad is None else pad["value"]
     counter = tokens.counter(examples.element_spec[0], value, **given)
-    return None if counter is None else int(tf.function(counter)(next(iter(in_order(examples, len(LENGTHS), pad)))))
+    return (
+        None
+        if counter is None
+        else int(
+            tf.function(counter)(next(iter(in_order(examples, len(LENGTHS), pad))))
+        )
+    )
 
 
 @pytest.mark.parametrize("pad", [None, {"multiple": 8, "value": 0}])
@@ -37,7 +43,11 @@ def test_padding_does_not_count(dtype, frame, pad):
 
 
 def test_the_first_sequence_of_several_inputs_counts():
-    inputs = {"pixels": tf.zeros((4, 3, 3)), "word": tf.zeros((4, 7), tf.int32), "z": tf.zeros((4, 9), tf.int32)}
+    inputs = {
+        "pixels": tf.zeros((4, 3, 3)),
+        "word": tf.zeros((4, 7), tf.int32),
+        "z": tf.zeros((4, 9), tf.int32),
+    }
     assert count(tf.data.Dataset.from_tensor_slices((inputs, tf.zeros(4)))) == 4 * 7
 
 
@@ -50,7 +60,12 @@ def test_zeros_that_the_model_masks_do_not_count():
 
 @pytest.mark.parametrize(
     "x",
-    [np.zeros((4, 3)), np.zeros((4, 3, 3, 1)), np.zeros((4, 1), "int32"), np.zeros((4, 3, 3), "uint8")],
+    [
+        np.zeros((4, 3)),
+        np.zeros((4, 3, 3, 1)),
+        np.zeros((4, 1), "int32"),
+        np.zeros((4, 3, 3), "uint8"),
+    ],
     ids=["features", "images", "a number", "bytes of an image"],
 )
 def test_other_examples_have_none(x):
@@ -64,4 +79,8 @@ def test_images_of_unequal_size_have_none():
 def test_every_worker_counts_those_of_all():
     batch = tf.zeros((10, 7), tf.int32), tf.zeros(10)
     counter = tokens.counter(tf.TensorSpec((7,), tf.int32))
-    assert [int(counter(Share.of(batch, first, 1, 3))) for first in range(3)] == [70, 70, 70]
+    assert [int(counter(Share.of(batch, first, 1, 3))) for first in range(3)] == [
+        70,
+        70,
+        70,
+    ]

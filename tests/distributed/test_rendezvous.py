@@ -36,7 +36,10 @@ def chief(cluster=TWO, own=OWN):
 
     with ThreadPoolExecutor() as pool:
         try:
-            yield server, pool.submit(server.gather, own, {"spec": "secret spec"}, check)
+            yield (
+                server,
+                pool.submit(server.gather, own, {"spec": "secret spec"}, check),
+            )
         finally:
             ended.set()
             time.sleep(0.01)
@@ -44,7 +47,9 @@ def chief(cluster=TWO, own=OWN):
 
 
 def client(server, index=1, secret=SECRET):
-    return rendezvous.Client(replace(server.cluster, index=index, rendezvous=server.address), secret)
+    return rendezvous.Client(
+        replace(server.cluster, index=index, rendezvous=server.address), secret
+    )
 
 
 def connected(server):
@@ -58,7 +63,11 @@ def line(message):
 
 def knowing(**changes):
     """What a worker with the secret would say, with `changes`; without a key where its value is None."""
-    said = {key: value for key, value in {**GREETING, **changes}.items() if value is not None}
+    said = {
+        key: value
+        for key, value in {**GREETING, **changes}.items()
+        if value is not None
+    }
     return lambda challenge: line(sealed(said, SECRET, "worker", challenge))
 
 
@@ -77,10 +86,16 @@ STRANGERS = {
     "unsealed": lambda _: line(GREETING),
     "sealed is a number": lambda _: line({"sealed": 1, "proof": 2}),
     "proof is no text of ours": lambda _: line({"sealed": "{}", "proof": "\ud800"}),
-    "wrong secret": lambda challenge: line(sealed(GREETING, b"another secret", "worker", challenge)),
+    "wrong secret": lambda challenge: line(
+        sealed(GREETING, b"another secret", "worker", challenge)
+    ),
     "no secret": lambda challenge: line(sealed(GREETING, b"", "worker", challenge)),
-    "replayed": lambda _: line(sealed(GREETING, SECRET, "worker", "the challenge of an earlier connection")),
-    "the chief's own words": lambda challenge: line(sealed(GREETING, SECRET, "chief", challenge)),
+    "replayed": lambda _: line(
+        sealed(GREETING, SECRET, "worker", "the challenge of an earlier connection")
+    ),
+    "the chief's own words": lambda challenge: line(
+        sealed(GREETING, SECRET, "chief", challenge)
+    ),
     "wrong index": knowing(index=2),
     "index of the chief": knowing(index=0),
     "negative index": knowing(index=-1),
@@ -102,7 +117,9 @@ STRANGERS = {
 def test_a_stranger_does_no_harm(said, closes):
     with chief() as (server, gathered), connected(server) as stranger:
         if closes:  # with a reset, so that nothing is read to its end
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
         challenge = JsonSocket(stranger).read(60)["challenge"]
         stranger.sendall(said(challenge))
         if closes:
@@ -130,7 +147,10 @@ def test_many_who_are_silent_or_slow_starve_no_worker(monkeypatch):
 
 
 def test_of_two_with_one_index_the_first_stays():
-    with chief(Cluster(("127.0.0.1:0",) * 3, started=True)) as (server, gathered), ThreadPoolExecutor() as pool:
+    with (
+        chief(Cluster(("127.0.0.1:0",) * 3, started=True)) as (server, gathered),
+        ThreadPoolExecutor() as pool,
+    ):
         first = pool.submit(client(server).join, OWN, 60)
         time.sleep(0.2)
         with pytest.raises(ConfigError, match="another worker 1 is there already"):
@@ -143,7 +163,8 @@ def test_a_worker_with_another_secret_says_so_and_the_chief_waits_on():
     with chief() as (server, gathered):
         for secret in (b"another secret", b""):
             with pytest.raises(
-                ConfigError, match=r"must all know one secret, in PIPELINE_SECRET or in hardware\.secret"
+                ConfigError,
+                match=r"must all know one secret, in PIPELINE_SECRET or in hardware\.secret",
             ):
                 client(server, secret=secret).join(OWN, 60)
         assert not gathered.done()
@@ -153,12 +174,16 @@ def test_a_worker_with_another_secret_says_so_and_the_chief_waits_on():
 
 def test_a_worker_takes_nothing_from_a_chief_without_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as false, ThreadPoolExecutor() as pool:
-        cluster = Cluster(("127.0.0.1:0",) * 2, 1, rendezvous=f"127.0.0.1:{false.getsockname()[1]}")
+        cluster = Cluster(
+            ("127.0.0.1:0",) * 2, 1, rendezvous=f"127.0.0.1:{false.getsockname()[1]}"
+        )
         joining = pool.submit(rendezvous.Client(cluster, SECRET).join, OWN, 60)
         connection = JsonSocket(false.accept()[0])
         connection.write({"challenge": "x"})
         heard = connection.read(60)
-        connection.write({"sealed": '{"answer": {"spec": "of a stranger"}}', "proof": heard["proof"]})
+        connection.write(
+            {"sealed": '{"answer": {"spec": "of a stranger"}}', "proof": heard["proof"]}
+        )
         with pytest.raises(ConfigError, match="must all know one secret"):
             joining.result(60)
         connection.socket.close()
@@ -204,7 +229,9 @@ def test_which_worker_is_lost(says, expected, monkeypatch):
             worker._connection.socket.close()
         assert server.lost(0.6) == expected
         worker._connection.socket.close()
-        assert says is not None or exited.wait(10)  # its thread would end this process later
+        assert says is not None or exited.wait(
+            10
+        )  # its thread would end this process later
 
 
 def test_a_port_is_kept_for_tensorflow():
@@ -215,6 +242,8 @@ def test_a_port_is_kept_for_tensorflow():
             other.bind(("127.0.0.1", port))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
-        taken = pytest.raises(ConfigError, match="worker 1 must have an address of its own that is free")
+        taken = pytest.raises(
+            ConfigError, match="worker 1 must have an address of its own that is free"
+        )
         with socket.create_server(("0.0.0.0", port)), taken:
             hold("worker 1", f"127.0.0.1:{port}")

@@ -23,10 +23,27 @@ from tests.warm import Python
 UPDATES = 15
 # 1437 examples in effective batches of 359: the tail is one example, and most workers have none of it.
 RUN = (
-    *("model=mlp", "model.hidden=[16]", "model.dropout=0.3", "accumulation.same_noise=true"),
-    *("hardware.open_ports=true", "hardware.precision=float64", "accumulation.effective_batch_size=359"),
-    *("accumulation.micro_batch_size=50", f"training.updates={UPDATES}", "training.evaluate_every=4"),
-    *("training.keep_best.metric=val/loss", "training.keep_best.mode=min", "hydra.run.dir=run"),
+    *(
+        "model=mlp",
+        "model.hidden=[16]",
+        "model.dropout=0.3",
+        "accumulation.same_noise=true",
+    ),
+    *(
+        "hardware.open_ports=true",
+        "hardware.precision=float64",
+        "accumulation.effective_batch_size=359",
+    ),
+    *(
+        "accumulation.micro_batch_size=50",
+        f"training.updates={UPDATES}",
+        "training.evaluate_every=4",
+    ),
+    *(
+        "training.keep_best.metric=val/loss",
+        "training.keep_best.mode=min",
+        "hydra.run.dir=run",
+    ),
     *("tracking.log_model=false", "tracking.system_metrics=false", "schedule=constant"),
 )
 # Every process of the run trains slowly; the one that the chief has started stops in the middle, where that is asked.
@@ -126,7 +143,11 @@ def left_in(folder: Path) -> dict[str, dict[int, float]]:
     run = store.run()
     assert run.info.status == "FINISHED"
     histories = store.histories(run, "train/", "val/", "best/")
-    return {name: h for name, h in histories.items() if name not in ("train/micro_steps", "train/gradient_noise_scale")}
+    return {
+        name: h
+        for name, h in histories.items()
+        if name not in ("train/micro_steps", "train/gradient_noise_scale")
+    }
 
 
 def workers_in(folder: Path) -> list[psutil.Process]:
@@ -134,7 +155,10 @@ def workers_in(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error):
-            if process.info["name"] == "pipeline.distributed.worker"[-15:] and Path(process.cwd()) == folder:
+            if (
+                process.info["name"] == "pipeline.distributed.worker"[-15:]
+                and Path(process.cwd()) == folder
+            ):
                 found.append(process)
     return found
 
@@ -144,13 +168,22 @@ def last_word(said: str) -> str:
     return [line for line in said.splitlines() if line.startswith("pipeline: ")][-1]
 
 
-def slow_run(folder: Path, *more: str, program: tuple[str, ...] = ("-m", "pipeline")) -> Python:
+def slow_run(
+    folder: Path, *more: str, program: tuple[str, ...] = ("-m", "pipeline")
+) -> Python:
     """Start a run of two workers that lasts; return when it trains."""
     (folder / "mine.py").write_text(MINE)
     place_store(folder)
-    process = python(*program, "train", *RUN, "hardware.workers=2", *SLOW, *more, cwd=folder)
+    process = python(
+        *program, "train", *RUN, "hardware.workers=2", *SLOW, *more, cwd=folder
+    )
     journal = folder / "run" / "journal.jsonl"
-    wait(lambda: process.poll() is not None or (journal.exists() and journal.read_text().count("train/loss") > 1))
+    wait(
+        lambda: (
+            process.poll() is not None
+            or (journal.exists() and journal.read_text().count("train/loss") > 1)
+        )
+    )
     return process
 
 
@@ -182,8 +215,16 @@ def test_nothing_is_said_after_the_result_however_long_the_process_lives(tmp_pat
 def test_workers_make_the_examples_of_their_share_alone(tmp_path):
     """Streamed, moved and weighted: what two workers have made is what one has made, and the runs are equal."""
     data = {
-        **{"_target_": "pipeline.dataset.from_tfds", "builder": "pipeline.dataset.builtin.digits.Digits"},
-        **{"validation_split": "validation", "test_split": "test", "in_memory": False, "shuffle_buffer": 300},
+        **{
+            "_target_": "pipeline.dataset.from_tfds",
+            "builder": "pipeline.dataset.builtin.digits.Digits",
+        },
+        **{
+            "validation_split": "validation",
+            "test_split": "test",
+            "in_memory": False,
+            "shuffle_buffer": 300,
+        },
         **{"preprocess": {"_target_": "mine.noted", "_partial_": True}},
         "augment": {"_target_": "pipeline.dataset.augmentation.Shift", "pixels": 1},
     }
@@ -195,7 +236,13 @@ def test_workers_make_the_examples_of_their_share_alone(tmp_path):
         folder = tmp_path / str(workers)
         folder.mkdir()
         (folder / "mine.py").write_text(NOTED)
-        of_run = ("--config-dir", "../conf", "dataset=noted", *weighted, f"hardware.workers={workers}")
+        of_run = (
+            "--config-dir",
+            "../conf",
+            "dataset=noted",
+            *weighted,
+            f"hardware.workers={workers}",
+        )
         pipeline("train", *RUN, *of_run, cwd=folder)
         made.append([len(file.read_text()) for file in folder.glob("made-*")])
         curves.append(left_in(folder))
@@ -213,13 +260,20 @@ def test_workers_make_the_examples_of_their_share_alone(tmp_path):
 def test_an_example_that_only_another_worker_makes_is_found(tmp_path):
     """Each worker evaluates 90 of 180 examples."""
     (tmp_path / "mine.py").write_text(BROKEN)
-    data = ["dataset=tfds", "dataset.name=null", "+dataset.builder=pipeline.dataset.builtin.digits.Digits"]
-    data += ["dataset.validation_split=validation", "+dataset.preprocess._target_=mine.broken"]
+    data = [
+        "dataset=tfds",
+        "dataset.name=null",
+        "+dataset.builder=pipeline.dataset.builtin.digits.Digits",
+    ]
+    data += [
+        "dataset.validation_split=validation",
+        "+dataset.preprocess._target_=mine.broken",
+    ]
     data += ["+dataset.preprocess._partial_=true"]
-    said = pipeline("train", *RUN, *data, "hardware.workers=2", cwd=tmp_path, status=1).stderr
-    why = (
-        "worker 1 does not take part any more: DataError: the data cannot be read: example 179 of the validation split"
-    )
+    said = pipeline(
+        "train", *RUN, *data, "hardware.workers=2", cwd=tmp_path, status=1
+    ).stderr
+    why = "worker 1 does not take part any more: DataError: the data cannot be read: example 179 of the validation split"  # noqa: E501
     assert why in last_word(said)
     assert Store(tmp_path).run().info.status == "FAILED"
 
@@ -232,27 +286,53 @@ def test_two_tasks_of_a_cluster_are_one_run(tmp_path, alone):
     ended = [each.communicate(timeout=300) for each in tasks]
     assert [each.returncode for each in tasks] == [0, 0], ended
     assert "update" not in ended[1][1]
-    assert left_in(tmp_path)["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-12)
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(
+        alone["train/loss"], rel=1e-12
+    )
     # A cluster that starts the job again, as it does with one that was preempted, is told that it has finished.
-    tasks = [task(cluster, index, (*RUN, "training.resume=auto"), tmp_path) for index in (0, 1)]
+    tasks = [
+        task(cluster, index, (*RUN, "training.resume=auto"), tmp_path)
+        for index in (0, 1)
+    ]
     ended = [each.communicate(timeout=120) for each in tasks]
     assert [each.returncode for each in tasks] == [0, 0], ended
     assert "there is nothing to train" in ended[0][1]
-    assert left_in(tmp_path)["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-12)
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(
+        alone["train/loss"], rel=1e-12
+    )
 
 
 @pytest.mark.slow
 def test_a_normalised_run_is_another_one_on_two_workers(tmp_path):
     """They see other micro-batches; and of one cut all is the same, the moving statistics as well."""
     (tmp_path / "mine.py").write_text(NORMALISED)
-    run = [text for text in RUN if not text.startswith(("model", "accumulation", "hydra"))]
+    run = [
+        text for text in RUN if not text.startswith(("model", "accumulation", "hydra"))
+    ]
     run.append("training.updates=12")  # before the tail, which is cut otherwise
-    model = ["model._target_=mine.build", "accumulation.effective_batch_size=96", "~model.hidden", "~model.dropout"]
+    model = [
+        "model._target_=mine.build",
+        "accumulation.effective_batch_size=96",
+        "~model.hidden",
+        "~model.dropout",
+    ]
     curves = {}
     for workers, micro_batch_size in ((1, 48), (2, 48), (2, 24)):
         name = f"{workers}x{micro_batch_size}"
-        cut = [f"hardware.workers={workers}", f"accumulation.micro_batch_size={micro_batch_size}"]
-        pipeline("train", *run, "model=mlp", "~model.l2", *model, *cut, f"hydra.run.dir={name}", cwd=tmp_path)
+        cut = [
+            f"hardware.workers={workers}",
+            f"accumulation.micro_batch_size={micro_batch_size}",
+        ]
+        pipeline(
+            "train",
+            *run,
+            "model=mlp",
+            "~model.l2",
+            *model,
+            *cut,
+            f"hydra.run.dir={name}",
+            cwd=tmp_path,
+        )
         (newest, *_) = reversed(Store(tmp_path).runs())
         curves[name] = Store(tmp_path).histories(newest, "train/loss", "val/loss")
     for name, curve in curves["1x48"].items():
@@ -263,15 +343,25 @@ def test_a_normalised_run_is_another_one_on_two_workers(tmp_path):
 @pytest.mark.slow
 def test_workers_verify_together(tmp_path):
     lines = [f"hardware.workers={workers}" for workers in (1, 2)]
-    one, two = (pipeline("verify", "--all", *RUN[:-1], line, cwd=tmp_path).stdout for line in lines)
+    one, two = (
+        pipeline("verify", "--all", *RUN[:-1], line, cwd=tmp_path).stdout
+        for line in lines
+    )
     assert two.splitlines()[0].startswith("2 workers, each with")
     assert two.splitlines()[1].endswith("are equal within rounding")
-    rows = [[line for line in said.splitlines() if "(float64)" in line] for said in (one, two)]  # one does float32 too
-    assert {row.split(")")[0] for row in rows[0]} == {row.split(")")[0] for row in rows[1]}
+    rows = [
+        [line for line in said.splitlines() if "(float64)" in line]
+        for said in (one, two)
+    ]  # one does float32 too
+    assert {row.split(")")[0] for row in rows[0]} == {
+        row.split(")")[0] for row in rows[1]
+    }
 
 
 # How a worker is known to be lost, by whatever it does, is in test_rendezvous.py.
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [], [signal.SIGKILL]))
+@pytest.mark.parametrize(
+    "number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [], [signal.SIGKILL])
+)
 def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
     """Nothing is lost: the checkpoint is that of the last update that all have taken part in."""
     process = slow_run(tmp_path, "training.checkpoint_every=1000")
@@ -291,30 +381,46 @@ def test_without_a_worker_the_run_fails_and_goes_on_on_one(tmp_path, number):
     if number == signal.SIGKILL:  # the other one goes on
         return
     more = last + 5
-    pipeline("resume", "run", "hardware.workers=1", f"training.updates={more}", cwd=tmp_path)
+    pipeline(
+        "resume", "run", "hardware.workers=1", f"training.updates={more}", cwd=tmp_path
+    )
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     (undisturbed / "mine.py").write_text(MINE)
     pipeline("train", *RUN, *SLOW, f"training.updates={more}", cwd=undisturbed)
-    assert left_in(tmp_path)["train/loss"] == pytest.approx(left_in(undisturbed)["train/loss"], rel=1e-12)
+    assert left_in(tmp_path)["train/loss"] == pytest.approx(
+        left_in(undisturbed)["train/loss"], rel=1e-12
+    )
 
 
 @pytest.mark.slow
 def test_a_worker_that_raises_says_why(tmp_path):
-    process = slow_run(tmp_path, "+training.callbacks.slow.worker=1", "+training.callbacks.slow.raises=true")
+    process = slow_run(
+        tmp_path,
+        "+training.callbacks.slow.worker=1",
+        "+training.callbacks.slow.raises=true",
+    )
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 1
-    assert "worker 1 does not take part any more: RuntimeError: no more of this" in last_word(said)
+    assert (
+        "worker 1 does not take part any more: RuntimeError: no more of this"
+        in last_word(said)
+    )
     assert "no more of this" in (tmp_path / "run" / "workers" / "1.log").read_text()
     assert Store(tmp_path).run().info.status == "FAILED"
 
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_ended(tmp_path):
-    process = slow_run(tmp_path, "+training.callbacks.slow.worker=1", program=("-c", IMPATIENT))
+    process = slow_run(
+        tmp_path, "+training.callbacks.slow.worker=1", program=("-c", IMPATIENT)
+    )
     said = process.communicate(timeout=300)[1]
     assert process.returncode == 1
-    assert "worker 1 does not take part any more: it has let the others wait for 15 s" in last_word(said)
+    assert (
+        "worker 1 does not take part any more: it has let the others wait for 15 s"
+        in last_word(said)
+    )
     assert Store(tmp_path).run().info.status == "FAILED"
     assert workers_in(tmp_path) == []
 
@@ -327,7 +433,9 @@ def test_an_interrupted_chief_takes_the_others_with_it(tmp_path):
     assert process.returncode == 143
     store = Store(tmp_path)
     assert store.run().info.status == "KILLED"
-    assert updates(tmp_path / "run" / "checkpoints") == [max(store.history(store.run(), "train/loss"))]
+    assert updates(tmp_path / "run" / "checkpoints") == [
+        max(store.history(store.run(), "train/loss"))
+    ]
     wait(lambda: workers_in(tmp_path) == [], 30)
 
 
@@ -344,8 +452,16 @@ def test_workers_end_with_a_chief_that_is_killed(tmp_path):
 @pytest.mark.parametrize(
     ("chief", "other", "line"),
     [
-        ("seed=0", "seed=3", "seed must be the same for all workers, and is 3 on worker 1. Received: 0."),
-        ("seed=0", "seed=-1", "worker 1 refuses: seed must be from 0 to 4294967295. Received: -1."),
+        (
+            "seed=0",
+            "seed=3",
+            "seed must be the same for all workers, and is 3 on worker 1. Received: 0.",
+        ),
+        (
+            "seed=0",
+            "seed=-1",
+            "worker 1 refuses: seed must be from 0 to 4294967295. Received: -1.",
+        ),
         ("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."),
         (
             "seed=0",
@@ -357,20 +473,34 @@ def test_workers_end_with_a_chief_that_is_killed(tmp_path):
 def test_one_worker_that_refuses_ends_all_with_one_line(tmp_path, chief, other, line):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     run = [text for text in RUN if not text.startswith("hydra.")]
-    tasks = [task(cluster, index, [*run, more], tmp_path) for index, more in enumerate((chief, other))]
+    tasks = [
+        task(cluster, index, [*run, more], tmp_path)
+        for index, more in enumerate((chief, other))
+    ]
     (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
     assert [each.returncode for each in tasks] == [2, 2], (first, second)
     assert last_word(first).startswith(f"pipeline: {line}")
     assert "pipeline: " not in second
-    left = {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*") if file.is_file()}
+    left = {
+        file.relative_to(tmp_path).parts[0]
+        for file in tmp_path.rglob("*")
+        if file.is_file()
+    }
     assert left <= {"mlruns", "data"}
-    assert not Store(tmp_path).runs() if (tmp_path / "mlruns" / "mlflow.db").exists() else True
+    assert (
+        not Store(tmp_path).runs()
+        if (tmp_path / "mlruns" / "mlflow.db").exists()
+        else True
+    )
 
 
 @pytest.mark.slow
 def test_workers_of_other_versions_are_refused(tmp_path):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
-    tasks = [task(cluster, 0, RUN, tmp_path), task(cluster, 1, RUN, tmp_path, "-c", OF_OTHER_VERSION)]
+    tasks = [
+        task(cluster, 0, RUN, tmp_path),
+        task(cluster, 1, RUN, tmp_path, "-c", OF_OTHER_VERSION),
+    ]
     (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
     assert [each.returncode for each in tasks] == [2, 2], (first, second)
     line = "scikit-learn must be the same for all workers, and is '9.9.9' on worker 1. Received: "
@@ -383,12 +513,19 @@ def test_workers_with_other_data_are_refused(tmp_path):
     (tmp_path / "mine.py").write_text(OTHER)
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     kept = ("training.updates", "tracking", "hardware", "schedule")
-    own = ["dataset._target_=mine.data", "model=mlp", "accumulation.effective_batch_size=8", "training.metrics={}"]
+    own = [
+        "dataset._target_=mine.data",
+        "model=mlp",
+        "accumulation.effective_batch_size=8",
+        "training.metrics={}",
+    ]
     run = [*(text for text in RUN if text.startswith(kept)), *own]
     tasks = [task(cluster, index, run, tmp_path) for index in (0, 1)]
     (_, first), (_, second) = (each.communicate(timeout=120) for each in tasks)
     assert [each.returncode for each in tasks] == [2, 2], (first, second)
-    assert last_word(first).startswith("pipeline: dataset must be the same for all workers")
+    assert last_word(first).startswith(
+        "pipeline: dataset must be the same for all workers"
+    )
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path):
@@ -397,7 +534,9 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         process = task(cluster, 0, RUN, tmp_path)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 2
-    assert last_word(said).startswith("pipeline: worker 0 must have an address of its own that is free (")
+    assert last_word(said).startswith(
+        "pipeline: worker 0 must have an address of its own that is free ("
+    )
 
 
 def test_who_lets_the_others_wait(monkeypatch):
@@ -410,7 +549,9 @@ def test_who_lets_the_others_wait(monkeypatch):
         counts.note(worker, 1)
     counts.note(1, 2)
     now[0] += 2 * straggler.TIMEOUT
-    assert counts.straggler() is None  # of the first update, which takes two sums, one waits longer
+    assert (
+        counts.straggler() is None
+    )  # of the first update, which takes two sums, one waits longer
     for worker in (0, 1, 2):
         counts.note(worker, 2)
     now[0] += 1000
@@ -433,12 +574,27 @@ def test_who_lets_the_others_wait(monkeypatch):
 
 def free_ports(count: int) -> list[int]:
     with ExitStack() as opened:
-        bound = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        bound = [
+            opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(count)
+        ]
         return [each.getsockname()[1] for each in bound]
 
 
 def task(cluster: dict, index: int, overrides, cwd: Path, *program: str) -> Python:
     """Start one task of a cluster, `pipeline` or another `program`; its run directory is its own."""
-    own = [text if not text.startswith("hydra.run.dir=") else f"hydra.run.dir=run{index}" for text in overrides]
-    config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-    return python(*(program or ("-m", "pipeline")), "train", "hardware=multi_worker", *own, cwd=cwd, TF_CONFIG=config)
+    own = [
+        text if not text.startswith("hydra.run.dir=") else f"hydra.run.dir=run{index}"
+        for text in overrides
+    ]
+    config = json.dumps(
+        {"cluster": cluster, "task": {"type": "worker", "index": index}}
+    )
+    return python(
+        *(program or ("-m", "pipeline")),
+        "train",
+        "hardware=multi_worker",
+        *own,
+        cwd=cwd,
+        TF_CONFIG=config,
+    )

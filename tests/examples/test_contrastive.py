@@ -13,7 +13,12 @@ from tests.running import ROOT, Store, pipeline
 
 PROJECT = ROOT / "examples" / "contrastive"
 OWN = ("--config-dir", "conf", "experiment=towers")
-BRIEF = ("training.epochs=null", "training.updates=3", "tracking.system_metrics=false", "tracking.log_model=false")
+BRIEF = (
+    "training.epochs=null",
+    "training.updates=3",
+    "tracking.system_metrics=false",
+    "tracking.log_model=false",
+)
 
 
 @pytest.fixture
@@ -23,7 +28,12 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns(folder):
-    text = ast.get_docstring(ast.parse((PROJECT / "towers.py").read_text(encoding="utf-8"))) or ""
+    text = (
+        ast.get_docstring(
+            ast.parse((PROJECT / "towers.py").read_text(encoding="utf-8"))
+        )
+        or ""
+    )
     command = text.split("&& pipeline ")[1].splitlines()[0]
     pipeline(*shlex.split(command), "tracking.system_metrics=false", cwd=folder)
     run = Store(folder).run()
@@ -36,17 +46,31 @@ def test_verify_tells_what_the_loss_is_over(folder):
     said = pipeline("verify", *OWN, cwd=folder)
     assert said.stdout.splitlines()[1].endswith("are equal within rounding")
     said = pipeline("verify", *OWN, "training.loss_over=example", cwd=folder, status=2)
-    assert "training.loss_over must be effective_batch: info_nce is a loss of several examples at once" in said.stderr
-    code = (folder / "towers.py").read_text(encoding="utf-8").replace("couples_examples", "unmarked")
+    assert (
+        "training.loss_over must be effective_batch: info_nce is a loss of several examples at once"
+        in said.stderr
+    )
+    code = (
+        (folder / "towers.py")
+        .read_text(encoding="utf-8")
+        .replace("couples_examples", "unmarked")
+    )
     (folder / "towers.py").write_text(code, encoding="utf-8")
     said = pipeline("verify", *OWN, "training.loss_over=example", cwd=folder, status=3)
-    assert "info_nce (InfoNCE): its loss of an example depends on the others" in said.stdout
+    assert (
+        "info_nce (InfoNCE): its loss of an example depends on the others"
+        in said.stdout
+    )
 
 
-@pytest.mark.parametrize("devices", mostly_slow(["replicas=2", "workers=2"], [], ["replicas=2"]))
+@pytest.mark.parametrize(
+    "devices", mostly_slow(["replicas=2", "workers=2"], [], ["replicas=2"])
+)
 def test_replicas_and_workers_train_as_one_device(folder, devices):
     def losses(*given):
-        pipeline("train", *OWN, *BRIEF, "hardware.precision=float64", *given, cwd=folder)
+        pipeline(
+            "train", *OWN, *BRIEF, "hardware.precision=float64", *given, cwd=folder
+        )
         store = Store(folder)
         return list(store.history(store.run(), "train/loss").values())
 

@@ -17,10 +17,18 @@ SCRIPT = ROOT / "examples" / "fit" / "train.py"
 @pytest.mark.slow
 def test_it_learns(tmp_path):
     code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    process = Python(warm_address(), ["-c", code], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
+    process = Python(
+        warm_address(),
+        ["-c", code],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+    )
     out, err = process.communicate()
     assert process.returncode == 0, err
-    losses = [float(value) for value in re.findall(r"^epoch .* loss (\S+)", out, re.MULTILINE)]
+    losses = [
+        float(value) for value in re.findall(r"^epoch .* loss (\S+)", out, re.MULTILINE)
+    ]
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.3

@@ -27,7 +27,9 @@ def difference(*replaced: str) -> dict[str, float]:
         assert code.count(old) == 1
         code = code.replace(old, new)
     script = Path("train.py")
-    script.write_text(code, encoding="utf-8")  # a file, where AutoGraph reads the source
+    script.write_text(
+        code, encoding="utf-8"
+    )  # a file, where AutoGraph reads the source
     found = runpy.run_path(str(script))
     model, start = found["network"](), found["network"]().get_weights()
     model.compile(keras.optimizers.AdamW(0.01), found["loss"])
@@ -37,10 +39,20 @@ def difference(*replaced: str) -> dict[str, float]:
     expected = model.get_weights()
 
     def norm(weights: list, others: list) -> float:
-        return float(np.sqrt(sum(((one - other) ** 2).sum() for one, other in zip(weights, others, strict=True))))
+        return float(
+            np.sqrt(
+                sum(
+                    ((one - other) ** 2).sum()
+                    for one, other in zip(weights, others, strict=True)
+                )
+            )
+        )
 
     far = norm(expected, start)
-    return {half: norm(found[half].get_weights(), expected) / far for half in ("by_kernel", "by_parts")}
+    return {
+        half: norm(found[half].get_weights(), expected) / far
+        for half in ("by_kernel", "by_parts")
+    }
 
 
 @pytest.mark.slow
@@ -48,14 +60,21 @@ def difference(*replaced: str) -> dict[str, float]:
     ("replaced", "least"),
     [
         ((), 0.0),
-        (("weight=len(x)", "weight=1"), 1e-6),  # shares of the last batch that differ count alike
+        (
+            ("weight=len(x)", "weight=1"),
+            1e-6,
+        ),  # shares of the last batch that differ count alike
         # AdamW takes nearly the same step of half the gradient: all but what its ε of 1e-7 makes of it.
-        pytest.param((" * strategy.num_replicas_in_sync", ""), 1e-7, marks=pytest.mark.soak),
+        pytest.param(
+            (" * strategy.num_replicas_in_sync", ""), 1e-7, marks=pytest.mark.soak
+        ),
     ],
     ids=["as it is", "unweighted", "as Keras divides"],
 )
 def test_both_halves_are_plain_keras_on_whole_batches(tmp_path, replaced, least):
-    process = python("-m", "tests.examples.test_own_distributed_loop", *replaced, cwd=tmp_path)  # one strategy each
+    process = python(
+        "-m", "tests.examples.test_own_distributed_loop", *replaced, cwd=tmp_path
+    )  # one strategy each
     out, err = process.communicate()
     assert process.returncode == 0, err
     losses = re.findall(r"^epoch . +loss (\S+)$", out, re.MULTILINE)

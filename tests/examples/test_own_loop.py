@@ -17,11 +17,21 @@ SCRIPT = ROOT / "examples" / "own_loop" / "train.py"
 def test_it_learns_the_same_in_both_ways(tmp_path):
     """In float64, where what is printed is equal: both halves are the same updates, rounded otherwise."""
     policy = "import keras; keras.config.set_floatx('float64'); keras.config.set_dtype_policy('float64')"
-    code = f"{policy}; import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    process = Python(warm_address(), ["-c", code], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
+    code = (
+        f"{policy}; import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    process = Python(
+        warm_address(),
+        ["-c", code],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+    )
     out, err = process.communicate()
     assert process.returncode == 0, err
-    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("epoch")]
+    losses = [
+        float(line.split()[-1]) for line in out.splitlines() if line.startswith("epoch")
+    ]
     assert len(losses) == 10
     assert losses[:5] == sorted(losses[:5], reverse=True)
     assert losses[4] < 0.3

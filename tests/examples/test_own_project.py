@@ -17,7 +17,10 @@ PROJECT = ROOT / "examples" / "own_project"
 def test_it_trains_what_it_brings(tmp_path):
     folder = tmp_path / "own_project"
     shutil.copytree(PROJECT, folder)
-    text = ast.get_docstring(ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))) or ""
+    text = (
+        ast.get_docstring(ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8")))
+        or ""
+    )
     command = text.split("&& pipeline ")[1].splitlines()[0]
     pipeline(*shlex.split(command), "tracking.system_metrics=false", cwd=folder)
     store = Store(folder)
@@ -33,6 +36,8 @@ def test_it_trains_what_it_brings(tmp_path):
 
 def test_each_piece_of_it_is_under_ten_lines():
     tree = ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))
-    pieces = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    pieces = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
     assert len(pieces) == 4
     assert all(node.end_lineno - node.lineno + 1 < 10 for node in pieces)

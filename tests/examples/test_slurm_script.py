@@ -23,10 +23,22 @@ def test_its_syntax():
 
 
 def test_its_command_lines_compose():
-    overrides = re.search(r"^# Command: +sbatch examples/slurm/train\.sbatch ((?:\S+=\S+ ?)+)", TEXT, re.MULTILINE)
+    overrides = re.search(
+        r"^# Command: +sbatch examples/slurm/train\.sbatch ((?:\S+=\S+ ?)+)",
+        TEXT,
+        re.MULTILINE,
+    )
     assert overrides
-    assert composed(overrides[1].split()).model["_target_"] == "pipeline.components.model.mlp"
+    assert (
+        composed(overrides[1].split()).model["_target_"]
+        == "pipeline.components.model.mlp"
+    )
     sweep = re.search(r"^# +pipeline sweep (\S+) (.*)$", TEXT, re.MULTILINE)
     assert sweep
-    file = ["--config-dir", str(sweep_files()[sweep[1]].parent), "--config-name", sweep[1]]
+    file = [
+        "--config-dir",
+        str(sweep_files()[sweep[1]].parent),
+        "--config-name",
+        sweep[1],
+    ]
     assert composed([*file, *sweep[2].split()])

@@ -12,7 +12,11 @@ import pytest
 from tests.running import ROOT, Store, pipeline, python
 
 PROJECT = ROOT / "examples" / "two_outputs"
-ONE_UPDATE = ("hardware.precision=float64", "tracking.system_metrics=false", "tracking.log_model=false")
+ONE_UPDATE = (
+    "hardware.precision=float64",
+    "tracking.system_metrics=false",
+    "tracking.log_model=false",
+)
 # The same update by `train_on_batch`, on the whole dataset.
 BY_KERAS = """
 import json, os, sys
@@ -60,12 +64,26 @@ results = model.train_on_batch(x.numpy(), y.numpy(), class_weight={0: 0.5, 1: 4.
 
 
 def equal_to_keras(folder, lines, factor, size, *overrides):
-    more = (f"accumulation.effective_batch_size={size}", f"accumulation.factor={factor}", "optimizer=sgd")
-    pipeline("train", *overrides, *ONE_UPDATE, *more, "schedule=constant", "training.epochs=1", cwd=folder)
+    more = (
+        f"accumulation.effective_batch_size={size}",
+        f"accumulation.factor={factor}",
+        "optimizer=sgd",
+    )
+    pipeline(
+        "train",
+        *overrides,
+        *ONE_UPDATE,
+        *more,
+        "schedule=constant",
+        "training.epochs=1",
+        cwd=folder,
+    )
     run = Store(folder).run()
     # The initial weights follow from the seed alone.
     code = BY_KERAS.format(lines=lines)
-    theirs = json.loads(python("-c", code, cwd=folder).communicate()[0].splitlines()[-1])
+    theirs = json.loads(
+        python("-c", code, cwd=folder).communicate()[0].splitlines()[-1]
+    )
     ours = {name: run.data.metrics[f"train/{name}"] for name in theirs}
     assert ours == pytest.approx(theirs, rel=1e-12)
     return run
@@ -76,13 +94,23 @@ def test_the_example_of_two_outputs(tmp_path):
     folder = tmp_path / "two_outputs"
     shutil.copytree(PROJECT, folder)
     command = (
-        (ast.get_docstring(ast.parse((PROJECT / "tagger.py").read_text(encoding="utf-8"))) or "")
+        (
+            ast.get_docstring(
+                ast.parse((PROJECT / "tagger.py").read_text(encoding="utf-8"))
+            )
+            or ""
+        )
         .split("&& pipeline train ")[1]
         .splitlines()[0]
     )
     overrides = shlex.split(command)
     run = equal_to_keras(folder, TAGGER, 3, 400, *overrides)
-    assert {"train/kind_loss", "train/length_loss", "val/kind_accuracy", "val/length_error"} < run.data.metrics.keys()
+    assert {
+        "train/kind_loss",
+        "train/length_loss",
+        "val/kind_accuracy",
+        "val/length_error",
+    } < run.data.metrics.keys()
     assert run.data.params["training.loss_weights.length"] == "0.5"
 
 
@@ -91,7 +119,11 @@ def test_a_sigmoid_with_class_weights(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     for group, target in (("dataset", "examples"), ("model", "yes_or_no")):
         (tmp_path / "conf" / group).mkdir(parents=True)
-        (tmp_path / "conf" / group / "mine.yaml").write_text(f"_target_: mine.{target}\n")
+        (tmp_path / "conf" / group / "mine.yaml").write_text(
+            f"_target_: mine.{target}\n"
+        )
     mine = ("--config-dir", "conf", "dataset=mine", "model=mine", "objective=binary")
-    run = equal_to_keras(tmp_path, YES_OR_NO, 4, 90, *mine, "training.class_weight={0: 0.5, 1: 4.0}")
+    run = equal_to_keras(
+        tmp_path, YES_OR_NO, 4, 90, *mine, "training.class_weight={0: 0.5, 1: 4.0}"
+    )
     assert run.data.params["training.class_weight.1"] == "4.0"

@@ -15,16 +15,26 @@ from tests import synthetic
 RATES, BATCHES = [2.0**exponent for exponent in range(-9, -2)], (16, 64, 256)
 
 
-def sweep_of(drifts: dict[str, float], seeds: int = 3, noise: float = 0.0, rng_seed: int = 0) -> Comparison:
+def sweep_of(
+    drifts: dict[str, float], seeds: int = 3, noise: float = 0.0, rng_seed: int = 0
+) -> Comparison:
     """Return a sweep in which the best rate is 2^-6.3 at a batch of 64, and moves by the drift of each recipe."""
     rng, jobs = np.random.default_rng(rng_seed), []
     for recipe, drift in drifts.items():
         for batch in BATCHES:
             for rate in RATES:
-                loss = 2 + 0.05 * (math.log2(rate) + 6.3 - drift * math.log2(batch / 64)) ** 2
+                loss = (
+                    2
+                    + 0.05
+                    * (math.log2(rate) + 6.3 - drift * math.log2(batch / 64)) ** 2
+                )
                 for seed in range(seeds):
                     name = f"{recipe} batch={batch} rate={rate} seed={seed}".strip()
-                    jobs.append(synthetic.job(name, loss + noise * rng.standard_normal(), batch=batch))
+                    jobs.append(
+                        synthetic.job(
+                            name, loss + noise * rng.standard_normal(), batch=batch
+                        )
+                    )
     return synthetic.swept(jobs)
 
 
@@ -35,17 +45,21 @@ def drift_of(sweep: Comparison) -> dict:
 def test_the_vertex_by_hand():
     rates = np.array([-8.0, -7, -5, -4])  # uneven steps
     losses = np.stack([(rates - at) ** 2 for at in (-5.3, -6.6, -9, -3)])
-    assert rate_drift.vertex(rates, losses).tolist() == pytest.approx([-5.3, -6.6, -8, -4])
-    assert rate_drift.vertex(rates, np.array([[3.0, 1, 1, 3], [2, 1, 1, 1]])).tolist() == pytest.approx(
-        [-6, -6.0], abs=0.4
+    assert rate_drift.vertex(rates, losses).tolist() == pytest.approx(
+        [-5.3, -6.6, -8, -4]
     )
+    assert rate_drift.vertex(
+        rates, np.array([[3.0, 1, 1, 3], [2, 1, 1, 1]])
+    ).tolist() == pytest.approx([-6, -6.0], abs=0.4)
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.5, -0.5])
 def test_a_known_drift_is_found(drift):
     figures = drift_of(sweep_of({"": drift}))
     assert figures["drift"] == pytest.approx(drift, abs=1e-9)
-    assert figures["rates"] == pytest.approx({b: 2 ** (-6.3 + drift * math.log2(b / 64)) for b in BATCHES})
+    assert figures["rates"] == pytest.approx(
+        {b: 2 ** (-6.3 + drift * math.log2(b / 64)) for b in BATCHES}
+    )
 
 
 @pytest.mark.slow
@@ -65,8 +79,14 @@ def test_the_interval_has_the_drift_in_nearly_all_sweeps_and_not_another():
 
 def test_a_best_rate_at_an_edge_claims_no_drift():
     finding = next(iter(rate_drift.findings(sweep_of({"": 1.5}))))
-    assert (finding.figures["drift"], finding.figures["edges"]) == (None, {16: "smallest", 256: "largest"})
-    assert "of the rates that every seed ended with, the smallest rate is the best at 16, the largest" in finding.text
+    assert (finding.figures["drift"], finding.figures["edges"]) == (
+        None,
+        {16: "smallest", 256: "largest"},
+    )
+    assert (
+        "of the rates that every seed ended with, the smallest rate is the best at 16, the largest"
+        in finding.text
+    )
 
 
 def test_a_rate_that_diverged_is_no_neighbor():
@@ -93,8 +113,18 @@ def test_one_seed_has_no_interval_and_two_batches_with_three_rates_are_needed():
     assert finding.figures["interval"] is None
     assert "+0.50 octaves per doubling of the batch (one seed): 0.00" in finding.text
     sweep = sweep_of({"": 0.5})
-    assert not list(rate_drift.findings(synthetic.swept([job for job in sweep.jobs if job.batch == 16])))
-    assert not list(rate_drift.findings(synthetic.swept([job for job in sweep.jobs if job.setting("rate") < 2**-7.5])))
+    assert not list(
+        rate_drift.findings(
+            synthetic.swept([job for job in sweep.jobs if job.batch == 16])
+        )
+    )
+    assert not list(
+        rate_drift.findings(
+            synthetic.swept(
+                [job for job in sweep.jobs if job.setting("rate") < 2**-7.5]
+            )
+        )
+    )
 
 
 def test_the_rule_that_keeps_the_best_rate_still():
@@ -102,18 +132,32 @@ def test_the_rule_that_keeps_the_best_rate_still():
     *_, last = rate_drift.findings(sweep_of(drifts, noise=0.005))
     assert last.figures["order"][0] == "scaling=sqrt"
     assert last.figures["still"] == ["scaling=sqrt"]
-    assert "moves least with scaling=sqrt: in octaves per doubling of the batch, " in last.text
-    *_, last = rate_drift.findings(sweep_of({"scaling=none": 0.24, "scaling=sqrt": -0.26}, noise=0.01))
+    assert (
+        "moves least with scaling=sqrt: in octaves per doubling of the batch, "
+        in last.text
+    )
+    *_, last = rate_drift.findings(
+        sweep_of({"scaling=none": 0.24, "scaling=sqrt": -0.26}, noise=0.01)
+    )
     assert last.figures["still"] == []
     assert "though not by more than chance may do: in octaves" in last.text
 
 
 def test_a_plot_for_each_rule_with_a_curve_for_each_batch_and_the_best_rates():
-    drawn = [p for p in plots.draw(sweep_of({"scaling=none": 0.5, "scaling=sqrt": 0.0})) if "loss_by_rate" in p.key]
-    assert [plot.title for plot in drawn] == ["scaling=none val/loss by rate", "scaling=sqrt val/loss by rate"]
+    drawn = [
+        p
+        for p in plots.draw(sweep_of({"scaling=none": 0.5, "scaling=sqrt": 0.0}))
+        if "loss_by_rate" in p.key
+    ]
+    assert [plot.title for plot in drawn] == [
+        "scaling=none val/loss by rate",
+        "scaling=sqrt val/loss by rate",
+    ]
     for plot in drawn:
         graph_objects.Figure(plot.data, plot.layout)  # refuses what it does not know
     *curves, best = drawn[0].data
     assert [curve["x"] for curve in curves] == [pytest.approx(RATES)] * 3
-    assert [curve["name"] for curve in curves] == [f"scaling=none batch={batch}" for batch in BATCHES]
+    assert [curve["name"] for curve in curves] == [
+        f"scaling=none batch={batch}" for batch in BATCHES
+    ]
     assert best["x"] == pytest.approx([2**-7.3, 2**-6.3, 2**-5.3])

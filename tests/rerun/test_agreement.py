@@ -21,16 +21,24 @@ def history(**metrics: dict[int, float]) -> dict[str, dict[int, float]]:
 
 def test_the_same_points_are_bit_equal():
     one = history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: 0.0})
-    found = agreement.compare(one, history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: -0.0}), "float32")
+    found = agreement.compare(
+        one, history(train_loss={1: 0.1, 2: NAN, 3: INF}, val_loss={3: -0.0}), "float32"
+    )
     assert found.verdict == "bit-equal"
     assert found.text == "bit-equal: 4 points of 2 metrics"
 
 
 def test_the_next_float_is_not_bit_equal():
-    one, two = history(train_loss={1: 0.5}), history(train_loss={1: math.nextafter(0.5, 1)})
+    one, two = (
+        history(train_loss={1: 0.5}),
+        history(train_loss={1: math.nextafter(0.5, 1)}),
+    )
     found = agreement.compare(one, two, "float64")
     assert found.verdict == "equal within rounding"
-    assert "train/loss at update 1: 0.5 then, 0.5000000000000001 now, 2.2e-16 relative" in found.text
+    assert (
+        "train/loss at update 1: 0.5 then, 0.5000000000000001 now, 2.2e-16 relative"
+        in found.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,21 +55,37 @@ def test_the_next_float_is_not_bit_equal():
         ("float64", 3000, 1.1e-9, "different"),
     ],
 )
-def test_what_counts_as_rounding_grows_with_the_updates_up_to_a_bound(precision, update, relative, verdict):
-    one, two = history(train_loss={update: 2.0}), history(train_loss={update: 2.0 * (1 - relative)})
+def test_what_counts_as_rounding_grows_with_the_updates_up_to_a_bound(
+    precision, update, relative, verdict
+):
+    one, two = (
+        history(train_loss={update: 2.0}),
+        history(train_loss={update: 2.0 * (1 - relative)}),
+    )
     for old, new in ((one, two), (two, one)):
         assert agreement.compare(old, new, precision).verdict == verdict
 
 
-@pytest.mark.parametrize(("relative", "verdict"), [(2.9e-2, "equal within rounding"), (3.1e-2, "different")])
+@pytest.mark.parametrize(
+    ("relative", "verdict"), [(2.9e-2, "equal within rounding"), (3.1e-2, "different")]
+)
 def test_the_gradients_norm_is_more_sensitive(relative, verdict):
-    one, two = history(train_gradient_norm={500: 2.0}), history(train_gradient_norm={500: 2.0 * (1 - relative)})
+    one, two = (
+        history(train_gradient_norm={500: 2.0}),
+        history(train_gradient_norm={500: 2.0 * (1 - relative)}),
+    )
     assert agreement.compare(one, two, "float32").verdict == verdict
 
 
 def test_the_first_difference_is_of_the_earliest_update_and_there_the_training_loss():
-    one = history(train_accuracy={2: 0.1, 3: 0.1}, train_loss={2: 1.0, 3: 1.0}, val_loss={1: 1.0})
-    two = history(train_accuracy={2: 0.3, 3: 0.1}, train_loss={2: 1.5, 3: 9.0}, val_loss={1: 1.0 + 1e-9})
+    one = history(
+        train_accuracy={2: 0.1, 3: 0.1}, train_loss={2: 1.0, 3: 1.0}, val_loss={1: 1.0}
+    )
+    two = history(
+        train_accuracy={2: 0.3, 3: 0.1},
+        train_loss={2: 1.5, 3: 9.0},
+        val_loss={1: 1.0 + 1e-9},
+    )
     found = agreement.compare(one, two, "float32")
     assert found.text == (
         "different from update 2 on: train/loss at update 2: 1.0 then, 1.5 now, 0.33 relative; the most: train/loss at "
@@ -72,21 +96,36 @@ def test_the_first_difference_is_of_the_earliest_update_and_there_the_training_l
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_a_value_that_is_not_finite_is_never_rounding(value):
-    assert agreement.compare(history(train_loss={1: 1.0}), history(train_loss={1: value}), "float32").verdict == (
-        "different"
-    )
+    assert agreement.compare(
+        history(train_loss={1: 1.0}), history(train_loss={1: value}), "float32"
+    ).verdict == ("different")
 
 
 def test_a_point_that_is_missing_is_a_difference():
-    found = agreement.compare(history(train_loss={1: 1.0, 2: 1.0}), history(train_loss={1: 1.0}), "float32")
-    assert found.text.startswith("different from update 2 on: train/loss at update 2: 1.0 then, absent now; the most: ")
-    found = agreement.compare(history(train_loss={1: 1.0}), history(train_loss={1: 1.0, 2: 1.0}), "float32")
-    assert found.text.startswith("different from update 2 on: train/loss at update 2: absent then, 1.0 now; the most: ")
-    assert agreement.compare(history(val_loss={1: 1.0}), {}, "float32").verdict == "different"
+    found = agreement.compare(
+        history(train_loss={1: 1.0, 2: 1.0}), history(train_loss={1: 1.0}), "float32"
+    )
+    assert found.text.startswith(
+        "different from update 2 on: train/loss at update 2: 1.0 then, absent now; the most: "
+    )
+    found = agreement.compare(
+        history(train_loss={1: 1.0}), history(train_loss={1: 1.0, 2: 1.0}), "float32"
+    )
+    assert found.text.startswith(
+        "different from update 2 on: train/loss at update 2: absent then, 1.0 now; the most: "
+    )
+    assert (
+        agreement.compare(history(val_loss={1: 1.0}), {}, "float32").verdict
+        == "different"
+    )
 
 
 def test_a_metric_that_only_the_new_run_has_is_left_out_and_named():
-    found = agreement.compare(history(train_loss={1: 1.0}), history(train_loss={1: 1.0}, val_new={1: 1.0}), "float32")
+    found = agreement.compare(
+        history(train_loss={1: 1.0}),
+        history(train_loss={1: 1.0}, val_new={1: 1.0}),
+        "float32",
+    )
     assert found.text == "bit-equal: 1 points of 1 metrics (without val/new)"
 
 
@@ -94,12 +133,23 @@ def test_an_interrupted_run_is_compared_as_far_as_it_came():
     one = history(train_loss={1: 1.0, 2: 1.0})
     two = history(train_loss={1: 1.0, 2: 1.0, 3: 1.0}, val_loss={3: 1.0})
     assert agreement.compare(one, two, "float32", until=2).verdict == "bit-equal"
-    assert "up to update 2, where the recorded run ended" in agreement.compare(one, two, "float32", until=2).text
+    assert (
+        "up to update 2, where the recorded run ended"
+        in agreement.compare(one, two, "float32", until=2).text
+    )
 
 
 def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike():
-    one = history(train_loss={1: 1.0}, train_micro_steps={1: 4}, train_gradient_noise_scale={1: 9.0})
-    two = history(train_loss={1: 1.0}, train_micro_steps={1: 2}, train_gradient_noise_scale={1: 8.0})
+    one = history(
+        train_loss={1: 1.0},
+        train_micro_steps={1: 4},
+        train_gradient_noise_scale={1: 9.0},
+    )
+    two = history(
+        train_loss={1: 1.0},
+        train_micro_steps={1: 2},
+        train_gradient_noise_scale={1: 8.0},
+    )
     assert agreement.compare(one, two, "float32", same_cut=False).verdict == "bit-equal"
     assert agreement.compare(one, two, "float32").verdict == "different"
 
@@ -115,7 +165,11 @@ def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike()
 def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
     sizes = {1: 128}
     one, two = (
-        history(train_accuracy={1: value}, train_effective_batch_size=sizes, train_loss={1: 1.0})
+        history(
+            train_accuracy={1: value},
+            train_effective_batch_size=sizes,
+            train_loss={1: 1.0},
+        )
         for value in (old, new)
     )
     assert agreement.compare(one, two, "float32").verdict == verdict
@@ -128,7 +182,12 @@ def test_a_share_of_the_examples_may_move_by_two_of_them(old, new, verdict):
     ("metric", "old", "new", "examples"),
     [
         ("learning_rate", 5e-6, 1e-6, 128),
-        ("learning_rate", 0.5, 0.515625, 128),  # one 64th: a share of the examples by its value alone
+        (
+            "learning_rate",
+            0.5,
+            0.515625,
+            128,
+        ),  # one 64th: a share of the examples by its value alone
         ("learning_rate", 1e-3, 1e-5, 1),
         ("loss", 5e-6, 1e-9, 128),
         ("loss", 0.5, 0.515625, 128),
@@ -149,14 +208,23 @@ def test_nothing_else_may_move_by_two_examples(metric, old, new, examples):
         then, now = ({f"train/{metric}": points, **sizes} for points in (one, two))
         assert agreement.compare(then, now, "float32").verdict == "different"
         then, now = ({f"val/{metric}": points} for points in (one, two))
-        assert agreement.compare(then, now, "float64", validation=examples).verdict == "different"
+        assert (
+            agreement.compare(then, now, "float64", validation=examples).verdict
+            == "different"
+        )
 
 
 @pytest.mark.parametrize("examples", [3, 29, 128, 10_000, 1_281_167])
 def test_a_share_is_known_in_float32(examples):
     for count in (0, 1, examples // 3, examples - 2):
-        one, two = ({"val/it": {1: float(np.float32(k) / np.float32(examples))}} for k in (count, count + 2))
-        assert agreement.compare(one, two, "float32", validation=examples).verdict == "equal within rounding"
+        one, two = (
+            {"val/it": {1: float(np.float32(k) / np.float32(examples))}}
+            for k in (count, count + 2)
+        )
+        assert (
+            agreement.compare(one, two, "float32", validation=examples).verdict
+            == "equal within rounding"
+        )
 
 
 def test_of_nothing_nothing_is_said():
@@ -167,17 +235,27 @@ def test_of_nothing_nothing_is_said():
 
 def test_a_counter_is_exact():
     for name in ("train/examples_seen", "train/effective_batch_size", "train/epoch"):
-        found = agreement.compare({name: {900: 100000.0}}, {name: {900: 100001.0}}, "float32")
+        found = agreement.compare(
+            {name: {900: 100000.0}}, {name: {900: 100001.0}}, "float32"
+        )
         assert found.verdict == "different"
 
 
 @pytest.mark.slow
 def test_the_page_draws_both_runs_and_what_differs():
-    old, new = history(train_loss={1: 1.0, 2: NAN, 3: 0.5}, val_loss={3: 1.0}), history(train_loss={1: 1.0, 3: 0.4})
+    old, new = (
+        history(train_loss={1: 1.0, 2: NAN, 3: 0.5}, val_loss={3: 1.0}),
+        history(train_loss={1: 1.0, 3: 0.4}),
+    )
     page = agreement.page(old, new, "old & new", "different")
-    data = re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL)
+    data = re.search(
+        r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL
+    )
     losses, apart = json.loads(data[1])
-    drawn = {trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in losses["data"]}
+    drawn = {
+        trace["name"]: dict(zip(trace["x"], trace["y"], strict=True))
+        for trace in losses["data"]
+    }
     assert drawn["train/loss, then"] == {1: 1.0, 3: 0.5}
     assert drawn["train/loss, now"] == {1: 1.0, 3: 0.4}
     assert drawn["val/loss, then"] == {3: 1.0}

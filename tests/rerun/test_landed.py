@@ -26,7 +26,9 @@ def restore(folder: Path) -> Store:
         packed.extractall(folder, filter="data")
     dump = folder / "mlruns" / "store.sql"
     with closing(sqlite3.connect(folder / "mlruns" / "mlflow.db")) as database:
-        database.executescript(dump.read_text(encoding="utf-8").replace("/somewhere", str(folder)))
+        database.executescript(
+            dump.read_text(encoding="utf-8").replace("/somewhere", str(folder))
+        )
     dump.unlink()
     journal = folder / "outputs" / "interrupted" / "journal.jsonl"
     journal.write_bytes(moved(journal.read_bytes(), folder))
@@ -36,7 +38,9 @@ def restore(folder: Path) -> Store:
 def moved(journal: bytes, folder: Path) -> bytes:
     """Return a journal that names `folder`: each line starts with the CRC of all lines up to it."""
     lines, crc, head = [], 0, len('{"crc":"00000000",')
-    for line in journal.replace(b"/somewhere", str(folder).encode()).splitlines(keepends=True):
+    for line in journal.replace(b"/somewhere", str(folder).encode()).splitlines(
+        keepends=True
+    ):
         crc = zlib.crc32(line[head:], crc)
         lines.append(f'{{"crc":"{crc:08x}",'.encode() + line[head:])
     return b"".join(lines)
@@ -44,7 +48,10 @@ def moved(journal: bytes, folder: Path) -> bytes:
 
 def forget(store: Store, run_id: str) -> None:
     """Delete a run from the database as if it had never been."""
-    with closing(sqlite3.connect(store.folder / "mlruns" / "mlflow.db")) as database, database:
+    with (
+        closing(sqlite3.connect(store.folder / "mlruns" / "mlflow.db")) as database,
+        database,
+    ):
         for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
             database.execute(f"DELETE FROM {table} WHERE run_uuid = ?", (run_id,))
 
@@ -55,14 +62,20 @@ def landed(tmp_path_factory):
     store = restore(folder)
     runs = {run.info.run_id[:12]: run for run in store.runs()}
     # How a processor compresses the digits differs in bytes: here the points say that the data are the same.
-    answers = one_process({"rerun": f"rerun {runs[RUN].info.run_id} dataset.checksum=none"}, folder)
+    answers = one_process(
+        {"rerun": f"rerun {runs[RUN].info.run_id} dataset.checksum=none"}, folder
+    )
     return store, answers, runs
 
 
 @pytest.fixture(scope="module")
 def landed_wider(landed):
     store, answers, runs = landed
-    (second,) = [run for run in runs.values() if run.data.tags.get("sweep", "")[:12] == SEEDS and _job(run) == "seed=1"]
+    (second,) = [
+        run
+        for run in runs.values()
+        if run.data.tags.get("sweep", "")[:12] == SEEDS and _job(run) == "seed=1"
+    ]
     answers |= one_process(
         {
             "report": f"report {MULTIRUN}",
@@ -75,7 +88,9 @@ def landed_wider(landed):
     )
     before = len(store.runs())
     forget(store, second.info.run_id)
-    answers |= one_process({"one left": f"sweep seeds --again {SEEDS} hydra/launcher=basic"}, store.folder)
+    answers |= one_process(
+        {"one left": f"sweep seeds --again {SEEDS} hydra/launcher=basic"}, store.folder
+    )
     return store, answers, before, second
 
 
@@ -86,10 +101,18 @@ def _job(run) -> str:
 def test_a_run_reruns_to_the_same_points(landed):
     store, answers, _ = landed
     assert answers["rerun"]["status"] == 0, answers["rerun"]["err"]
-    (new,) = [run for run in store.runs() if run.data.tags.get("rerun.of", "")[:12] == RUN]
+    (new,) = [
+        run for run in store.runs() if run.data.tags.get("rerun.of", "")[:12] == RUN
+    ]
     assert new.data.tags["rerun.verdict"] in ("bit-equal", "equal within rounding")
-    built = [new.data.params[key] for key in ("model._target_", "training.metrics.bits._target_")]
-    assert built == ["pipeline.components.model.mlp", "pipeline.components.metrics.BitsPerToken"]
+    built = [
+        new.data.params[key]
+        for key in ("model._target_", "training.metrics.bits._target_")
+    ]
+    assert built == [
+        "pipeline.components.model.mlp",
+        "pipeline.components.metrics.BitsPerToken",
+    ]
 
 
 @pytest.mark.slow
@@ -98,10 +121,17 @@ def test_an_interrupted_run_resumes_to_its_end(landed_wider):
     assert answers["resume"]["status"] == 0, answers["resume"]["err"]
     runs = {run.info.run_id[:12]: run for run in store.runs()}
     assert runs[INTERRUPTED].info.status == "FINISHED"
-    resumed, straight = (store.history(runs[run_id], "train/loss") for run_id in (INTERRUPTED, UNINTERRUPTED))
+    resumed, straight = (
+        store.history(runs[run_id], "train/loss")
+        for run_id in (INTERRUPTED, UNINTERRUPTED)
+    )
     assert list(resumed) == list(straight) == list(range(1, UPDATES + 1))
-    assert [resumed[update] for update in range(1, CHECKPOINT + 1)] == list(straight.values())[:CHECKPOINT]
-    assert resumed == pytest.approx(straight, rel=1e-3)  # equal to the bit on the machine that recorded them
+    assert [resumed[update] for update in range(1, CHECKPOINT + 1)] == list(
+        straight.values()
+    )[:CHECKPOINT]
+    assert resumed == pytest.approx(
+        straight, rel=1e-3
+    )  # equal to the bit on the machine that recorded them
 
 
 @pytest.mark.slow
@@ -109,7 +139,11 @@ def test_a_sweep_reports(landed_wider):
     _, answers, _, _ = landed_wider
     assert answers["report"]["status"] == 0, answers["report"]["err"]
     assert "Jobs: 3 of 3 jobs finished." in answers["report"]["out"]
-    assert [path for path in answers["report"]["changed"] if path.endswith("report/report.html")]
+    assert [
+        path
+        for path in answers["report"]["changed"]
+        if path.endswith("report/report.html")
+    ]
 
 
 @pytest.mark.slow
@@ -126,11 +160,15 @@ def test_a_sweep_has_nothing_left(landed_wider):
 def test_what_is_missing_of_a_sweep_runs_again_to_the_same_loss(landed_wider):
     store, answers, before, lost = landed_wider
     assert answers["one left"]["status"] == 0, answers["one left"]["err"]
-    assert [line for line in answers["one left"]["err"].splitlines() if ": started" in line] == ["  seed=1: started"]
+    assert [
+        line for line in answers["one left"]["err"].splitlines() if ": started" in line
+    ] == ["  seed=1: started"]
     assert len(store.runs()) == before
     (new,) = [run for run in store.runs() if _is_second(run)]
     assert new.info.run_id != lost.info.run_id
-    assert new.data.metrics["train/loss"] == pytest.approx(lost.data.metrics["train/loss"], rel=1e-4)
+    assert new.data.metrics["train/loss"] == pytest.approx(
+        lost.data.metrics["train/loss"], rel=1e-4
+    )
 
 
 def _is_second(run) -> bool:

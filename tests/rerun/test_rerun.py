@@ -25,8 +25,12 @@ from tests.shared import place_store
 QUIET = "tracking.log_model=false tracking.system_metrics=false"
 SMALL = f"training.epochs=1 hardware.deterministic=true {QUIET}"
 OPTIMIZERS = sorted(path.stem for path in (ROOT / "conf" / "optimizer").glob("*.yaml"))
-HERE = ("adamw",)  # the others are of a sweep that `--sweep` runs again, each job in a process of its own
-MULTIRUN = f"train -m hydra/launcher=basic model=mlp {SMALL} tracking.experiment=optimizers"
+HERE = (
+    "adamw",
+)  # the others are of a sweep that `--sweep` runs again, each job in a process of its own
+MULTIRUN = (
+    f"train -m hydra/launcher=basic model=mlp {SMALL} tracking.experiment=optimizers"
+)
 UPDATES = 12  # in an epoch
 OLD = Path(__file__).parents[1] / "fixtures" / "record_0"
 
@@ -53,9 +57,13 @@ def own(folder: Path) -> None:
     (folder / "conf/dataset").mkdir(parents=True)
     (folder / "conf/model").mkdir()
     (folder / "mine.py").write_text(MINE)
-    (folder / "conf/dataset/moons.yaml").write_text("_target_: mine.moons\ndata_dir: null\n")
+    (folder / "conf/dataset/moons.yaml").write_text(
+        "_target_: mine.moons\ndata_dir: null\n"
+    )
     (folder / "conf/model/tiny.yaml").write_text("_target_: mine.tiny\n")
-    (folder / "conf/trusting.yaml").write_text("defaults: [config, _self_]\ntrust: {allow: [mine]}\n")
+    (folder / "conf/trusting.yaml").write_text(
+        "defaults: [config, _self_]\ntrust: {allow: [mine]}\n"
+    )
     random = np.random.default_rng(0)
     rows = random.normal(size=(260, 3)).astype("float32")
     rows[:, 2] = rows[:, 0] > 0
@@ -99,7 +107,10 @@ def trained(folder: Path, lines: dict[str, str]) -> dict[tuple[str, str], str]:
     for name, answer in answers.items():
         assert answer["status"] == 0, (name, answer["err"])
     return {
-        (experiment, run.data.params["optimizer._target_"].split(".")[-1]): run.info.run_id
+        (
+            experiment,
+            run.data.params["optimizer._target_"].split(".")[-1],
+        ): run.info.run_id
         for experiment in answers
         for run in Store(folder).runs(experiment)
         if "optimizer._target_" in run.data.params  # the parent of a sweep has none
@@ -114,7 +125,10 @@ def again(made, tmp_path_factory):
     own(there)
     uri = f"tracking.uri={store.client.tracking_uri}"
     adamw = runs["optimizers", "AdamW"]
-    lines = {f"optimizer {optimizer}": f"rerun {run} {uri}" for (_, optimizer), run in runs.items()}
+    lines = {
+        f"optimizer {optimizer}": f"rerun {run} {uri}"
+        for (_, optimizer), run in runs.items()
+    }
     lines |= {
         "dry": f"rerun {adamw[:12]} --dry {uri} optimizer.beta_1=0.5",
         "beta": f"rerun {adamw} {uri} optimizer.beta_1=0.5 'hydra.run.dir=my runs'",
@@ -137,7 +151,9 @@ def again_wider(made_wider, again):
     flipped.write_bytes(content)
     old = record_0(store)
     uri = f"tracking.uri={store.client.tracking_uri}"
-    adamw, mine, shifted = (runs[name, "AdamW"] for name in ("optimizers", "own", "shifted"))
+    adamw, mine, shifted = (
+        runs[name, "AdamW"] for name in ("optimizers", "own", "shifted")
+    )
     lines = {
         "lion": f"rerun {adamw} {uri} optimizer=lion optimizer.learning_rate=0.02 training.updates=2",
         "shifted": f"rerun {shifted} {uri} dataset.data_dir=data --allow keras.callbacks.CSVLogger",
@@ -160,12 +176,20 @@ def again_wider(made_wider, again):
 def record_0(store: Store) -> str:
     """A run with the record that commit 9795822 made."""
     client = store.client
-    experiment = client.create_experiment("old", (store.folder / "mlruns/artifacts").as_uri())
+    experiment = client.create_experiment(
+        "old", (store.folder / "mlruns/artifacts").as_uri()
+    )
     run_id = client.create_run(experiment, run_name="old").info.run_id
     params = json.loads((OLD / "params.json").read_text())
-    client.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
+    client.log_batch(
+        run_id, params=[Param(key, value) for key, value in params.items()]
+    )
     histories = json.loads((OLD / "histories.json").read_text())
-    points = [Metric(key, value, 0, int(step)) for key, h in histories.items() for step, value in h.items()]
+    points = [
+        Metric(key, value, 0, int(step))
+        for key, h in histories.items()
+        for step, value in h.items()
+    ]
     client.log_batch(run_id, metrics=points)
     for name in ("config.yaml", "overrides.yaml", "environment.json"):
         client.log_artifact(run_id, str(OLD / name))
@@ -176,7 +200,11 @@ def record_0(store: Store) -> str:
 def reruns(store: Store, run_id: str) -> list:
     """The runs that a run was run again by, oldest first."""
     tags = store.client.get_run(run_id).data.tags
-    return [store.client.get_run(each) for each in tags.get("rerun.by", "").split(", ") if each]
+    return [
+        store.client.get_run(each)
+        for each in tags.get("rerun.by", "").split(", ")
+        if each
+    ]
 
 
 def equal(store: Store, old: str, new: str) -> int:
@@ -207,18 +235,25 @@ def test_a_rerun_says_where_it_comes_from_and_what_came_of_it(made, again):
     assert new.data.tags["rerun.of"] == old
     assert new.data.tags["rerun.verdict"] == "bit-equal"
     assert new.data.tags["mlflow.source.name"].startswith(f"pipeline rerun {old}")
-    assert new.data.tags["config.hash"] == store.client.get_run(old).data.tags["config.hash"]
+    assert (
+        new.data.tags["config.hash"]
+        == store.client.get_run(old).data.tags["config.hash"]
+    )
     assert new.info.run_name == f"rerun of {store.client.get_run(old).info.run_name}"
     assert "sweep" not in new.data.tags  # the job of a sweep runs alone
     (page,) = store.client.list_artifacts(new.info.run_id, "rerun")
-    text = Path(store.client.download_artifacts(new.info.run_id, page.path)).read_text(encoding="utf-8")
+    text = Path(store.client.download_artifacts(new.info.run_id, page.path)).read_text(
+        encoding="utf-8"
+    )
     assert text.startswith("<!doctype html>")
     assert old in text
     assert new.info.run_id in text
 
 
 @pytest.mark.slow
-def test_dropout_augmentation_and_a_callback_in_the_run_directory(made_wider, again_wider):
+def test_dropout_augmentation_and_a_callback_in_the_run_directory(
+    made_wider, again_wider
+):
     there, answers, _ = again_wider
     answer = answers["shifted"]
     assert answer["status"] == 0, answer["err"]
@@ -243,7 +278,9 @@ def test_a_users_model_and_dataset_once_they_are_allowed(made_wider, again_wider
     assert "bit-equal" in answers["own allowed"]["err"]
     old = made_wider[2]["own", "AdamW"]
     (new,) = reruns(store, old)
-    assert equal(store, old, new.info.run_id) >= 20  # two updates of nine metrics, one evaluation of two
+    assert (
+        equal(store, old, new.info.run_id) >= 20
+    )  # two updates of nine metrics, one evaluation of two
 
 
 @pytest.mark.slow
@@ -252,7 +289,10 @@ def test_a_users_model_and_dataset_once_they_are_allowed(made_wider, again_wider
     [
         ("flipped", "the file digits-train.tfrecord-00000-of-00001 differs"),
         ("flipped, streamed", "the file digits-train.tfrecord-00000-of-00001 differs"),
-        ("flipped, other shifts", "the file digits-train.tfrecord-00000-of-00001 differs"),
+        (
+            "flipped, other shifts",
+            "the file digits-train.tfrecord-00000-of-00001 differs",
+        ),
         ("own changed", "the split train differs"),
     ],
 )
@@ -264,11 +304,15 @@ def test_other_data_are_refused_before_training(made_wider, again_wider, case, n
     assert named in last
     assert answer["changed"] == []
     assert "update 1/" not in answer["err"]
-    assert len(reruns(made_wider[1], made_wider[2]["shifted", "AdamW"])) == 1  # what was refused has no run
+    assert (
+        len(reruns(made_wider[1], made_wider[2]["shifted", "AdamW"])) == 1
+    )  # what was refused has no run
 
 
 @pytest.mark.slow
-def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(made_wider, again_wider):
+def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(
+    made_wider, again_wider
+):
     _, answers, _ = again_wider
     for case in ("dry", "flipped dry", "not prepared"):
         assert answers[case]["status"] == 0
@@ -277,8 +321,13 @@ def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(made_wider, ag
         assert "MLflow run" not in answers[case]["err"]
     assert "changed: optimizer.beta_1=0.5" in answers["dry"]["err"]
     assert "differs: dataset" not in answers["dry"]["err"]
-    assert re.search("differs: dataset .* the file digits-train", answers["flipped dry"]["err"])
-    assert re.search("differs: dataset.data_dir must hold digits.*, prepared", answers["not prepared"]["err"])
+    assert re.search(
+        "differs: dataset .* the file digits-train", answers["flipped dry"]["err"]
+    )
+    assert re.search(
+        "differs: dataset.data_dir must hold digits.*, prepared",
+        answers["not prepared"]["err"],
+    )
 
 
 @pytest.mark.slow
@@ -312,9 +361,15 @@ def test_another_beta_differs_where_adam_first_uses_it(made, again):
     assert "different from update 3 on: train/loss at update 3: " in answer["err"]
     _, store, _ = made
     old = made[2]["optimizers", "AdamW"]
-    new = next(run for run in reruns(store, old) if run.data.params["optimizer.beta_1"] == "0.5")
+    new = next(
+        run
+        for run in reruns(store, old)
+        if run.data.params["optimizer.beta_1"] == "0.5"
+    )
     assert new.data.tags["rerun.verdict"] == "different"
-    one, two = (store.history(run, "train/loss") for run in (store.client.get_run(old), new))
+    one, two = (
+        store.history(run, "train/loss") for run in (store.client.get_run(old), new)
+    )
     assert one[1] == two[1]
     assert one[2] == pytest.approx(two[2], rel=1e-6)
     assert one[3] != pytest.approx(two[3], rel=1e-4)
@@ -327,9 +382,13 @@ def test_what_follows_a_changed_key_follows_it_again(made_wider, again_wider):
     _, store, _ = made_wider
     answer = again_wider[1]["lion"]
     assert answer["status"] == 3
-    assert "different from update 1 on: train/learning_rate at update 1" in answer["err"]
+    assert (
+        "different from update 1 on: train/learning_rate at update 1" in answer["err"]
+    )
     lion = next(
-        run for run in reruns(store, made_wider[2]["optimizers", "AdamW"]) if "Lion" in str(run.data.params)
+        run
+        for run in reruns(store, made_wider[2]["optimizers", "AdamW"])
+        if "Lion" in str(run.data.params)
     ).data.params
     assert lion["optimizer.learning_rate"] == lion["schedule.warmup_target"] == "0.02"
     assert lion["schedule.initial_learning_rate"] == "0.002"
@@ -345,26 +404,46 @@ def test_a_record_of_an_older_schema_runs_again(made_wider, again_wider):
     assert f"the record of {old} is of schema 0: brought to schema 2" in answer["err"]
     assert "without train/gradient_noise_scale" in answer["err"]
     (new,) = reruns(store, old)
-    assert new.data.params["schedule.initial_learning_rate"] == "0.0"  # which the default has not been since
+    assert (
+        new.data.params["schedule.initial_learning_rate"] == "0.0"
+    )  # which the default has not been since
     histories = json.loads((OLD / "histories.json").read_text())
     for key, history in histories.items():
-        assert store.history(new, key) == pytest.approx({int(s): v for s, v in history.items()}, rel=1e-5), key
+        assert store.history(new, key) == pytest.approx(
+            {int(s): v for s, v in history.items()}, rel=1e-5
+        ), key
     assert answers["old rate"]["status"] == 2
-    assert "optimizer.learning_rate must come with an override of the schedule" in answers["old rate"]["err"]
+    assert (
+        "optimizer.learning_rate must come with an override of the schedule"
+        in answers["old rate"]["err"]
+    )
 
 
 @pytest.mark.slow
 def test_the_recorded_value_counts_although_a_default_has_changed_since(made, tmp_path):
     for name in ("pipeline", "hydra_plugins", "conf", "sweeps"):
-        shutil.copytree(ROOT / name, tmp_path / "code" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name,
+            tmp_path / "code" / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     changed = tmp_path / "code/conf/optimizer/adamw.yaml"
     changed.write_text(changed.read_text().replace("beta_1: 0.9", "beta_1: 0.1"))
     (tmp_path / "there").mkdir()
-    here = {"cwd": tmp_path / "there", "PYTHONPATH": str(tmp_path / "code"), "warm": False}
+    here = {
+        "cwd": tmp_path / "there",
+        "PYTHONPATH": str(tmp_path / "code"),
+        "warm": False,
+    }
     uri = f"tracking.uri={made[1].client.tracking_uri}"
-    assert "beta_1: 0.1" in pipeline("train", "--cfg", "job", **here).stdout  # it is the changed copy that runs
+    assert (
+        "beta_1: 0.1" in pipeline("train", "--cfg", "job", **here).stdout
+    )  # it is the changed copy that runs
     done = pipeline("rerun", made[2]["optimizers", "AdamW"], uri, **here)
-    assert f"rerun {reruns(made[1], made[2]['optimizers', 'AdamW'])[-1].info.run_id} of " in done.stderr
+    assert (
+        f"rerun {reruns(made[1], made[2]['optimizers', 'AdamW'])[-1].info.run_id} of "
+        in done.stderr
+    )
     assert ": bit-equal: " in done.stderr
     assert "differs: code: other files of the package" in done.stderr
 
@@ -378,7 +457,9 @@ def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path, count):
     others = sorted(set(OPTIMIZERS) - set(HERE))[-count:]
     pipeline(*shlex.split(MULTIRUN), f"optimizer={','.join(others)}", cwd=folder)
     store = Store(folder)
-    parent = next(run for run in store.runs("optimizers") if "sweep.name" in run.data.tags).info.run_id
+    parent = next(
+        run for run in store.runs("optimizers") if "sweep.name" in run.data.tags
+    ).info.run_id
     uri = f"tracking.uri={store.client.tracking_uri}"
     refused = pipeline("rerun", parent, uri, cwd=there, status=2)
     assert refused.stderr == (
@@ -387,18 +468,36 @@ def test_a_whole_sweep_runs_again_each_job_in_a_process(tmp_path, count):
     for name in ("random.py", "socket.py"):
         (there / name).write_text("raise RuntimeError('this is the file of the user')")
     done = pipeline("rerun", parent, "--sweep", uri, "hydra.run.dir=runs", cwd=there)
-    assert f"rerun of sweep {parent}: {len(others)} of {len(others)} runs agree" in done.stderr
+    assert (
+        f"rerun of sweep {parent}: {len(others)} of {len(others)} runs agree"
+        in done.stderr
+    )
     assert done.stderr.count(": bit-equal: ") == len(others)
-    assert sorted(path.name for path in (there / "runs").iterdir()) == [str(number) for number in range(len(others))]
+    assert sorted(path.name for path in (there / "runs").iterdir()) == [
+        str(number) for number in range(len(others))
+    ]
 
 
 def test_no_record_opens_a_port(tmp_path):
     """Whether ports may be open, where a secret is, and which GPU is used, says the user's own config alone."""
-    hardware = {"workers": 2, "open_ports": True, "secret_file": "/etc/shadow", "gpu": 7}
+    hardware = {
+        "workers": 2,
+        "open_ports": True,
+        "secret_file": "/etc/shadow",
+        "gpu": 7,
+    }
     recorded = SimpleNamespace(
-        moved=lambda _: {"hardware": hardware}, run=SimpleNamespace(info=SimpleNamespace(run_name="r"))
+        moved=lambda _: {"hardware": hardware},
+        run=SimpleNamespace(info=SimpleNamespace(run_name="r")),
     )
     for own in ([], ["hardware=multi_worker", "hardware.secret_file=mine"]):
-        again = Rerun(SimpleNamespace(values={}), composed(own), None, recorded, Gate(tmp_path))
+        again = Rerun(
+            SimpleNamespace(values={}), composed(own), None, recorded, Gate(tmp_path)
+        )
         found = again._placed("e")["hardware"]
-        assert found == {"workers": 2, "open_ports": bool(own), "secret_file": "mine" if own else None, "gpu": None}
+        assert found == {
+            "workers": 2,
+            "open_ports": bool(own),
+            "secret_file": "mine" if own else None,
+            "gpu": None,
+        }

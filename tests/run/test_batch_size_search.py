@@ -86,7 +86,12 @@ OWN = (
         "~model",
         "+model={_target_: limited.model}",
     ),
-    *("objective=regression", "training.metrics={}", "training.updates=3", "tracking.log_model=false"),
+    *(
+        "objective=regression",
+        "training.metrics={}",
+        "training.updates=3",
+        "tracking.log_model=false",
+    ),
     "tracking.system_metrics=false",
 )
 
@@ -97,20 +102,29 @@ def _raise(error):
 
 # Operations whose kernels raise the error, as those of a GPU do. TensorFlow says «No …» and «BiasGrad …».
 FAILS = {
-    "InternalError": lambda: tf.numpy_function(lambda: np.array([object()]), [], tf.int32),
-    "NotFoundError": lambda: tf.strings.length(tf.io.read_file(tf.identity("No algorithm worked!"))),
+    "InternalError": lambda: tf.numpy_function(
+        lambda: np.array([object()]), [], tf.int32
+    ),
+    "NotFoundError": lambda: tf.strings.length(
+        tf.io.read_file(tf.identity("No algorithm worked!"))
+    ),
     "UnknownError": lambda: tf.numpy_function(
         lambda: _raise(RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")), [], tf.int32
     ),
     "InvalidArgumentError": lambda: tf.numpy_function(
-        lambda: _raise(ValueError("BiasGrad requires tensor size <= int32 max")), [], tf.int32
+        lambda: _raise(ValueError("BiasGrad requires tensor size <= int32 max")),
+        [],
+        tf.int32,
     ),
 }
 AUTO = "accumulation.micro_batch_size=auto"
 SIZE = "accumulation.effective_batch_size=64"
 # A run takes 0.7 GiB with micro-batches of one example, and 1.07 with 64. oneDNN takes more, and TensorFlow uses it on
 # some processors only.
-MEMORY, KERNELS = "hardware.memory=1.1GiB", {"TF_ENABLE_ONEDNN_OPTS": "0", "warm": False}
+MEMORY, KERNELS = (
+    "hardware.memory=1.1GiB",
+    {"TF_ENABLE_ONEDNN_OPTS": "0", "warm": False},
+)
 
 
 @pytest.fixture
@@ -134,7 +148,9 @@ def test_the_search_finds_what_trying_all_would():
                 tried.append(size)
                 return size <= capacity
 
-            expected = max((size for size in all_sizes if size <= capacity), default=None)
+            expected = max(
+                (size for size in all_sizes if size <= capacity), default=None
+            )
             assert batch_size_search.largest(share, fits) == expected, share
             assert len(tried) == len(set(tried)) <= 2 + 2 * np.log2(share)
 
@@ -149,19 +165,28 @@ def test_the_fastest_is_the_smallest_of_those_that_are_about_as_fast():
 
     assert batch_size_search.fastest(128, 512, attempt) == 32
     assert tried == [128, 64, 32, 16, 8]  # where twice it was a tenth slower, it ends
-    assert batch_size_search.fastest(128, 512, lambda size: {"rate": None if size > 16 else rates.get(size, 1)}) == 4
+    assert (
+        batch_size_search.fastest(
+            128, 512, lambda size: {"rate": None if size > 16 else rates.get(size, 1)}
+        )
+        == 4
+    )
     assert batch_size_search.fastest(3, 7, lambda size: {"rate": None}) == 3
 
 
 @pytest.mark.parametrize("kind", mostly_slow(FAILS, [], [next(iter(FAILS))]))
-def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(monkeypatch, kind):
+def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(
+    monkeypatch, kind
+):
     """Unless the smallest size fails too: then it is no matter of memory, and the error is shown."""
     most = tf.Variable(5)
 
     class Large(keras.layers.Layer):
         def call(self, x):
             fails = tf.shape(x)[0] > most
-            return x + tf.cast(tf.reshape(tf.cond(fails, FAILS[kind], lambda: 0), ()), x.dtype)
+            return x + tf.cast(
+                tf.reshape(tf.cond(fails, FAILS[kind], lambda: 0), ()), x.dtype
+            )
 
     model = keras.Sequential([keras.Input((2,)), Large(), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD()
@@ -173,7 +198,11 @@ def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(mon
         try:
             tf.function(update, autograph=False)((x, x[:, :1]))
         except tf.errors.OpError as error:
-            return {"kind": type(error).__name__, **batch_size_trial._failure(error), "took": 0.0}
+            return {
+                "kind": type(error).__name__,
+                **batch_size_trial._failure(error),
+                "took": 0.0,
+            }
         return {"peak": 1, "took": 0.0}
 
     monkeypatch.setattr(batch_size_search, "_trials", lambda *_: nullcontext(trial))
@@ -183,7 +212,10 @@ def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(mon
     assert found["micro_batch_size"] == 4  # 16 in four pieces; 6 in three
     assert found["tries"][0][-1].startswith(f"{kind}: ")
     most.assign(0)
-    with pytest.raises(ConfigError, match=f"must be a number, as the update that is tried fails \\({kind}: "):
+    with pytest.raises(
+        ConfigError,
+        match=f"must be a number, as the update that is tried fails \\({kind}: ",
+    ):
         batch_size_search._found(spec, {"resident": 2**30})
 
 
@@ -192,9 +224,14 @@ def test_what_is_wrong_at_every_size_is_not_tried_at_each():
         tf.errors.InvalidArgumentError(None, None, "no such label"),
         tf.errors.NotFoundError(None, None, "a"),
     ):
-        assert "update that is tried fails" in batch_size_trial._failure(error)["refused"]["rule"]
+        assert (
+            "update that is tried fails"
+            in batch_size_trial._failure(error)["refused"]["rule"]
+        )
     short = tf.errors.InternalError(None, None, "CUDA")
-    short.__context__ = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+    short.__context__ = tf.errors.ResourceExhaustedError(
+        None, None, "OOM when allocating"
+    )
     assert batch_size_trial._failure(short) == {"why": "OOM when allocating"}
 
 
@@ -203,16 +240,34 @@ def test_what_is_wrong_at_every_size_is_not_tried_at_each():
 def test_the_largest_size_below_such_an_error_is_trained_with(project, kind):
     model = f"+model={{_target_: limited.large, kind: {kind}, most: 20}}"
     own = [part if not part.startswith("+model=") else model for part in OWN]
-    line = ("train", *own, SIZE, AUTO, "dataset._target_=limited.examples", "hydra.run.dir=run")
+    line = (
+        "train",
+        *own,
+        SIZE,
+        AUTO,
+        "dataset._target_=limited.examples",
+        "hydra.run.dir=run",
+    )
     said = pipeline(*line, cwd=project, XDG_CACHE_HOME=str(project / "cache")).stderr
     assert f"micro-batch of 64 does not fit: {kind}: " in said
-    assert OmegaConf.load(project / "run" / "config.yaml").accumulation.micro_batch_size == 16  # 22 is the next
-    said = pipeline(*line[:-1], "model.most=0", "hydra.run.dir=none", cwd=project, status=2).stderr
-    assert f"micro_batch_size must be a number, as the update that is tried fails ({kind}: " in said.splitlines()[-1]
+    assert (
+        OmegaConf.load(project / "run" / "config.yaml").accumulation.micro_batch_size
+        == 16
+    )  # 22 is the next
+    said = pipeline(
+        *line[:-1], "model.most=0", "hydra.run.dir=none", cwd=project, status=2
+    ).stderr
+    assert (
+        f"micro_batch_size must be a number, as the update that is tried fails ({kind}: "
+        in said.splitlines()[-1]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="the tries do not lose this machine's GPU")
+@pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")),
+    reason="the tries do not lose this machine's GPU",
+)
 def test_a_try_on_the_cpu_is_refused_where_tensorflow_lists_a_gpu_elsewhere(project):
     """The tries are forks: such a process has lost the GPU if a library has opened it before."""
     (project / "asked").mkdir()
@@ -222,8 +277,13 @@ def test_a_try_on_the_cpu_is_refused_where_tensorflow_lists_a_gpu_elsewhere(proj
     )
     (project / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: A\n")
     (project / "nvidia-smi").chmod(0o755)
-    shown = {"PYTHONPATH": f"{ROOT}:{project / 'asked'}", "PATH": f"{project}:{os.environ['PATH']}"}
-    said = pipeline(*RUN, cwd=project, status=2, XDG_CACHE_HOME=str(project / "cache"), **shown).stderr
+    shown = {
+        "PYTHONPATH": f"{ROOT}:{project / 'asked'}",
+        "PATH": f"{project}:{os.environ['PATH']}",
+    }
+    said = pipeline(
+        *RUN, cwd=project, status=2, XDG_CACHE_HOME=str(project / "cache"), **shown
+    ).stderr
     line = "must be cpu (TensorFlow lists 1 GPUs in a new process and none in this one). Received: 'gpu'."
     assert said.splitlines()[-1].startswith(f"pipeline: hardware.device {line}")
     assert "micro-batch of" not in said
@@ -260,13 +320,21 @@ def test_the_longest_batch_is_as_long_as_each_part_can_be():
 
     def each():
         for first, second in lengths:
-            yield {"a": np.ones(first, "float32"), "b": np.ones(second, "float32")}, np.int64(0)
+            yield (
+                {"a": np.ones(first, "float32"), "b": np.ones(second, "float32")},
+                np.int64(0),
+            )
 
-    spec = {name: tf.TensorSpec((None,), tf.float32) for name in "ab"}, tf.TensorSpec((), tf.int64)
+    spec = (
+        {name: tf.TensorSpec((None,), tf.float32) for name in "ab"},
+        tf.TensorSpec((), tf.int64),
+    )
     split = tf.data.Dataset.from_generator(each, output_signature=spec)
     split = split.apply(tf.data.experimental.assert_cardinality(len(lengths)))
     node = {"in_memory": True, "pad": {"multiple": 4, "value": 0}}
-    spec = spec_of({"dataset": node, "seed": 0, "training": {"class_weight": None, "loss": None}})
+    spec = spec_of(
+        {"dataset": node, "seed": 0, "training": {"class_weight": None, "loss": None}}
+    )
     x, *_ = next(iter(longest_batch.of_update(spec, Data(split, None), 3)))
     assert (x["a"].shape, x["b"].shape) == ((3, 8), (3, 8))
     x, *_ = next(iter(longest_batch.of_evaluation(spec, split, 2)))
@@ -281,42 +349,85 @@ def test_the_longest_batch_is_padded_along_each_axis_or_has_most_elements():
     spec = tf.TensorSpec((None, None), tf.float32), tf.TensorSpec((), tf.int64)
     split = tf.data.Dataset.from_generator(each, output_signature=spec)
     split = split.apply(tf.data.experimental.assert_cardinality(3))
-    config = {"dataset": {"in_memory": True, "pad": {"multiple": 1, "value": 0}}, "seed": 0}
+    config = {
+        "dataset": {"in_memory": True, "pad": {"multiple": 1, "value": 0}},
+        "seed": 0,
+    }
     x, *_ = next(iter(longest_batch.of_evaluation(spec_of(config), split, 3)))
     assert x.shape == (3, 100, 100)
-    x, *_ = next(iter(longest_batch.of_evaluation(spec_of({"dataset": {"in_memory": True}}), split, 3)))
+    x, *_ = next(
+        iter(
+            longest_batch.of_evaluation(
+                spec_of({"dataset": {"in_memory": True}}), split, 3
+            )
+        )
+    )
     assert x.flat_values.shape == (3 * 400,)
 
 
 @pytest.mark.slow
 def test_the_run_is_that_of_the_number_by_hand_and_is_looked_for_once(project):
     cache = {"XDG_CACHE_HOME": str(project / "cache"), **KERNELS}
-    said = pipeline("train", *OWN, SIZE, AUTO, MEMORY, "hydra.run.dir=auto", cwd=project, **cache).stderr
+    said = pipeline(
+        "train", *OWN, SIZE, AUTO, MEMORY, "hydra.run.dir=auto", cwd=project, **cache
+    ).stderr
     tries = table(project / "auto")
     size = max(row["micro_batch_size"] for row in tries if row["fits"])
     assert 1 < size < 64
     assert tries[0]["micro_batch_size"] == 64
-    assert all(row["peak_memory_bytes"] < 0.9 * 1.1 * 2**30 for row in tries if row["fits"])
+    assert all(
+        row["peak_memory_bytes"] < 0.9 * 1.1 * 2**30 for row in tries if row["fits"]
+    )
     assert f"micro-batch of {size} fits: " in said
     # In the record the number, wherever one looks.
-    assert OmegaConf.load(project / "auto" / "config.yaml").accumulation.micro_batch_size == size
+    assert (
+        OmegaConf.load(project / "auto" / "config.yaml").accumulation.micro_batch_size
+        == size
+    )
     run = Store(project).run()
-    assert run.data.params["accumulation.micro_batch_size"] == run.data.params["derived.micro_batch_size"] == str(size)
-    assert run.data.tags["micro_batch_size.found"] == "the largest of at most 64 that fits"
+    assert (
+        run.data.params["accumulation.micro_batch_size"]
+        == run.data.params["derived.micro_batch_size"]
+        == str(size)
+    )
+    assert (
+        run.data.tags["micro_batch_size.found"] == "the largest of at most 64 that fits"
+    )
     peak = run.data.metrics["perf/peak_memory_bytes"]
-    (expected,) = (row["peak_memory_bytes"] for row in tries if row["micro_batch_size"] == size)
+    (expected,) = (
+        row["peak_memory_bytes"] for row in tries if row["micro_batch_size"] == size
+    )
     assert peak < 1.1 * 2**30
     assert peak == pytest.approx(expected, rel=0.1)
     # The same by hand, and again as a sweep, which looks no more.
-    pipeline("train", *OWN, SIZE, f"accumulation.micro_batch_size={size}", "hydra.run.dir=hand", cwd=project, **cache)
+    pipeline(
+        "train",
+        *OWN,
+        SIZE,
+        f"accumulation.micro_batch_size={size}",
+        "hydra.run.dir=hand",
+        cwd=project,
+        **cache,
+    )
     again = ("-m", "optimizer.learning_rate=0.01,0.001", "hydra.sweep.dir=sweep")
     pipeline("train", *OWN, SIZE, AUTO, MEMORY, *again, cwd=project, **cache)
     for job in ("0", "1"):
-        assert OmegaConf.load(project / "sweep" / job / "config.yaml").accumulation.micro_batch_size == size
-        assert "as was found before" in (project / "sweep" / job / "job.log").read_text()
+        assert (
+            OmegaConf.load(
+                project / "sweep" / job / "config.yaml"
+            ).accumulation.micro_batch_size
+            == size
+        )
+        assert (
+            "as was found before" in (project / "sweep" / job / "job.log").read_text()
+        )
         assert table(project / "sweep" / job) == tries
     store = Store(project)
-    curves = [store.histories(run) for run in store.runs() if run.data.params.get("optimizer.learning_rate") == "0.01"]
+    curves = [
+        store.histories(run)
+        for run in store.runs()
+        if run.data.params.get("optimizer.learning_rate") == "0.01"
+    ]
     assert len(curves) == 3
     assert curves[0] == curves[1] == curves[2]
 
@@ -328,30 +439,51 @@ def test_a_run_that_goes_on_keeps_its_micro_batch(project):
     said = pipeline(*line, AUTO, "training.updates=5", cwd=project).stderr
     assert "64 = 48 × 2" in said
     assert "trying" not in said
-    said = pipeline(*line, AUTO, "training.updates=6", "hardware.replicas=2", cwd=project).stderr
+    said = pipeline(
+        *line, AUTO, "training.updates=6", "hardware.replicas=2", cwd=project
+    ).stderr
     assert "64 = 32 × 1 × 2 replicas" in said
 
 
 @pytest.mark.slow
 def test_the_number_is_recorded(project):
-    line = ("train", *OWN, AUTO, "accumulation.effective_batch_size=4", "training.updates=1")
+    line = (
+        "train",
+        *OWN,
+        AUTO,
+        "accumulation.effective_batch_size=4",
+        "training.updates=1",
+    )
     cache = {"XDG_CACHE_HOME": str(project / "cache")}
     said = pipeline(*line, "hydra.run.dir=one", cwd=project, **cache).stderr
     assert "micro-batch of 4 fits" in said
-    assert OmegaConf.load(project / "one" / "config.yaml").accumulation.micro_batch_size == 4
+    assert (
+        OmegaConf.load(project / "one" / "config.yaml").accumulation.micro_batch_size
+        == 4
+    )
     assert Store(project).run().data.params["derived.micro_batch_size"] == "4"
 
 
 @pytest.mark.slow
-def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(project, monkeypatch):
+def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(
+    project, monkeypatch
+):
     """A package without __init__.py, too; where there is no room for a cache it is found again."""
     (project / "own").mkdir()
     code = (project / "limited.py").rename(project / "own" / "limited.py")
     own = [part.replace("limited.", "own.limited.") for part in OWN]
-    line = ("train", *own, AUTO, "accumulation.effective_batch_size=4", "training.updates=1")
+    line = (
+        "train",
+        *own,
+        AUTO,
+        "accumulation.effective_batch_size=4",
+        "training.updates=1",
+    )
 
     def found_before(**more):
-        said = pipeline(*line, cwd=project, XDG_CACHE_HOME=str(project / "cache"), **more).stderr
+        said = pipeline(
+            *line, cwd=project, XDG_CACHE_HOME=str(project / "cache"), **more
+        ).stderr
         assert ("as was found before" in said) != ("micro-batch of 4 fits" in said)
         return "as was found before" in said
 
@@ -369,19 +501,39 @@ def test_what_is_remembered_is_of_the_users_code_and_of_the_devices(project, mon
 
 @pytest.mark.slow
 def test_the_fastest_is_found(project):
-    given = ("accumulation.micro_batch_size=auto_fastest", "accumulation.effective_batch_size=16")
-    pipeline("train", *OWN, *given, "hydra.run.dir=run", cwd=project, XDG_CACHE_HOME=str(project / "cache"))
-    rates = {row["micro_batch_size"]: row["examples_per_second"] for row in table(project / "run")}
+    given = (
+        "accumulation.micro_batch_size=auto_fastest",
+        "accumulation.effective_batch_size=16",
+    )
+    pipeline(
+        "train",
+        *OWN,
+        *given,
+        "hydra.run.dir=run",
+        cwd=project,
+        XDG_CACHE_HOME=str(project / "cache"),
+    )
+    rates = {
+        row["micro_batch_size"]: row["examples_per_second"]
+        for row in table(project / "run")
+    }
     assert list(rates)[:3] == [16, 8, 4]
-    taken = OmegaConf.load(project / "run" / "config.yaml").accumulation.micro_batch_size
+    taken = OmegaConf.load(
+        project / "run" / "config.yaml"
+    ).accumulation.micro_batch_size
     assert rates[taken] >= batch_size_search.ALIKE * max(rates.values())
-    assert "accumulation.micro_batch_size=auto_fastest" not in (project / "run" / "overrides.yaml").read_text()
+    assert (
+        "accumulation.micro_batch_size=auto_fastest"
+        not in (project / "run" / "overrides.yaml").read_text()
+    )
 
 
 @pytest.mark.slow
 def test_an_interrupted_search_leaves_nothing(project):
     # Not warm: the processes that try are known by their command line.
-    process = start(*RUN, cwd=project, warm=False, XDG_CACHE_HOME=str(project / "cache"))
+    process = start(
+        *RUN, cwd=project, warm=False, XDG_CACHE_HOME=str(project / "cache")
+    )
     probes = []
 
     def searching():
@@ -390,7 +542,11 @@ def test_an_interrupted_search_leaves_nothing(project):
         probes = []
         for child in found:
             with suppress(psutil.Error):  # one of git's, that has ended
-                probes += [child] if "pipeline.run.batch_size_trial" in " ".join(child.cmdline()) else []
+                probes += (
+                    [child]
+                    if "pipeline.run.batch_size_trial" in " ".join(child.cmdline())
+                    else []
+                )
         return len(probes) > 1  # it, and its fork
 
     wait(searching)
@@ -398,14 +554,27 @@ def test_an_interrupted_search_leaves_nothing(project):
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not (project / "run").exists()
-    wait(lambda: not any(probe.is_running() and probe.status() != psutil.STATUS_ZOMBIE for probe in probes))
+    wait(
+        lambda: (
+            not any(
+                probe.is_running() and probe.status() != psutil.STATUS_ZOMBIE
+                for probe in probes
+            )
+        )
+    )
 
 
 RUN = ("train", *OWN, SIZE, AUTO, "hydra.run.dir=run")
 REFUSED = {
-    "hardware.memory must be enough for a micro-batch of one example, which does not fit (": ("hardware.memory=300MB",),
+    "hardware.memory must be enough for a micro-batch of one example, which does not fit (": (
+        "hardware.memory=300MB",
+    ),
     "accumulation.micro_batch_size must be a number where examples of unequal length are streamed, as the longest": (
-        *("dataset._target_=limited.uneven", "dataset.in_memory=false", "+dataset.pad={multiple: 1, value: 0}"),
+        *(
+            "dataset._target_=limited.uneven",
+            "dataset.in_memory=false",
+            "+dataset.pad={multiple: 1, value: 0}",
+        ),
         "accumulation.effective_batch_size=4",
     ),
     "accumulation.micro_batch_size must be a number, as the update that is tried fails (InvalidArgumentError: ": (
@@ -420,7 +589,9 @@ REFUSED = {
 @pytest.mark.slow
 def test_what_cannot_be_found_is_refused_in_one_line(project):
     lines = {rule: shlex.join([*RUN, *more]) for rule, more in REFUSED.items()}
-    for rule, answer in one_process(lines, project, XDG_CACHE_HOME=str(project / "cache")).items():
+    for rule, answer in one_process(
+        lines, project, XDG_CACHE_HOME=str(project / "cache")
+    ).items():
         assert answer["status"] == 2, rule
         assert answer["err"].splitlines()[-1].startswith(f"pipeline: {rule}")
         assert "Traceback" not in answer["err"]
@@ -429,15 +600,23 @@ def test_what_cannot_be_found_is_refused_in_one_line(project):
 
 
 @pytest.mark.soak
-def test_under_a_limit_of_the_address_space_it_is_what_an_exhaustive_search_finds_within_one_step(project):
+def test_under_a_limit_of_the_address_space_it_is_what_an_exhaustive_search_finds_within_one_step(
+    project,
+):
     def run(size):
-        line = (*OWN, "accumulation.effective_batch_size=256", f"accumulation.micro_batch_size={size}")
+        line = (
+            *OWN,
+            "accumulation.effective_batch_size=256",
+            f"accumulation.micro_batch_size={size}",
+        )
         folder = f"hydra.run.dir={size}"
         done = subprocess.run(
             [sys.executable, "-m", "pipeline", "train", *line, folder],
             cwd=project,
             # Each arena of malloc takes 64 MiB of the address space, and each thread would have its own.
-            env=environment(XDG_CACHE_HOME=str(project / "cache"), MALLOC_ARENA_MAX="2"),
+            env=environment(
+                XDG_CACHE_HOME=str(project / "cache"), MALLOC_ARENA_MAX="2"
+            ),
             capture_output=True,
             text=True,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30,) * 2),
@@ -445,19 +624,28 @@ def test_under_a_limit_of_the_address_space_it_is_what_an_exhaustive_search_find
         return done.returncode == 0 and "does not fit into memory" not in done.stderr
 
     assert run("auto")
-    found = OmegaConf.load(project / "auto" / "config.yaml").accumulation.micro_batch_size
+    found = OmegaConf.load(
+        project / "auto" / "config.yaml"
+    ).accumulation.micro_batch_size
     sizes = sorted({-(-256 // factor) for factor in range(1, 257)})
     # One step is one of two: the margin of a tenth is up to 35 examples of the 8.6 MB that one takes.
     assert not run(next(size for size in sizes if size > 2 * found))
 
 
-ENTRY = {"micro_batch_size": 8, "how": "the largest", "tries": [[8, 8, True, 1, None, None, ""]]}
+ENTRY = {
+    "micro_batch_size": 8,
+    "how": "the largest",
+    "tries": [[8, 8, True, 1, None, None, ""]],
+}
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        *({key: value for key, value in ENTRY.items() if key != lost} for lost in ENTRY),
+        *(
+            {key: value for key, value in ENTRY.items() if key != lost}
+            for lost in ENTRY
+        ),
         *(ENTRY | {"micro_batch_size": size} for size in (-5, 0, 10**9, None, "8")),
         ENTRY | {"tries": [[8]]},
         ENTRY | {"tries": None},

@@ -21,11 +21,23 @@ def normalised(input_shape, classes):
     first = [layers.Flatten(), layers.BatchNormalization(name="norm"), layers.Dropout(0.2)]
     return keras.Sequential([keras.Input(input_shape), *first, layers.Dense(classes)])
 """
-EXACTLY = (*TINY, "hardware.precision=float64", "hardware.deterministic=true", "accumulation.effective_batch_size=120")
+EXACTLY = (
+    *TINY,
+    "hardware.precision=float64",
+    "hardware.deterministic=true",
+    "accumulation.effective_batch_size=120",
+)
 
 
 def trained(folder, name, *more):
-    pipeline("train", *EXACTLY, *more, f"tracking.experiment={name}", f"hydra.run.dir={name}", cwd=folder)
+    pipeline(
+        "train",
+        *EXACTLY,
+        *more,
+        f"tracking.experiment={name}",
+        f"hydra.run.dir={name}",
+        cwd=folder,
+    )
     store = Store(folder)
     run = store.run(name)
     return run, store.histories(run)["train/loss"]
@@ -36,9 +48,13 @@ def test_dropout_that_does_not_depend_on_the_cut(tmp_path):
     dropout = ("model.dropout=0.3", "accumulation.same_noise=true")
     run, whole = trained(tmp_path, "whole", *dropout, "accumulation.factor=1")
     assert run.data.tags["model.cut_dependent_noise"] == "none"
-    _, found = trained(tmp_path, "two", *dropout, "accumulation.factor=3", "hardware.replicas=2")
+    _, found = trained(
+        tmp_path, "two", *dropout, "accumulation.factor=3", "hardware.replicas=2"
+    )
     assert found == pytest.approx(whole, rel=EXACT)
-    run, other = trained(tmp_path, "other", "model.dropout=0.3", "accumulation.factor=4")
+    run, other = trained(
+        tmp_path, "other", "model.dropout=0.3", "accumulation.factor=4"
+    )
     assert run.data.tags["model.cut_dependent_noise"] == "dropout, dropout_1"
     assert other != pytest.approx(whole, rel=1e9 * EXACT)
 
@@ -49,7 +65,9 @@ def test_a_rerun_and_verify_have_that_dropout(tmp_path):
     run, _ = trained(tmp_path, "cut", *dropout, "accumulation.factor=4")
     said = pipeline("rerun", run.info.run_id, cwd=tmp_path)
     assert "bit-equal" in said.stderr
-    said = pipeline("verify", "model=mlp", *dropout, "accumulation.factor=4", cwd=tmp_path)
+    said = pipeline(
+        "verify", "model=mlp", *dropout, "accumulation.factor=4", cwd=tmp_path
+    )
     assert "noise off" not in said.stdout
     assert "equal within rounding" in said.stdout
 
@@ -57,19 +75,37 @@ def test_a_rerun_and_verify_have_that_dropout(tmp_path):
 @pytest.mark.slow
 def test_layers_that_an_update_is_not_exact_for_are_named(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
-    own = ("model._target_=mine.recurrent", "~model.hidden", "~model.dropout", "~model.l2")
-    said = pipeline("train", *TINY, *own, "accumulation.same_noise=auto", cwd=tmp_path).stderr
+    own = (
+        "model._target_=mine.recurrent",
+        "~model.hidden",
+        "~model.dropout",
+        "~model.l2",
+    )
+    said = pipeline(
+        "train", *TINY, *own, "accumulation.same_noise=auto", cwd=tmp_path
+    ).stderr
     assert "noise of each micro-batch, not of the effective batch: lstm" in said
-    assert "normalised by each micro-batch, moving statistics once an update: batch_normalization" in said
+    assert (
+        "normalised by each micro-batch, moving statistics once an update: batch_normalization"
+        in said
+    )
     tags = Store(tmp_path).run().data.tags
-    assert (tags["model.cut_dependent_noise"], tags["model.batch_dependent_layers"]) == ("lstm", "batch_normalization")
+    assert (
+        tags["model.cut_dependent_noise"],
+        tags["model.batch_dependent_layers"],
+    ) == ("lstm", "batch_normalization")
 
 
 @pytest.mark.soak
 def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
     """The layer normalises what it is given by the micro-batch, and evaluates by the effective batches."""
     (tmp_path / "mine.py").write_text(MODULE)
-    own = ("model._target_=mine.normalised", "~model.hidden", "~model.dropout", "~model.l2")
+    own = (
+        "model._target_=mine.normalised",
+        "~model.hidden",
+        "~model.dropout",
+        "~model.l2",
+    )
     frozen = "optimizer.learning_rate=1e-30"  # what is left to differ are the moving statistics
 
     def validated(name, *more):
@@ -77,8 +113,12 @@ def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
         return Store(tmp_path).histories(run)["val/loss"]
 
     whole = validated("whole", "accumulation.factor=1")
-    assert validated("two", "accumulation.factor=5", "hardware.replicas=2") == pytest.approx(whole, rel=EXACT)
-    micro = validated("micro", "accumulation.factor=5", "accumulation.moving_statistics=micro")
+    assert validated(
+        "two", "accumulation.factor=5", "hardware.replicas=2"
+    ) == pytest.approx(whole, rel=EXACT)
+    micro = validated(
+        "micro", "accumulation.factor=5", "accumulation.moving_statistics=micro"
+    )
     assert micro != pytest.approx(whole, rel=1e6 * EXACT)
 
 
@@ -86,10 +126,20 @@ def test_moving_statistics_that_do_not_depend_on_the_cut(tmp_path):
 def test_a_normalised_run_again_and_in_another_cut(tmp_path):
     """Again it is the same to the bit; cut otherwise it is another run, which no rounding explains."""
     (tmp_path / "mine.py").write_text(MODULE)
-    own = ("model._target_=mine.normalised", "~model.hidden", "~model.dropout", "~model.l2")
-    own = (*own, "accumulation.same_noise=true")  # so that nothing but the normalising depends on the cut
+    own = (
+        "model._target_=mine.normalised",
+        "~model.hidden",
+        "~model.dropout",
+        "~model.l2",
+    )
+    own = (
+        *own,
+        "accumulation.same_noise=true",
+    )  # so that nothing but the normalising depends on the cut
     _, once = trained(tmp_path, "once", *own, "accumulation.factor=5")
     _, again = trained(tmp_path, "again", *own, "accumulation.factor=5")
     assert again == once
-    _, two = trained(tmp_path, "two", *own, "accumulation.factor=1", "hardware.replicas=2")
+    _, two = trained(
+        tmp_path, "two", *own, "accumulation.factor=1", "hardware.replicas=2"
+    )
     assert two != pytest.approx(once, rel=1e6 * EXACT)

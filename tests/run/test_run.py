@@ -28,7 +28,9 @@ UPDATES = EPOCHS * 12
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main")
-    return pipeline("train", "hydra.run.dir=run", cwd=folder, new_store=True), Store(folder)
+    return pipeline("train", "hydra.run.dir=run", cwd=folder, new_store=True), Store(
+        folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +64,23 @@ def test_digits_are_learned_and_the_run_is_printed(main_job):
 def test_every_metric_is_there_once_on_every_update(main_job):
     _, store = main_job
     histories = store.histories(store.run(), "train/", "perf/")
-    histories.pop("train/gradient_noise_scale")  # from the first update on that it could be told
+    histories.pop(
+        "train/gradient_noise_scale"
+    )  # from the first update on that it could be told
     assert set(histories) == {
         *("train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),
-        *("train/effective_batch_size", "train/micro_steps", "train/examples_seen", "train/epoch"),
-        *("perf/update_seconds", "perf/examples_per_second", "perf/compile_seconds", "perf/peak_memory_bytes"),
+        *(
+            "train/effective_batch_size",
+            "train/micro_steps",
+            "train/examples_seen",
+            "train/epoch",
+        ),
+        *(
+            "perf/update_seconds",
+            "perf/examples_per_second",
+            "perf/compile_seconds",
+            "perf/peak_memory_bytes",
+        ),
     }
     for key, history in histories.items():
         assert list(history) == list(range(1, UPDATES + 1)), key
@@ -81,7 +95,9 @@ def test_counters_are_those_of_the_examples(main_job):
     assert [sizes[update] for update in (1, 11, 12, 13, 24)] == [128, 128, 29, 128, 29]
     assert store.history(run, "train/examples_seen")[UPDATES] == EPOCHS * EXAMPLES
     assert store.history(run, "train/epoch")[UPDATES] == EPOCHS
-    assert store.history(run, "train/micro_steps")[12] == 11 * 4 + 1  # the tail of 29 is one micro-batch of 32
+    assert (
+        store.history(run, "train/micro_steps")[12] == 11 * 4 + 1
+    )  # the tail of 29 is one micro-batch of 32
     assert store.history(run, "train/micro_steps")[UPDATES] == EPOCHS * 45
 
 
@@ -89,12 +105,17 @@ def test_learning_rate_is_the_schedule_at_the_updates_before(main_job):
     import keras
 
     _, store = main_job
-    schedule = keras.optimizers.schedules.CosineDecay(0.001, 114, warmup_target=0.01, warmup_steps=6)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.001, 114, warmup_target=0.01, warmup_steps=6
+    )
     logged = store.history(store.run(), "train/learning_rate")
-    expected = {update: np.float32(schedule(update - 1)) for update in range(1, UPDATES + 1)}
+    expected = {
+        update: np.float32(schedule(update - 1)) for update in range(1, UPDATES + 1)
+    }
     assert logged.keys() == expected.keys()
     assert all(
-        abs(logged[update] - rate) <= np.spacing(rate) for update, rate in expected.items()
+        abs(logged[update] - rate) <= np.spacing(rate)
+        for update, rate in expected.items()
     )  # one unit of float32
 
 
@@ -105,7 +126,9 @@ def test_params_tags_inputs_and_artifacts(main_job):
     assert params["optimizer._target_"] == "keras.optimizers.AdamW"
     assert params["schedule.warmup_target"] == "0.01"
     assert params["hardware.precision"] == "float32"
-    derived = {key: value for key, value in params.items() if key.startswith("derived.")}
+    derived = {
+        key: value for key, value in params.items() if key.startswith("derived.")
+    }
     parameters = derived.pop("derived.parameters")
     assert derived == {
         "derived.effective_batch_size": "128",
@@ -115,11 +138,18 @@ def test_params_tags_inputs_and_artifacts(main_job):
         "derived.updates": "120",
     }
     # two 3×3 convolutions, a dense layer over 2×2×128, the logits; each with its biases
-    assert int(parameters) == (9 * 64 + 64) + (9 * 64 * 128 + 128) + (512 * 128 + 128) + (128 * 10 + 10)
+    assert int(parameters) == (9 * 64 + 64) + (9 * 64 * 128 + 128) + (
+        512 * 128 + 128
+    ) + (128 * 10 + 10)
     assert run.data.tags["model.batch_dependent_layers"] == "none"
     assert len(run.data.tags["config.hash"]) == 64
-    contexts = {entry.tags[0].value: entry.dataset for entry in run.inputs.dataset_inputs}
-    assert {context: json.loads(d.profile)["num_examples"] for context, d in contexts.items()} == {
+    contexts = {
+        entry.tags[0].value: entry.dataset for entry in run.inputs.dataset_inputs
+    }
+    assert {
+        context: json.loads(d.profile)["num_examples"]
+        for context, d in contexts.items()
+    } == {
         "training": 1437,
         "validation": 180,
     }
@@ -158,12 +188,20 @@ def test_every_factor_trains_the_same_trajectory(proofs):
 
     def weights(run):
         found = []
-        with h5py.File(Path(run.data.params["training.callbacks.save.filepath"])) as file:
-            file.visititems(lambda _, node: found.append(node[()]) if isinstance(node, h5py.Dataset) else None)
+        with h5py.File(
+            Path(run.data.params["training.callbacks.save.filepath"])
+        ) as file:
+            file.visititems(
+                lambda _, node: (
+                    found.append(node[()]) if isinstance(node, h5py.Dataset) else None
+                )
+            )
         return [array for array in found if array.dtype == np.float64]
 
     assert proofs.history(other, "train/loss") == pytest.approx(losses, rel=1e-12)
-    assert proofs.history(other, "val/loss") == pytest.approx(proofs.history(reference, "val/loss"), rel=1e-12)
+    assert proofs.history(other, "val/loss") == pytest.approx(
+        proofs.history(reference, "val/loss"), rel=1e-12
+    )
     for one, two in zip(weights(other), weights(reference), strict=True):
         # relative to the size of the array: single entries pass through zero
         assert np.linalg.norm(one - two) <= 1e-12 * np.linalg.norm(two)
@@ -177,15 +215,29 @@ def test_two_devices_train_the_same_trajectory_in_one_run(proofs):
     two = proofs.run("two")  # one run; `history` refuses a row that is doubled
     assert two.data.params["derived.replicas"] == "2"
     assert two.data.params["derived.micro_batch_size"] == "16"
-    for key in ("train/loss", "train/gradient_norm", "train/accuracy", "val/loss", "val/accuracy"):
-        assert proofs.history(two, key) == pytest.approx(proofs.history(one, key), rel=1e-12), key
-    assert proofs.history(two, "train/examples_seen") == proofs.history(one, "train/examples_seen")
+    for key in (
+        "train/loss",
+        "train/gradient_norm",
+        "train/accuracy",
+        "val/loss",
+        "val/accuracy",
+    ):
+        assert proofs.history(two, key) == pytest.approx(
+            proofs.history(one, key), rel=1e-12
+        ), key
+    assert proofs.history(two, "train/examples_seen") == proofs.history(
+        one, "train/examples_seen"
+    )
 
 
 @pytest.mark.slow
 def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
-    (tmp_path / "run" / "config.yaml").mkdir(parents=True)  # where the record is to be written
-    done = pipeline("train", "experiment=quick", *QUIET, "hydra.run.dir=run", cwd=tmp_path, status=1)
+    (tmp_path / "run" / "config.yaml").mkdir(
+        parents=True
+    )  # where the record is to be written
+    done = pipeline(
+        "train", "experiment=quick", *QUIET, "hydra.run.dir=run", cwd=tmp_path, status=1
+    )
     run = Store(tmp_path).run()
     assert run.info.status == "FAILED"
     assert run.data.tags["failure"].startswith("IsADirectoryError")
@@ -195,7 +247,15 @@ def test_what_fails_before_the_first_update_fails_the_run(tmp_path):
 @pytest.mark.slow
 def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
     done = pipeline(
-        *("train", "experiment=quick", "optimizer=sgd", "optimizer.learning_rate=1e30", *QUIET), cwd=tmp_path, status=1
+        *(
+            "train",
+            "experiment=quick",
+            "optimizer=sgd",
+            "optimizer.learning_rate=1e30",
+            *QUIET,
+        ),
+        cwd=tmp_path,
+        status=1,
     )
     store = Store(tmp_path)
     run = store.run()
@@ -216,9 +276,17 @@ def test_non_finite_loss_fails_the_run_at_its_update(tmp_path):
         pytest.param(signal.SIGKILL, "KILLED", -9, marks=pytest.mark.soak),
     ],
 )
-def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, status, exit_status):
+def test_an_interrupted_run_is_closed_with_all_it_had_logged(
+    tmp_path, number, status, exit_status
+):
     process = start(
-        "train", "training.epochs=100000", "model=mlp", *QUIET, "hydra.run.dir=run", cwd=tmp_path, warm=True
+        "train",
+        "training.epochs=100000",
+        "model=mlp",
+        *QUIET,
+        "hydra.run.dir=run",
+        cwd=tmp_path,
+        warm=True,
     )
     journal = tmp_path / "run" / "journal.jsonl"
     _wait(lambda: journal.exists() and journal.read_text().count("metrics") > 100)
@@ -230,7 +298,11 @@ def test_an_interrupted_run_is_closed_with_all_it_had_logged(tmp_path, number, s
     assert store.run().info.status == status
     rows = [json.loads(line) for line in journal.read_text().splitlines()]
     written = [row["step"] for row in rows if "train/loss" in row.get("metrics", {})]
-    assert list(store.history(store.run(), "train/loss")) == written == list(range(1, len(written) + 1))
+    assert (
+        list(store.history(store.run(), "train/loss"))
+        == written
+        == list(range(1, len(written) + 1))
+    )
     if number != signal.SIGKILL:
         assert "Traceback" not in err
 
@@ -251,7 +323,9 @@ def test_an_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch):
 
 def test_a_closed_terminal_lets_the_update_finish():
     """A shell repeats the signal; the second one of another kind would end the update."""
-    before = signal.signal(signal.SIGHUP, signal.default_int_handler)  # under nohup the tests ignore it
+    before = signal.signal(
+        signal.SIGHUP, signal.default_int_handler
+    )  # under nohup the tests ignore it
     with Interruption().listening() as interruption, interruption.between_updates():
         for _ in range(2):
             signal.raise_signal(signal.SIGHUP)

@@ -22,7 +22,9 @@ PLAN = "hydra.launcher._target_=hydra_plugins.planned.Planned"
 
 
 def replay(*recorded: str, given: tuple[str, ...] = ()) -> list[str]:
-    return again.trusted_overrides({"sweep.overrides": json.dumps(recorded)}, given, OmegaConf.create(OWN))
+    return again.trusted_overrides(
+        {"sweep.overrides": json.dumps(recorded)}, given, OmegaConf.create(OWN)
+    )
 
 
 HARMLESS = [
@@ -49,15 +51,28 @@ HARMLESS = [
 
 def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
     assert replay(*HARMLESS) == HARMLESS
-    assert replay("tracking=server", "+tracking={uri: 'http://evil'}", "seed=1") == ["seed=1"]
+    assert replay("tracking=server", "+tracking={uri: 'http://evil'}", "seed=1") == [
+        "seed=1"
+    ]
 
 
 def test_parameters_of_slurm_are_left_out_where_the_rest_runs_on_this_machine():
-    recorded = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.timeout_min=600"]
+    recorded = [
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.partition=gpu",
+        "hydra.launcher.timeout_min=600",
+    ]
     given = ("hydra/launcher=local",)
-    assert replay(*recorded, given=given) == ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=600"]
-    assert replay("hydra/launcher=submitit_local", "hydra.launcher.mem_gb=8") == ["hydra/launcher=submitit_local"]
-    assert replay(*recorded, given=("hydra/launcher=basic",)) == ["hydra/launcher=submitit_slurm"]
+    assert replay(*recorded, given=given) == [
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.timeout_min=600",
+    ]
+    assert replay("hydra/launcher=submitit_local", "hydra.launcher.mem_gb=8") == [
+        "hydra/launcher=submitit_local"
+    ]
+    assert replay(*recorded, given=("hydra/launcher=basic",)) == [
+        "hydra/launcher=submitit_slurm"
+    ]
 
 
 HOSTILE = [
@@ -122,7 +137,8 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_could_must_be_given_again(text):
     with pytest.raises(
-        ConfigError, match="the sweep's overrides come from the store, and this one must be given again"
+        ConfigError,
+        match="the sweep's overrides come from the store, and this one must be given again",
     ):
         replay("training.epochs=1", text)
     assert replay("training.epochs=1", text, given=(text,)) == ["training.epochs=1"]
@@ -146,7 +162,14 @@ def test_what_takes_all_memory_to_read_is_refused(text):
 def test_a_hostile_record_runs_nothing(tmp_path):
     store = synthetic.store(tmp_path)
     made = Made(store, ["seed=0"], name="seeds")
-    made.tag(made.run_id, **{"sweep.overrides": json.dumps([text for text in HOSTILE if "evil" in text][:1])})
+    made.tag(
+        made.run_id,
+        **{
+            "sweep.overrides": json.dumps(
+                [text for text in HOSTILE if "evil" in text][:1]
+            )
+        },
+    )
     made.end("FAILED")
     done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
     assert "hydra.callbacks.evil must be of your own config" in done.stderr
@@ -155,8 +178,16 @@ def test_a_hostile_record_runs_nothing(tmp_path):
 
 
 def test_where_the_first_call_worked_is_not_recorded():
-    places = ["tracking.uri=http://me:pass@h", "hydra.sweep.dir=jobs", "hydra.mode=MULTIRUN", "hydra.searchpath=[x]"]
-    assert again.recordable([*places, "seed=1", "hydra.sweeper.trials=3"]) == ["seed=1", "hydra.sweeper.trials=3"]
+    places = [
+        "tracking.uri=http://me:pass@h",
+        "hydra.sweep.dir=jobs",
+        "hydra.mode=MULTIRUN",
+        "hydra.searchpath=[x]",
+    ]
+    assert again.recordable([*places, "seed=1", "hydra.sweeper.trials=3"]) == [
+        "seed=1",
+        "hydra.sweeper.trials=3",
+    ]
 
 
 # Whether it still runs
@@ -176,7 +207,9 @@ def left(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("which", [pytest.param("parent", marks=pytest.mark.slow), "job"])
+@pytest.mark.parametrize(
+    "which", [pytest.param("parent", marks=pytest.mark.slow), "job"]
+)
 def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
     now, before = time.time(), time.time() - 10 * GONE
     made, run = left(*((now, before) if which == "parent" else (before, now)))
@@ -189,7 +222,9 @@ def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
 
 def test_what_a_dead_sweep_left_running_is_closed(left):
     made, run = left(time.time() - GONE - 1, time.time() - GONE - 1)
-    parent_run.close_abandoned(made.client, made.client.get_run(made.run_id), [made.client.get_run(run)])
+    parent_run.close_abandoned(
+        made.client, made.client.get_run(made.run_id), [made.client.get_run(run)]
+    )
     assert made.client.get_run(run).info.status == "KILLED"
     assert "without a word" in made.client.get_run(run).data.tags["failure"]
 
@@ -199,7 +234,9 @@ def test_a_sweep_gives_signs_of_life_until_it_ends(tmp_path):
     threading.Thread(target=made.planned.beat, daemon=True).start()
     wait(lambda: ALIVE in made.client.get_run(made.run_id).data.tags, 30)
     made.planned.closed.set()
-    assert int(made.client.get_run(made.run_id).data.tags[ALIVE]) == pytest.approx(1000 * time.time(), abs=30_000)
+    assert int(made.client.get_run(made.run_id).data.tags[ALIVE]) == pytest.approx(
+        1000 * time.time(), abs=30_000
+    )
 
 
 # Configs of one's own
@@ -211,7 +248,15 @@ def test_a_sweep_of_the_package_with_a_model_of_ones_own(tmp_path):
     (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)
     (tmp_path / "my_conf" / "model").mkdir(parents=True)
     (tmp_path / "my_conf" / "model" / "tiny.yaml").write_text("_target_: mine.tiny\n")
-    done = pipeline("sweep", "seeds", PLAN, "--config-dir", "my_conf", "model=tiny,mlp", cwd=tmp_path)
+    done = pipeline(
+        "sweep",
+        "seeds",
+        PLAN,
+        "--config-dir",
+        "my_conf",
+        "model=tiny,mlp",
+        cwd=tmp_path,
+    )
     assert len(json.loads(done.stdout)) == 10
     assert json.loads(done.stdout)[0] == "seed=0 model=tiny"
 

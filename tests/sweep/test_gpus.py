@@ -36,12 +36,17 @@ def slots(monkeypatch, listed, settings, of_tensorflow=(8, [])):
         ("", {"jobs_per_gpu": 2}, [[]]),
     ],
 )
-def test_each_job_has_gpus_of_its_own_or_shares_them_as_asked(monkeypatch, listed, settings, expected):
+def test_each_job_has_gpus_of_its_own_or_shares_them_as_asked(
+    monkeypatch, listed, settings, expected
+):
     assert slots(monkeypatch, listed, settings) == expected
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"gpus_per_job must be at most the 1 GPUs of this machine. Received: 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gpus_per_job must be at most the 1 GPUs of this machine. Received: 2",
+    ):
         slots(monkeypatch, "4", {"gpus_per_job": 2})
 
 
@@ -51,14 +56,21 @@ def test_a_job_gets_the_gpus_that_tensorflow_lists(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert slots(monkeypatch, "0,1,2,3", {}, (3, [])) == [["0"], ["1"], ["2"]]
     assert slots(monkeypatch, "0,1,2,3", {}, (0, ["libcudart.so.12"])) == [[]]
-    assert "jobs run on the CPU: TensorFlow's CUDA libraries are not installed: see requ" in capsys.readouterr().err
+    assert (
+        "jobs run on the CPU: TensorFlow's CUDA libraries are not installed: see requ"
+        in capsys.readouterr().err
+    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    with pytest.raises(ConfigError, match=r"uses none of 4 GPUs, and could not open libcusolver\.so\.11"):
+    with pytest.raises(
+        ConfigError,
+        match=r"uses none of 4 GPUs, and could not open libcusolver\.so\.11",
+    ):
         slots(monkeypatch, "0,1,2,3", {}, (0, ["libcusolver.so.11"]))
 
 
 def test_which_gpus_a_sweep_has_is_not_said_by_the_key_of_a_run(monkeypatch):
     with pytest.raises(
-        ConfigError, match=r"hardware\.gpu must be null in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1"
+        ConfigError,
+        match=r"hardware\.gpu must be null in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1",
     ):
         slots(monkeypatch, "0,1", {"gpu": 1})

@@ -15,7 +15,13 @@ from tests.running import Store, pipeline, start, wait
 from tests.shared import note, place_store
 
 FACTORS = ("2", "4", "8")
-SWEEP = ("train", "-m", *RUN[:-1], f"accumulation.factor={','.join(FACTORS)}", "hardware.parallel_jobs=2")
+SWEEP = (
+    "train",
+    "-m",
+    *RUN[:-1],
+    f"accumulation.factor={','.join(FACTORS)}",
+    "hardware.parallel_jobs=2",
+)
 
 pytestmark = pytest.mark.soak
 
@@ -34,12 +40,18 @@ def test_a_sweep_whose_parent_is_killed(tmp_path, undisturbed, seed):
     (tmp_path / "kill").mkdir()
     call = chance.choice(list(CALLS["parent"]))
     count = chance.randint(1, CALLS["parent"][call])
-    plan = Plan(str(tmp_path / "kill"), "parent", call, count, chance.random() < 0.5, both=False)
-    process = start(*SWEEP, "hydra.sweep.dir=swept", cwd=tmp_path, warm=True, **plan.environment())
+    plan = Plan(
+        str(tmp_path / "kill"), "parent", call, count, chance.random() < 0.5, both=False
+    )
+    process = start(
+        *SWEEP, "hydra.sweep.dir=swept", cwd=tmp_path, warm=True, **plan.environment()
+    )
     status = process.wait(300)
     print(plan, status)
     assert status == (-signal.SIGKILL if plan.killed else 0)
-    assert "Traceback" not in process.communicate(timeout=300)[1]  # with the jobs that go on
+    assert (
+        "Traceback" not in process.communicate(timeout=300)[1]
+    )  # with the jobs that go on
     wait(lambda: not [each for each in psutil.process_iter() if is_in(each, tmp_path)])
     again = []
     for parent in parents(tmp_path):

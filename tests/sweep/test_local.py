@@ -19,7 +19,9 @@ from pipeline.sweep.launcher import Slot
 from tests import jobs
 from tests.running import TINY, Store, environment, pipeline, wait
 
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each job imports TensorFlow itself")
+ON_LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere each job imports TensorFlow itself"
+)
 MINE = """
 import json, multiprocessing, os, signal, sys
 import keras, psutil
@@ -56,9 +58,14 @@ class Noting(keras.callbacks.Callback):
 
 def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path):
     for way, more in {"hand": [], "forked": ["-m", "hydra.sweep.dir=jobs"]}.items():
-        pipeline("train", *TINY, "seed=1", f"tracking.experiment={way}", *more, cwd=tmp_path)
+        pipeline(
+            "train", *TINY, "seed=1", f"tracking.experiment={way}", *more, cwd=tmp_path
+        )
     store = Store(tmp_path)
-    by_hand, forked = (store.histories(store.trained(way)[0], "train/", "val/") for way in ("hand", "forked"))
+    by_hand, forked = (
+        store.histories(store.trained(way)[0], "train/", "val/")
+        for way in ("hand", "forked")
+    )
     assert forked == by_hand
 
 
@@ -66,7 +73,9 @@ def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path):
 def ways(tmp_path_factory):
     """Two jobs: by hand, forked two at once, and as new processes; what each printed, and the store."""
     folder = tmp_path_factory.mktemp("ways")
-    own = folder / "own"  # before this project on the path, and with a name that is also here
+    own = (
+        folder / "own"
+    )  # before this project on the path, and with a name that is also here
     (own / "benchmarks").mkdir(parents=True)
     (own / "benchmarks" / "__init__.py").write_text(MINE)
     path = os.pathsep.join([str(own), environment()["PYTHONPATH"]])
@@ -74,11 +83,28 @@ def ways(tmp_path_factory):
     printed = {}
     for seed in (1, 2):
         run = (*TINY, noting, f"seed={seed}", "tracking.experiment=hand")
-        done = pipeline("train", *run, cwd=folder, warm=seed > 1, PYTHONPATH=path)  # a forked one is none by hand
+        done = pipeline(
+            "train", *run, cwd=folder, warm=seed > 1, PYTHONPATH=path
+        )  # a forked one is none by hand
         printed["hand", seed] = done.stdout + done.stderr
     for way, more in {"forked": [], "new": ["+hydra.job.env_set.COLOUR=green"]}.items():
-        more = [*more, f"tracking.experiment={way}", f"hydra.sweep.dir={way}", "hardware.parallel_jobs=2"]
-        pipeline("train", "-m", *TINY, noting, "seed=1,2", *more, cwd=folder, warm=False, PYTHONPATH=path)
+        more = [
+            *more,
+            f"tracking.experiment={way}",
+            f"hydra.sweep.dir={way}",
+            "hardware.parallel_jobs=2",
+        ]
+        pipeline(
+            "train",
+            "-m",
+            *TINY,
+            noting,
+            "seed=1,2",
+            *more,
+            cwd=folder,
+            warm=False,
+            PYTHONPATH=path,
+        )
         for number, seed in enumerate((1, 2)):
             printed[way, seed] = (folder / way / str(number) / "job.log").read_text()
     return printed, Store(folder)
@@ -110,17 +136,28 @@ def test_a_job_is_a_process_as_one_by_hand_is(ways):
             job = noted(printed[way, seed])
             assert job["alone"]
             assert job["stdin"]
-            assert {key for key in job if job[key] != by_hand[key]} <= {"parent", "alone", "stdin", "colour"}
+            assert {key for key in job if job[key] != by_hand[key]} <= {
+                "parent",
+                "alone",
+                "stdin",
+                "colour",
+            }
 
 
 @pytest.mark.slow
 def test_a_job_trains_to_the_same_bits(ways):
     _, store = ways
-    hand = {run.data.params["seed"]: store.histories(run, "train/", "val/") for run in store.trained("hand")}
+    hand = {
+        run.data.params["seed"]: store.histories(run, "train/", "val/")
+        for run in store.trained("hand")
+    }
     assert set(hand) == {"1", "2"}
     assert hand["1"] != hand["2"]
     for way in ("forked", "new"):
-        runs = {run.data.params["seed"]: store.histories(run, "train/", "val/") for run in store.trained(way)}
+        runs = {
+            run.data.params["seed"]: store.histories(run, "train/", "val/")
+            for run in store.trained(way)
+        }
         assert runs == hand, way
 
 
@@ -151,7 +188,9 @@ if __name__ == "__main__":
     [
         ("pipeline.py", None),
         pytest.param("pipeline.py", (), marks=pytest.mark.soak),
-        pytest.param("pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.soak),
+        pytest.param(
+            "pipeline/__init__.py", ("+hydra.job.env_set.A=b",), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_files_of_the_users_folder_are_not_taken_for_libraries(tmp_path, file, more):
@@ -163,25 +202,46 @@ def test_files_of_the_users_folder_are_not_taken_for_libraries(tmp_path, file, m
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("raise RuntimeError('this is the file of the user')")
     alone, sweep = ["train", *TINY], ["train", "-m", *TINY, "seed=0,1", *(more or ())]
-    for arguments in [["train", "--cfg", "job"]] if more is None else [alone, sweep] if more else [sweep]:
+    for arguments in (
+        [["train", "--cfg", "job"]]
+        if more is None
+        else [alone, sweep]
+        if more
+        else [sweep]
+    ):
         command = [sys.executable, str(tmp_path / "bin" / "pipeline"), *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, env=environment(), capture_output=True, text=True
+        )
         logs = [log.read_text() for log in folder.rglob("job.log")]
         assert done.returncode == 0, (done.stderr, logs)
         assert "file of the user" not in "".join([done.stderr, *logs])
     if more is None:
         return
-    assert [run.info.status for run in Store(folder).trained()] == ["FINISHED"] * (3 if more else 2)
+    assert [run.info.status for run in Store(folder).trained()] == ["FINISHED"] * (
+        3 if more else 2
+    )
 
 
 # How a job ends
 
 
-METHODS = ["spawn", *([pytest.param("forkserver", marks=pytest.mark.slow)] if sys.platform == "linux" else [])]
+METHODS = [
+    "spawn",
+    *(
+        [pytest.param("forkserver", marks=pytest.mark.slow)]
+        if sys.platform == "linux"
+        else []
+    ),
+]
 
 
-def started(folder, function, *arguments, limit=1, methods=("spawn",)) -> local.LocalJob:
-    job = local.LocalJob(jobs.Call(function, arguments), [], folder / "job.log", limit, list(methods))
+def started(
+    folder, function, *arguments, limit=1, methods=("spawn",)
+) -> local.LocalJob:
+    job = local.LocalJob(
+        jobs.Call(function, arguments), [], folder / "job.log", limit, list(methods)
+    )
     job.start()
     return job
 
@@ -196,7 +256,9 @@ def ended(job):
 def test_one_that_raises_exits_or_dies_says_so(tmp_path, method):
     said = {}
     for function in (jobs.raising, jobs.exiting, jobs.dying):
-        ending = ended(started(tmp_path / function.__name__, function, methods=[method]))
+        ending = ended(
+            started(tmp_path / function.__name__, function, methods=[method])
+        )
         said[function] = ending.how, ending.reason
         assert ending.loss == float("inf")
     assert said[jobs.raising] == ("failed", "ValueError: the job is cursed")
@@ -211,7 +273,9 @@ def test_a_job_calls_what_is_registered_for_its_end(tmp_path, method):
     assert (tmp_path / "file").read_text() == "at exit"
 
 
-@pytest.mark.parametrize("function", [jobs.lasting, pytest.param(jobs.stubborn, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "function", [jobs.lasting, pytest.param(jobs.stubborn, marks=pytest.mark.slow)]
+)
 def test_one_that_takes_too_long_is_ended(tmp_path, function, monkeypatch):
     monkeypatch.setattr(local, "GRACE", 1.0)
     job = started(tmp_path, function, tmp_path / "pid", limit=1)
@@ -237,7 +301,14 @@ def test_one_whose_sweep_goes_away_before_it_is_told_what_to_do_ends(tmp_path):
         "    print(job.ending().how)"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.stdout, done.returncode) == ("ended with status 0\n", 0), done.stderr
     assert not (tmp_path / "pid").exists()
 
@@ -249,7 +320,9 @@ def test_a_job_outlives_the_process_that_it_is_forked_from(tmp_path):
     wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     psutil.Process(int((tmp_path / "pid").read_text())).parent().kill()
     assert ended(job).loss == 3.0
-    assert ended(started(tmp_path, jobs.pid, methods=["forkserver"])).how == "finished"  # from another one
+    assert (
+        ended(started(tmp_path, jobs.pid, methods=["forkserver"])).how == "finished"
+    )  # from another one
 
 
 @pytest.mark.slow
@@ -275,7 +348,14 @@ def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     command = [sys.executable, "-c", script]
     variables = environment(PYTHONPATH=path)
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout == "True ['spawn']\n", done.stderr
     assert "has opened a device: each job imports it for itself" in done.stderr
 
@@ -291,7 +371,9 @@ def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
         "while not (Path('pid').exists() and Path('pid').read_text()): time.sleep(0.05)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), timeout=60
+    )
     wait(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), 10)
 
 
@@ -300,7 +382,9 @@ def test_an_interrupted_job_may_wait_for_its_store(monkeypatch):
     launcher, now = local.LocalLauncher(1), [0.0]
     launcher.config = OmegaConf.create({"tracking": {"patience": 300}})
     monkeypatch.setattr("pipeline.sweep.launcher.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(launcher, "_ask_to_end", lambda running, late: asked.append((now[0], late)))
+    monkeypatch.setattr(
+        launcher, "_ask_to_end", lambda running, late: asked.append((now[0], late))
+    )
     asked: list[tuple[float, bool]] = []
 
     class Waiting:

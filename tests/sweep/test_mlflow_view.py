@@ -28,7 +28,9 @@ from pipeline.tracking.store import Store
 from tests import synthetic
 from tests.browser import PREFERENCES, picture, server, window
 
-ARTIFACTS = Path(os.environ.get("PIPELINE_TEST_ARTIFACTS", Path(__file__).parents[1] / "artifacts"))
+ARTIFACTS = Path(
+    os.environ.get("PIPELINE_TEST_ARTIFACTS", Path(__file__).parents[1] / "artifacts")
+)
 FACTORS, SEEDS, MICRO = (1, 4, 16), (0, 1), 8
 EXAMPLES = 6400  # that each job of the first sweep sees: 800 updates of 8 to 50 of 128
 EVALUATIONS = 5
@@ -80,12 +82,16 @@ class Shown:
         self.chrome.get(f"{self.address}/{fragment}")
 
     def wait(self, for_: Callable[[], Any], what: str) -> Any:
-        waiting = WebDriverWait(self.chrome, 240, ignored_exceptions=[StaleElementReferenceException])
+        waiting = WebDriverWait(
+            self.chrome, 240, ignored_exceptions=[StaleElementReferenceException]
+        )
         try:
             return waiting.until(lambda _: for_())
         except TimeoutException:
             picture(self.chrome, ARTIFACTS / "failed.png")
-            raise AssertionError(f"{what}\n{self.chrome.current_url}\n{self.rows()}") from None
+            raise AssertionError(
+                f"{what}\n{self.chrome.current_url}\n{self.rows()}"
+            ) from None
 
     def rows(self) -> list[str]:
         rows: list[str] = self.chrome.execute_script(ROWS)
@@ -96,9 +102,17 @@ class Shown:
 
         def complete() -> Any:
             chart = self.chrome.execute_script(CHART, place)
-            return chart if chart and len(chart["drawn"]) >= lines and len(chart["lines"]) == lines else None
+            return (
+                chart
+                if chart
+                and len(chart["drawn"]) >= lines
+                and len(chart["lines"]) == lines
+                else None
+            )
 
-        chart: dict[str, Any] = self.wait(complete, f"chart {place} has no {lines} lines")
+        chart: dict[str, Any] = self.wait(
+            complete, f"chart {place} has no {lines} lines"
+        )
         return chart
 
 
@@ -112,28 +126,53 @@ def made(folder: Path, examples: int) -> Shown:
     """Return a store in `folder` whose first sweep has jobs that see `examples` examples each."""
     store = synthetic.store(folder)
     names = [f"factor={factor} seed={seed}" for factor in FACTORS for seed in SEEDS]
-    factors = synthetic.Made(store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch")
+    factors = synthetic.Made(
+        store, names, ["accumulation.factor", "seed"], "factor_at_fixed_micro_batch"
+    )
     losses = {}
     for factor in FACTORS:
         for seed in SEEDS:
             batch = MICRO * factor
             seen = batch * np.arange(1, examples // batch + 1)
-            loss = losses[factor, seed] = 2 * np.exp(-seen / 3000) + 0.1 * seed + 0.05 * np.log2(factor)
+            loss = losses[factor, seed] = (
+                2 * np.exp(-seen / 3000) + 0.1 * seed + 0.05 * np.log2(factor)
+            )
             # Not on any step that is a round part of the whole: most of them fall out of a thinned-out `train/` row.
-            at = [max(1, int(step)) for step in np.linspace(0.19, 0.99, EVALUATIONS) * len(seen)]
-            curves: dict[str, Any] = {"train/loss": loss, "val/loss": {step: loss[step - 1] for step in at}}
+            at = [
+                max(1, int(step))
+                for step in np.linspace(0.19, 0.99, EVALUATIONS) * len(seen)
+            ]
+            curves: dict[str, Any] = {
+                "train/loss": loss,
+                "val/loss": {step: loss[step - 1] for step in at},
+            }
             curves["val/accuracy"] = {step: 1 - loss[step - 1] / 3 for step in at}
             curves["val/examples_seen"] = {step: seen[step - 1] for step in at}
             if factor > 1:
                 curves["train/gradient_noise_scale"] = 100 + seen / 100
-            factors.job(f"factor={factor} seed={seed}", curves, factor=factor, batch=batch, seed=seed)
+            factors.job(
+                f"factor={factor} seed={seed}",
+                curves,
+                factor=factor,
+                batch=batch,
+                seed=seed,
+            )
     factors.end()
-    names = [f"optimizer={name} factor={factor}" for name in OPTIMIZERS for factor in FACTORS]
-    optimizers = synthetic.Made(store, names, ["optimizer", "accumulation.factor"], "optimizer_by_factor")
+    names = [
+        f"optimizer={name} factor={factor}" for name in OPTIMIZERS for factor in FACTORS
+    ]
+    optimizers = synthetic.Made(
+        store, names, ["optimizer", "accumulation.factor"], "optimizer_by_factor"
+    )
     for name in names:
         curves = {"train/loss": 2 * 0.99 ** np.arange(20) + len(name) / 100}
         # Both are SGD: no param in which the optimizers differ, only the names of the jobs.
-        optimizers.job(name, curves, factor=int(name.split("=")[-1]), params={"optimizer._target_": "keras.SGD"})
+        optimizers.job(
+            name,
+            curves,
+            factor=int(name.split("=")[-1]),
+            params={"optimizer._target_": "keras.SGD"},
+        )
     optimizers.end()
     client = store.client()
     lone = client.create_run(factors.experiment_id, run_name="lone").info.run_id
@@ -143,7 +182,9 @@ def made(folder: Path, examples: int) -> Shown:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory, chromium: WebDriver) -> Iterator[Shown]:
+def shown(
+    tmp_path_factory: pytest.TempPathFactory, chromium: WebDriver
+) -> Iterator[Shown]:
     stored = made(tmp_path_factory.mktemp("shown"), EXAMPLES)
     with server(stored.store.uri, seconds=300) as address, window(chromium) as chrome:
         chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NEW})
@@ -163,7 +204,10 @@ class Page:
 @pytest.fixture(scope="module")
 def page(shown: Shown) -> Page:
     shown.open(shown.fragment(shown.factors))
-    loss, validation = shown.chart(0, lines=len(FACTORS)), shown.chart(1, lines=len(FACTORS))
+    loss, validation = (
+        shown.chart(0, lines=len(FACTORS)),
+        shown.chart(1, lines=len(FACTORS)),
+    )
     picture(shown.chrome, ARTIFACTS / "sweep.png")
     return Page(shown.rows(), loss, validation, _pages(shown))
 
@@ -171,23 +215,36 @@ def page(shown: Shown) -> Page:
 def test_the_link_opens_the_sweep_and_nothing_else(page: Page) -> None:
     expected = []
     for factor in FACTORS:
-        expected += [f"Group: {factor} {len(SEEDS)}", *(f"factor={factor} seed={seed}" for seed in SEEDS)]
+        expected += [
+            f"Group: {factor} {len(SEEDS)}",
+            *(f"factor={factor} seed={seed}" for seed in SEEDS),
+        ]
     assert page.rows == expected
 
 
 def test_seeds_are_averaged_along_examples_seen(shown: Shown, page: Page) -> None:
-    assert (page.loss["title"], page.loss["axis"]) == ("train/loss", "train/examples_seen")
+    assert (page.loss["title"], page.loss["axis"]) == (
+        "train/loss",
+        "train/examples_seen",
+    )
     for factor in FACTORS:
         line = page.loss["lines"][f"param.derived.factor.{factor}"]
         batch = MICRO * factor
         assert (line["x"][0], line["x"][-1]) == (batch, EXAMPLES)
         average = np.mean([shown.losses[factor, seed] for seed in SEEDS], axis=0)
-        np.testing.assert_allclose(line["y"], average[np.array(line["x"], int) // batch - 1], rtol=1e-9)
+        np.testing.assert_allclose(
+            line["y"], average[np.array(line["x"], int) // batch - 1], rtol=1e-9
+        )
 
 
 def test_every_evaluation_is_drawn_however_long_the_run(page: Page) -> None:
-    assert (page.validation["title"], page.validation["axis"]) == ("val/loss", "val/examples_seen")
-    assert [len(line["x"]) for line in page.validation["lines"].values()] == [EVALUATIONS] * len(FACTORS)
+    assert (page.validation["title"], page.validation["axis"]) == (
+        "val/loss",
+        "val/examples_seen",
+    )
+    assert [len(line["x"]) for line in page.validation["lines"].values()] == [
+        EVALUATIONS
+    ] * len(FACTORS)
 
 
 def test_a_new_browser_opens_the_link_in_training_mode(page: Page) -> None:
@@ -196,7 +253,9 @@ def test_a_new_browser_opens_the_link_in_training_mode(page: Page) -> None:
 
 
 def test_without_repetitions_each_job_is_a_curve_of_its_colour(shown: Shown) -> None:
-    names = {run.info.run_name: run.info.run_id for run in _children(shown, shown.optimizers)}
+    names = {
+        run.info.run_name: run.info.run_id for run in _children(shown, shown.optimizers)
+    }
     mlflow_view.color(shown.store.client(), names)
     shown.open(shown.fragment(shown.optimizers))
 
@@ -205,7 +264,9 @@ def test_without_repetitions_each_job_is_a_curve_of_its_colour(shown: Shown) -> 
     assert (chart["title"], chart["axis"]) == ("train/loss", "train/examples_seen")
     assert set(chart["lines"]) == set(names.values())
     assert len(set(chart["drawn"])) == len(names)
-    assert shown.rows() == shown.optimizers.names  # in the order in which they were planned
+    assert (
+        shown.rows() == shown.optimizers.names
+    )  # in the order in which they were planned
     picture(shown.chrome, ARTIFACTS / "optimizers.png")
 
 
@@ -226,15 +287,27 @@ def test_parent_and_children_fold_and_unfold(shown: Shown) -> None:
 
 
 def test_the_jobs_of_a_sweep_are_selected_and_compared(shown: Shown) -> None:
-    shown.open(f"#/experiments/{shown.factors.experiment_id}/runs?workflowType=machine_learning")
-    shown.wait(lambda: "sweep factor_at_fixed_micro_batch" in shown.rows(), "no list of runs")
+    shown.open(
+        f"#/experiments/{shown.factors.experiment_id}/runs?workflowType=machine_learning"
+    )
+    shown.wait(
+        lambda: "sweep factor_at_fixed_micro_batch" in shown.rows(), "no list of runs"
+    )
     _expander(shown, "sweep factor_at_fixed_micro_batch").click()
-    shown.wait(lambda: set(shown.factors.names) <= set(shown.rows()), "the children do not show")
+    shown.wait(
+        lambda: set(shown.factors.names) <= set(shown.rows()),
+        "the children do not show",
+    )
     for name in shown.factors.names:
-        box = shown.chrome.find_element(By.XPATH, f"{_row(name)}//input[@type='checkbox']")
+        box = shown.chrome.find_element(
+            By.XPATH, f"{_row(name)}//input[@type='checkbox']"
+        )
         shown.chrome.execute_script("arguments[0].click()", box)
     find = shown.chrome.find_elements
-    (button,) = shown.wait(lambda: find(By.CSS_SELECTOR, "[data-testid=runs-compare-button]"), "nothing is selected")
+    (button,) = shown.wait(
+        lambda: find(By.CSS_SELECTOR, "[data-testid=runs-compare-button]"),
+        "nothing is selected",
+    )
     button.click()
     title = f"Comparing {len(shown.factors.names)} Runs from 1 Experiment"
     shown.wait(lambda: title in find(By.TAG_NAME, "body")[0].text, "no comparison")
@@ -242,14 +315,21 @@ def test_the_jobs_of_a_sweep_are_selected_and_compared(shown: Shown) -> None:
     picture(shown.chrome, ARTIFACTS / "selected.png")
 
 
-@pytest.mark.parametrize("state", ["not a view", json.dumps({"name": "x", "createdAt": 1, "state": "deflate;AAAA"})])
-def test_where_the_view_is_not_understood_the_plain_page_opens(shown: Shown, state: str) -> None:
+@pytest.mark.parametrize(
+    "state",
+    ["not a view", json.dumps({"name": "x", "createdAt": 1, "state": "deflate;AAAA"})],
+)
+def test_where_the_view_is_not_understood_the_plain_page_opens(
+    shown: Shown, state: str
+) -> None:
     fragment = shown.fragment(shown.factors)
     tag = mlflow_view.TAG + shown.factors.run_id
     shown.store.client().set_experiment_tag(shown.factors.experiment_id, tag, state)
 
     # The UI then forgets what the link said of the mode: this user has chosen it before.
-    added = shown.chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES})
+    added = shown.chrome.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": PREFERENCES}
+    )
     try:
         shown.open(fragment)
         shown.wait(lambda: "lone" in shown.rows(), "no list of runs")
@@ -262,9 +342,13 @@ def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     results = [["job", "val/loss"], *([name, "0.5"] for name in sweep.names)]
     text = mlflow_view.description(sweep.planned, shown.fragment(sweep), results)
     shown.store.client().set_tag(sweep.run_id, "mlflow.note.content", text)
-    shown.open(f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}?workflowType=machine_learning")
+    shown.open(
+        f"#/experiments/{sweep.experiment_id}/runs/{sweep.run_id}?workflowType=machine_learning"
+    )
     find = shown.chrome.find_elements
-    (link,) = shown.wait(lambda: find(By.LINK_TEXT, "Compare the runs of this sweep"), "no link")
+    (link,) = shown.wait(
+        lambda: find(By.LINK_TEXT, "Compare the runs of this sweep"), "no link"
+    )
     picture(shown.chrome, ARTIFACTS / "parent.png")
     windows = shown.chrome.window_handles
 
@@ -272,7 +356,9 @@ def test_the_parents_description_leads_to_the_comparison(shown: Shown) -> None:
     shown.wait(lambda: len(shown.chrome.window_handles) > len(windows), "no new window")
     shown.chrome.switch_to.window(shown.chrome.window_handles[-1])
     try:
-        shown.wait(lambda: f"Group: {FACTORS[0]} {len(SEEDS)}" in shown.rows(), "no comparison")
+        shown.wait(
+            lambda: f"Group: {FACTORS[0]} {len(SEEDS)}" in shown.rows(), "no comparison"
+        )
     finally:
         shown.chrome.close()
         shown.chrome.switch_to.window(windows[0])
@@ -288,10 +374,18 @@ def test_the_view_of_a_sweep_is_saved_once(stored: Shown) -> None:
     assert json.loads(zlib.decompress(base64.b64decode(packed)))["searchFilter"] == (
         f"tags.sweep = '{stored.factors.run_id}'"
     )
-    assert sum(key.startswith(mlflow_view.TAG) and stored.factors.run_id in key for key in tags) == 1
+    assert (
+        sum(
+            key.startswith(mlflow_view.TAG) and stored.factors.run_id in key
+            for key in tags
+        )
+        == 1
+    )
 
 
-def test_an_mlflow_that_was_not_tried_gets_the_plain_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlflow_that_was_not_tried_gets_the_plain_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mlflow, "__version__", "3.170.0")
     nowhere = ParentRun("http://127.0.0.1:9", "2" * 32, "1", "untried", varied=["seed"])
     fragment = mlflow_view.saved_view(nowhere)
@@ -311,9 +405,14 @@ def test_the_link_names_the_server_and_no_password(uri: str, start: str) -> None
 
 
 def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
-    rows = [["job", "val/loss"], *([f"factor={number} | x", str(number)] for number in range(1000))]
+    rows = [
+        ["job", "val/loss"],
+        *([f"factor={number} | x", str(number)] for number in range(1000)),
+    ]
 
-    sweep = ParentRun("sqlite:///none.db", "2" * 32, "1", "many", varied=["accumulation.factor"])
+    sweep = ParentRun(
+        "sqlite:///none.db", "2" * 32, "1", "many", varied=["accumulation.factor"]
+    )
     text = mlflow_view.description(sweep, "#/e", rows)
 
     kept = text.count("factor=") - text.count("`accumulation.factor=`")
@@ -325,17 +424,28 @@ def test_a_description_fits_into_a_tag_and_says_what_it_leaves_out() -> None:
 
 def test_jobs_that_differ_by_the_seed_share_a_colour(stored: Shown) -> None:
     mlflow_view.color(
-        stored.store.client(), {run.info.run_name: run.info.run_id for run in _children(stored, stored.factors)}
+        stored.store.client(),
+        {
+            run.info.run_name: run.info.run_id
+            for run in _children(stored, stored.factors)
+        },
     )
 
-    colors = {run.info.run_name: run.data.tags["mlflow.runColor"] for run in _children(stored, stored.factors)}
+    colors = {
+        run.info.run_name: run.data.tags["mlflow.runColor"]
+        for run in _children(stored, stored.factors)
+    }
     for factor in FACTORS:
         assert len({colors[f"factor={factor} seed={seed}"] for seed in SEEDS}) == 1
     assert len(set(colors.values())) == len(FACTORS)
 
 
 def _children(shown: Shown, sweep: synthetic.Made) -> list:
-    return list(shown.store.client().search_runs([sweep.experiment_id], f"tags.sweep = '{sweep.run_id}'"))
+    return list(
+        shown.store.client().search_runs(
+            [sweep.experiment_id], f"tags.sweep = '{sweep.run_id}'"
+        )
+    )
 
 
 def _names(shown: Shown) -> list[str]:
@@ -343,7 +453,9 @@ def _names(shown: Shown) -> list[str]:
 
 
 def _expander(shown: Shown, name: str) -> Any:
-    return shown.chrome.find_element(By.XPATH, f"{_row(name)}//button[contains(@data-component-id, 'runnamecell')]")
+    return shown.chrome.find_element(
+        By.XPATH, f"{_row(name)}//button[contains(@data-component-id, 'runnamecell')]"
+    )
 
 
 def _row(name: str) -> str:
@@ -352,5 +464,7 @@ def _row(name: str) -> str:
 
 def _pages(shown: Shown) -> set[str]:
     """What the navigation of an experiment offers."""
-    links = shown.chrome.find_elements(By.CSS_SELECTOR, "a[href*='/experiments/'], nav a, aside a")
+    links = shown.chrome.find_elements(
+        By.CSS_SELECTOR, "a[href*='/experiments/'], nav a, aside a"
+    )
     return {link.text.strip() for link in links if link.text.strip()}

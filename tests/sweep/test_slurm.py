@@ -20,7 +20,14 @@ import pytest
 from tests import programs
 from tests.running import ROOT, Store, environment, pipeline, start
 from tests.shared import place_store
-from tests.sweep.test_sweep import MINE, TINY, parent_and_children, processes_in, table, wait
+from tests.sweep.test_sweep import (
+    MINE,
+    TINY,
+    parent_and_children,
+    processes_in,
+    table,
+    wait,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -60,14 +67,23 @@ def slurm(tmp_path_factory):
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     if os.geteuid() != 0:
         programs.give_up("Slurm's daemons want to be started by root", *PACKAGES)
-    if {process.info["name"] for process in psutil.process_iter(["name"])} & {"slurmctld", "slurmd"}:
+    if {process.info["name"] for process in psutil.process_iter(["name"])} & {
+        "slurmctld",
+        "slurmd",
+    }:
         programs.give_up("a Slurm runs on this machine already", *PACKAGES)
     folder = tmp_path_factory.mktemp("slurm")
     host = socket.gethostname().split(".")[0]
     config = folder / "slurm.conf"
     controller, node = _free_ports(2)
     config.write_text(
-        CONFIG.format(host=host, folder=folder, controller=controller, node=node, cpus=os.cpu_count()).lstrip()
+        CONFIG.format(
+            host=host,
+            folder=folder,
+            controller=controller,
+            node=node,
+            cpus=os.cpu_count(),
+        ).lstrip()
     )
     environment = {"SLURM_CONF": str(config), "PATH": path}
     daemons = [
@@ -82,9 +98,17 @@ def slurm(tmp_path_factory):
     try:
         until = time.monotonic() + 60
         while "idle" not in _ask(environment, "sinfo", "--noheader", "--format=%T"):
-            if time.monotonic() > until or any(daemon.poll() is not None for daemon in daemons):
-                said = [log.read_text().strip().splitlines()[-1:] for log in sorted(folder.glob("*.log"))]
-                programs.give_up(f"Slurm does not run on this machine, its logs end in {said}", *PACKAGES)
+            if time.monotonic() > until or any(
+                daemon.poll() is not None for daemon in daemons
+            ):
+                said = [
+                    log.read_text().strip().splitlines()[-1:]
+                    for log in sorted(folder.glob("*.log"))
+                ]
+                programs.give_up(
+                    f"Slurm does not run on this machine, its logs end in {said}",
+                    *PACKAGES,
+                )
             time.sleep(0.2)
         yield environment
     finally:
@@ -102,14 +126,25 @@ def test_a_sweep_leaves_the_same_runs_on_slurm_as_on_this_machine(tmp_path, slur
         folder = tmp_path / launcher
         folder.mkdir()
         (folder / "mine.py").write_text(MINE)
-        sweep = ("train", "-m", *TINY, "hardware.precision=float64", f"hydra/launcher={launcher}")
+        sweep = (
+            "train",
+            "-m",
+            *TINY,
+            "hardware.precision=float64",
+            f"hydra/launcher={launcher}",
+        )
         done = pipeline(*sweep, MODES, cwd=folder, status=1, **variables)
         store = Store(folder)
         parent, children = parent_and_children(store)
         assert parent.info.status == "FAILED"
         assert set(table(done.stderr).values()) == {"FINISHED", "KILLED"}, done.stderr
-        found[launcher] = {name: (run, store.history(run, "train/loss")) for name, (run,) in children.items()}
-        wait(lambda folder=folder: processes_in(folder) == [], 30)  # Slurm ends what a job leaves behind a little later
+        found[launcher] = {
+            name: (run, store.history(run, "train/loss"))
+            for name, (run,) in children.items()
+        }
+        wait(
+            lambda folder=folder: processes_in(folder) == [], 30
+        )  # Slurm ends what a job leaves behind a little later
     local, cluster = found.values()
     assert set(local) == set(cluster)
     for name, (run, losses) in local.items():
@@ -122,9 +157,28 @@ def test_a_sweep_leaves_the_same_runs_on_slurm_as_on_this_machine(tmp_path, slur
 
 
 def test_ctrl_c_cancels_the_jobs_on_slurm(tmp_path, slurm):
-    sweep = ("train", "-m", *TINY, "training.epochs=100000", "seed=0,1,2", "hydra/launcher=submitit_slurm")
-    process = start(*sweep, "hydra.launcher.cpus_per_task=2", "hydra.sweep.dir=jobs", cwd=tmp_path, **slurm)
-    wait(lambda: [f for f in tmp_path.glob("jobs/*/journal.jsonl") if f.read_text().count("train/loss") > 20])
+    sweep = (
+        "train",
+        "-m",
+        *TINY,
+        "training.epochs=100000",
+        "seed=0,1,2",
+        "hydra/launcher=submitit_slurm",
+    )
+    process = start(
+        *sweep,
+        "hydra.launcher.cpus_per_task=2",
+        "hydra.sweep.dir=jobs",
+        cwd=tmp_path,
+        **slurm,
+    )
+    wait(
+        lambda: [
+            f
+            for f in tmp_path.glob("jobs/*/journal.jsonl")
+            if f.read_text().count("train/loss") > 20
+        ]
+    )
     os.killpg(process.pid, signal.SIGINT)
     printed = process.communicate(timeout=120)[1]
     assert process.returncode == 130, printed
@@ -139,9 +193,19 @@ def test_ctrl_c_cancels_the_jobs_on_slurm(tmp_path, slurm):
 
 def test_a_job_that_slurm_takes_away_is_requeued_and_goes_on(tmp_path, slurm):
     """With the signal by which submitit is warned of a time limit or of a more important job."""
-    (tmp_path / "mine.py").write_text(MINE)  # the job has minutes left when the signal comes, however long that takes
+    (tmp_path / "mine.py").write_text(
+        MINE
+    )  # the job has minutes left when the signal comes, however long that takes
     slow = "+training.callbacks.trouble={_target_: mine.Trouble, mode: slow}"
-    sweep = ("train", "-m", *TINY[1:], "training.epochs=60", "seed=0", "hydra/launcher=submitit_slurm", slow)
+    sweep = (
+        "train",
+        "-m",
+        *TINY[1:],
+        "training.epochs=60",
+        "seed=0",
+        "hydra/launcher=submitit_slurm",
+        slow,
+    )
     process = start(*sweep, "hydra.sweep.dir=jobs", cwd=tmp_path, **slurm)
     journal = tmp_path / "jobs" / "0" / "journal.jsonl"
     wait(lambda: journal.exists() and journal.read_text().count("train/loss") > 5)
@@ -165,12 +229,23 @@ def test_the_batch_script_of_the_examples(tmp_path, slurm):
     """One run to its end; another one gets SIGTERM, as Slurm sends it before the time limit, and is closed in order."""
     script = str(ROOT / "examples" / "slurm" / "train.sbatch")
     path = os.pathsep.join([str(Path(sys.executable).parent), slurm["PATH"]])
-    sbatch = ["sbatch", "--parsable", "--cpus-per-task=1"]  # of a machine that may have no more
+    sbatch = [
+        "sbatch",
+        "--parsable",
+        "--cpus-per-task=1",
+    ]  # of a machine that may have no more
     with_path = environment(**{**slurm, "PATH": path})
 
     def submit(*arguments: str) -> str:
         command = [*sbatch, *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=with_path, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=with_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
 
     submit("--wait", script, *TINY)
     store = Store(tmp_path)
@@ -185,7 +260,12 @@ def test_the_batch_script_of_the_examples(tmp_path, slurm):
 
 def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
     """Started by `srun`, and as a job of a sweep; the curve is that of one device."""
-    run = (*TINY, "hardware.precision=float64", "training.updates=15", "accumulation.effective_batch_size=359")
+    run = (
+        *TINY,
+        "hardware.precision=float64",
+        "training.updates=15",
+        "accumulation.effective_batch_size=359",
+    )
     curves = {}
     for how in ("alone", "srun", "sweep"):
         folder = tmp_path / how
@@ -194,10 +274,27 @@ def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
             pipeline("train", *run, "training.epochs=null", cwd=folder)
         elif how == "srun":
             place_store(folder)
-            command = ["srun", "--ntasks=2", "--overcommit", sys.executable, "-m", "pipeline", "train", *run]
-            more = ["training.epochs=null", "hardware=multi_worker", "hydra.run.dir=run"]
+            command = [
+                "srun",
+                "--ntasks=2",
+                "--overcommit",
+                sys.executable,
+                "-m",
+                "pipeline",
+                "train",
+                *run,
+            ]
+            more = [
+                "training.epochs=null",
+                "hardware=multi_worker",
+                "hydra.run.dir=run",
+            ]
             done = subprocess.run(
-                [*command, *more], cwd=folder, env=environment(**slurm), capture_output=True, text=True
+                [*command, *more],
+                cwd=folder,
+                env=environment(**slurm),
+                capture_output=True,
+                text=True,
             )
             assert done.returncode == 0, done.stderr
             assert done.stderr.count("open it with: pipeline ui") == 1
@@ -207,12 +304,18 @@ def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
                 "hydra.launcher.tasks_per_node=2",
                 "hydra.launcher.cpus_per_task=1",
             )
-            more = ("training.epochs=null", "hardware=multi_worker", "hardware.workers=2")
+            more = (
+                "training.epochs=null",
+                "hardware=multi_worker",
+                "hardware.workers=2",
+            )
             pipeline("train", "-m", *run, *more, *of_job, cwd=folder, **slurm)
         store = Store(folder)
         (trained,) = store.trained()
         assert trained.info.status == "FINISHED"
-        assert trained.data.params["derived.replicas"] == ("1" if how == "alone" else "2")
+        assert trained.data.params["derived.replicas"] == (
+            "1" if how == "alone" else "2"
+        )
         curves[how] = store.history(trained, "train/loss")
         assert len(curves[how]) == 15
         assert curves[how] == pytest.approx(curves["alone"], rel=1e-12)
@@ -220,7 +323,9 @@ def test_the_tasks_of_a_job_are_the_workers_of_one_run(tmp_path, slurm):
 
 
 def _ask(environment: dict[str, str], *command: str) -> str:
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True
+    ).stdout
 
 
 def _free_ports(count: int) -> list[int]:

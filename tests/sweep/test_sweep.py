@@ -76,7 +76,11 @@ def parent_and_children(store: Store) -> tuple[Run, dict[str, list[Run]]]:
     children: dict[str, list[Run]] = {}
     for run in runs:
         if run is not parent:
-            assert run.data.tags["sweep"] == run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+            assert (
+                run.data.tags["sweep"]
+                == run.data.tags["mlflow.parentRunId"]
+                == parent.info.run_id
+            )
             assert run.info.run_name == run.data.tags["sweep.job"]
             children.setdefault(run.data.tags["sweep.job"], []).append(run)
     return parent, children
@@ -84,7 +88,11 @@ def parent_and_children(store: Store) -> tuple[Run, dict[str, list[Run]]]:
 
 def table(printed: str) -> dict[str, str]:
     """Status by job, as the sweep printed it at its end."""
-    lines = [line.split() for line in printed.splitlines() if line.startswith("  ") and " started" not in line]
+    lines = [
+        line.split()
+        for line in printed.splitlines()
+        if line.startswith("  ") and " started" not in line
+    ]
     return {line[0]: line[1] for line in lines if not line[0].endswith(":")}
 
 
@@ -95,7 +103,10 @@ def gpus(folder: Path, listed: str) -> dict[str, str]:
     (folder / "asked" / "sitecustomize.py").write_text(
         f"import os, sys\n{asked}:\n    print(2, flush=True)\n    os._exit(0)\n"
     )
-    return {"CUDA_VISIBLE_DEVICES": listed, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "asked")])}
+    return {
+        "CUDA_VISIBLE_DEVICES": listed,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "asked")]),
+    }
 
 
 # Jobs that fail
@@ -114,7 +125,9 @@ def troubles(tmp_path_factory):
     store = Store(folder)
     before = parent_and_children(store)
     (folder / "healed").touch()
-    (rest,) = re.findall("^run what is missing with: pipeline (.+)$", first.stderr, re.MULTILINE)
+    (rest,) = re.findall(
+        "^run what is missing with: pipeline (.+)$", first.stderr, re.MULTILINE
+    )
     again = pipeline(*shlex.split(rest), cwd=folder)  # as it was printed
     return first.stderr, before, again.stderr, parent_and_children(store)
 
@@ -122,7 +135,9 @@ def troubles(tmp_path_factory):
 @pytest.mark.slow
 def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
     printed, (parent, children), *_ = troubles
-    statuses = {name: [run.info.status for run in runs] for name, runs in children.items()}
+    statuses = {
+        name: [run.info.status for run in runs] for name, runs in children.items()
+    }
     assert statuses == {
         "mode=raise": ["FAILED"],
         "mode=one": ["FINISHED"],
@@ -135,10 +150,18 @@ def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
     assert "ended without a word after update" in printed
     assert "MemoryError" in printed
     assert "Traceback" not in printed
-    for mode, how in {"raise": "failed", "kill": "killed by SIGKILL", "memory": "failed", "one": "finished"}.items():
+    for mode, how in {
+        "raise": "failed",
+        "kill": "killed by SIGKILL",
+        "memory": "failed",
+        "one": "finished",
+    }.items():
         assert re.search(rf"^  mode={mode}: {how} after \d+ s$", printed, re.MULTILINE)
     assert parent.info.status == "FAILED"
-    assert f"pipeline sweep troubles --again {parent.info.run_id} --config-dir 'my conf'\n" in printed
+    assert (
+        f"pipeline sweep troubles --again {parent.info.run_id} --config-dir 'my conf'\n"
+        in printed
+    )
 
 
 def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
@@ -149,20 +172,31 @@ def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
         finished = [run for run in runs if run.info.status == "FINISHED"]
         assert len(finished) == 1, name
         # One that was killed goes on in its run; one that failed is run anew.
-        assert len(runs) == len(before[name]) + (before[name][0].info.status == "FAILED")
+        assert len(runs) == len(before[name]) + (
+            before[name][0].info.status == "FAILED"
+        )
         assert finished[0].data.metrics["train/examples_seen"] == 1437
 
 
 @pytest.mark.slow
 def test_one_job_at_once_on_each_gpu_that_cuda_is_shown(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
-    lasting = [*TINY, "training.epochs=10", "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}"]
+    lasting = [
+        *TINY,
+        "training.epochs=10",
+        "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}",
+    ]
     call = ("train", "-m", *lasting, "seed=0,1,2", "hydra.sweep.dir=jobs")
     printed = pipeline(*call, cwd=tmp_path, **gpus(tmp_path, "3,GPU-beef,-1,7")).stderr
-    assert {file.name for file in tmp_path.glob("place *")} == {"place 3", "place GPU-beef"}
+    assert {file.name for file in tmp_path.glob("place *")} == {
+        "place 3",
+        "place GPU-beef",
+    }
     running, most = 0, 0
     for line in printed.splitlines():
-        running += line.endswith(": started") - bool(re.fullmatch(r"  \S+: .+ after \d+ s", line))
+        running += line.endswith(": started") - bool(
+            re.fullmatch(r"  \S+: .+ after \d+ s", line)
+        )
         most = max(running, most)
     assert most == 2
 
@@ -172,9 +206,21 @@ def test_two_sweeps_at_once_share_no_gpu(tmp_path):
     """The one whose callback finds the GPU's lock taken would raise."""
     (tmp_path / "mine.py").write_text(MINE)
     shown = {**gpus(tmp_path, "GPU-cafe/1"), "TMPDIR": str(tmp_path)}
-    lasting = [*TINY, "training.epochs=10", "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}"]
+    lasting = [
+        *TINY,
+        "training.epochs=10",
+        "+training.callbacks.trouble={_target_: mine.Trouble, mode: none}",
+    ]
     sweeps = [
-        start("train", "-m", *lasting, "seed=0,1", f"hydra.sweep.dir={name}", cwd=tmp_path, **shown)
+        start(
+            "train",
+            "-m",
+            *lasting,
+            "seed=0,1",
+            f"hydra.sweep.dir={name}",
+            cwd=tmp_path,
+            **shown,
+        )
         for name in ("one", "two")
     ]
     printed = [process.communicate(timeout=240)[1] for process in sweeps]
@@ -186,9 +232,21 @@ def test_two_sweeps_at_once_share_no_gpu(tmp_path):
 
 @pytest.mark.slow
 def test_two_jobs_share_a_gpu_if_they_are_asked_to(tmp_path):
-    call = ("train", "-m", *TINY, "seed=0,1", "hardware.jobs_per_gpu=2", "hydra.sweep.dir=jobs")
-    printed = pipeline(*call, cwd=tmp_path, warm=False, TMPDIR=str(tmp_path), **gpus(tmp_path, "3")).stderr
-    assert re.findall("^  seed=.: (started|finished)", printed, re.MULTILINE)[:2] == ["started", "started"]
+    call = (
+        "train",
+        "-m",
+        *TINY,
+        "seed=0,1",
+        "hardware.jobs_per_gpu=2",
+        "hydra.sweep.dir=jobs",
+    )
+    printed = pipeline(
+        *call, cwd=tmp_path, warm=False, TMPDIR=str(tmp_path), **gpus(tmp_path, "3")
+    ).stderr
+    assert re.findall("^  seed=.: (started|finished)", printed, re.MULTILINE)[:2] == [
+        "started",
+        "started",
+    ]
     logs = [file.read_text() for file in tmp_path.glob("jobs/*/job.log")]
     assert len(logs) == 2
     assert not any("waits for GPU" in log for log in logs)
@@ -208,7 +266,11 @@ def test_the_parent_says_what_the_sweep_was(troubles):
 
 # Interruptions
 
-LATER = (((), 0.5), (("+hydra.job.env_set.A=b",), 1), pytest.param((), 1, marks=pytest.mark.soak))
+LATER = (
+    ((), 0.5),
+    (("+hydra.job.env_set.A=b",), 1),
+    pytest.param((), 1, marks=pytest.mark.soak),
+)
 
 
 @pytest.mark.parametrize(
@@ -218,11 +280,31 @@ LATER = (((), 0.5), (("+hydra.job.env_set.A=b",), 1), pytest.param((), 1, marks=
         pytest.param(signal.SIGTERM, False, 1, id="sigterm", marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, number, to_group, at_once):
-    jobs = (f"seed={','.join(map(str, range(at_once + 1)))}", f"hardware.parallel_jobs={at_once}")
-    process = start("train", "-m", *TINY, "training.epochs=100000", *jobs, "hydra.sweep.dir=jobs", cwd=tmp_path)
-    journals = [tmp_path / "jobs" / str(job) / "journal.jsonl" for job in range(at_once)]
-    wait(lambda: all(file.exists() and file.read_text().count("train/loss") > 20 for file in journals))
+def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(
+    tmp_path, number, to_group, at_once
+):
+    jobs = (
+        f"seed={','.join(map(str, range(at_once + 1)))}",
+        f"hardware.parallel_jobs={at_once}",
+    )
+    process = start(
+        "train",
+        "-m",
+        *TINY,
+        "training.epochs=100000",
+        *jobs,
+        "hydra.sweep.dir=jobs",
+        cwd=tmp_path,
+    )
+    journals = [
+        tmp_path / "jobs" / str(job) / "journal.jsonl" for job in range(at_once)
+    ]
+    wait(
+        lambda: all(
+            file.exists() and file.read_text().count("train/loss") > 20
+            for file in journals
+        )
+    )
     if to_group:  # as a terminal does it
         os.killpg(process.pid, number)
     else:
@@ -234,7 +316,9 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, numb
     assert {name: run.info.status for name, (run,) in children.items()} == {
         f"seed={n}": "KILLED" for n in range(at_once)
     }
-    assert all("SIGTERM" in run.data.tags["failure"] for (run,) in children.values())  # each said so itself
+    assert all(
+        "SIGTERM" in run.data.tags["failure"] for (run,) in children.values()
+    )  # each said so itself
     assert f"  seed={at_once}  NOT RUN" in printed
     assert "Traceback" not in printed
     wait(lambda: processes_in(tmp_path) == [], 30)
@@ -245,18 +329,24 @@ def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(tmp_path, numb
     ("more", "seconds"),
     [((), 0), *LATER],
 )
-def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(tmp_path, more, seconds):
+def test_a_sweep_that_is_interrupted_at_once_leaves_nothing_running(
+    tmp_path, more, seconds
+):
     process = start("train", "-m", *TINY, "seed=0,1", *more, cwd=tmp_path, warm=False)
     assert process.stderr is not None
     while "started" not in process.stderr.readline():
         pass
-    time.sleep(seconds)  # the imports, of the job or of what it is forked from, or what follows
+    time.sleep(
+        seconds
+    )  # the imports, of the job or of what it is forked from, or what follows
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=90)[1]
     assert process.returncode == 130, printed
     parent, children = parent_and_children(Store(tmp_path))
     assert parent.info.status == "KILLED"
-    assert all(run.info.status == "KILLED" for runs in children.values() for run in runs)
+    assert all(
+        run.info.status == "KILLED" for runs in children.values() for run in runs
+    )
     wait(lambda: processes_in(tmp_path) == [], 30)
     assert "Traceback" not in printed
 
@@ -287,7 +377,16 @@ def test_a_job_that_waits_for_a_gpu_can_be_interrupted(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         shown = {**gpus(tmp_path, "3"), "TMPDIR": str(tmp_path)}
         # Not warm: that process has looked up its TMPDIR by now.
-        process = start("train", "-m", *TINY, "seed=0,1", "hydra.sweep.dir=jobs", cwd=tmp_path, warm=False, **shown)
+        process = start(
+            "train",
+            "-m",
+            *TINY,
+            "seed=0,1",
+            "hydra.sweep.dir=jobs",
+            cwd=tmp_path,
+            warm=False,
+            **shown,
+        )
         log = tmp_path / "jobs" / "0" / "job.log"
         wait(lambda: log.exists() and "waits for GPU 3" in log.read_text())
         process.send_signal(signal.SIGINT)
@@ -311,16 +410,22 @@ def processes_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interrupted(tmp_path):
+def test_a_search_finds_the_better_learning_rate_and_goes_on_where_it_was_interrupted(
+    tmp_path,
+):
     """Optuna's choices are the seed's: what finished is not run again, and counts as it did.
 
     `--again` needs no override again; one that is given counts more than the recorded one.
     """
     search = ("sweep", "search_learning_rate")
-    first = pipeline(*search, *TINY, "accumulation.factor=4", "hydra.sweeper.trials=2", cwd=tmp_path)
+    first = pipeline(
+        *search, *TINY, "accumulation.factor=4", "hydra.sweeper.trials=2", cwd=tmp_path
+    )
     store = Store(tmp_path)
     parent, before = parent_and_children(store)
-    more = pipeline(*search, "--again", parent.info.run_id, "hydra.sweeper.trials=3", cwd=tmp_path)
+    more = pipeline(
+        *search, "--again", parent.info.run_id, "hydra.sweeper.trials=3", cwd=tmp_path
+    )
     parent, after = parent_and_children(store)
     assert parent.info.status == "FINISHED"
     assert len(before) == 2
@@ -362,11 +467,22 @@ def test_one_wrong_job_refuses_the_sweep_and_leaves_nothing(tmp_path):
         assert answer["changed"] == []
 
 
-def test_a_password_in_a_config_file_is_refused_as_the_files_of_a_sweep_would_hold_it(tmp_path):
+def test_a_password_in_a_config_file_is_refused_as_the_files_of_a_sweep_would_hold_it(
+    tmp_path,
+):
     own = tmp_path / "conf" / "tracking" / "mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("uri: http://me:Hunter77@127.0.0.1:9\n")
-    done = pipeline("train", "-m", "--config-dir", "conf", "tracking=mine", "seed=0,1", cwd=tmp_path, status=2)
+    done = pipeline(
+        "train",
+        "-m",
+        "--config-dir",
+        "conf",
+        "tracking=mine",
+        "seed=0,1",
+        cwd=tmp_path,
+        status=2,
+    )
     assert "tracking.uri must come to a sweep as an override" in done.stderr
     assert "Hunter77" not in done.stderr
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [own]
@@ -376,11 +492,21 @@ def test_a_password_in_a_config_file_is_refused_as_the_files_of_a_sweep_would_ho
 
 
 @pytest.mark.slow
-def test_a_sweep_file_is_a_plain_hydra_multirun_and_runs_in_one_process_for_a_debugger(tmp_path):
+def test_a_sweep_file_is_a_plain_hydra_multirun_and_runs_in_one_process_for_a_debugger(
+    tmp_path,
+):
     name = "factor_at_fixed_effective_batch"
     files = ("--config-dir", str(ROOT / "sweeps"), "--config-name", name)
     pipeline(
-        *("train", "-m", *files, *TINY, "accumulation.factor=1,8", "hydra/launcher=basic", "hydra.sweep.dir=jobs"),
+        *(
+            "train",
+            "-m",
+            *files,
+            *TINY,
+            "accumulation.factor=1,8",
+            "hydra/launcher=basic",
+            "hydra.sweep.dir=jobs",
+        ),
         *("hardware.precision=float64",),
         cwd=tmp_path,
     )
@@ -388,7 +514,10 @@ def test_a_sweep_file_is_a_plain_hydra_multirun_and_runs_in_one_process_for_a_de
     parent, children = parent_and_children(store)
     assert parent.info.run_name == f"sweep {name}"
     assert parent.info.status == "FINISHED"
-    losses = [store.history(run, "train/loss") for (run,) in (children["factor=1"], children["factor=8"])]
+    losses = [
+        store.history(run, "train/loss")
+        for (run,) in (children["factor=1"], children["factor=8"])
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert not list((tmp_path / "jobs").rglob("job.log"))
 
@@ -406,13 +535,31 @@ class Planned(LocalLauncher):
         return [completed_with(1.0) for _ in jobs]
 """
 NAMES = {
-    "does_it_pay": ["scaling=none factor=1 seed=0 batch=8", "scaling=sqrt factor=16 seed=2 batch=128"],
+    "does_it_pay": [
+        "scaling=none factor=1 seed=0 batch=8",
+        "scaling=sqrt factor=16 seed=2 batch=128",
+    ],
     "factor_at_fixed_effective_batch": ["factor=1", "factor=16"],
-    "factor_at_fixed_micro_batch": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
-    "factor_with_linear_scaling": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
-    "factor_with_sqrt_scaling": ["factor=1 seed=0 batch=16", "factor=16 seed=2 batch=256"],
-    "optimizer_by_factor": ["optimizer=momentum factor=1 batch=16", "optimizer=lion factor=16 batch=256"],
-    "rate_transfer": ["scaling=none batch=16 rate=0.001 seed=0", "scaling=sqrt batch=256 rate=0.032 seed=1"],
+    "factor_at_fixed_micro_batch": [
+        "factor=1 seed=0 batch=16",
+        "factor=16 seed=2 batch=256",
+    ],
+    "factor_with_linear_scaling": [
+        "factor=1 seed=0 batch=16",
+        "factor=16 seed=2 batch=256",
+    ],
+    "factor_with_sqrt_scaling": [
+        "factor=1 seed=0 batch=16",
+        "factor=16 seed=2 batch=256",
+    ],
+    "optimizer_by_factor": [
+        "optimizer=momentum factor=1 batch=16",
+        "optimizer=lion factor=16 batch=256",
+    ],
+    "rate_transfer": [
+        "scaling=none batch=16 rate=0.001 seed=0",
+        "scaling=sqrt batch=256 rate=0.032 seed=1",
+    ],
     "seeds": ["seed=0", "seed=4"],
 }
 
@@ -423,17 +570,31 @@ SWEEPS = sorted(file.stem for file in (ROOT / "sweeps").glob("*.yaml"))
 def test_every_sweep_file_plans_the_jobs_of_its_header(tmp_path, name):
     (tmp_path / "hydra_plugins").mkdir()  # where alone Hydra takes plugins from
     (tmp_path / "hydra_plugins" / "planned.py").write_text(PLANNED)
-    done = pipeline("sweep", name, "hydra.launcher._target_=hydra_plugins.planned.Planned", cwd=tmp_path)
+    done = pipeline(
+        "sweep",
+        name,
+        "hydra.launcher._target_=hydra_plugins.planned.Planned",
+        cwd=tmp_path,
+    )
     jobs = [job for line in done.stdout.splitlines() for job in json.loads(line)]
     head = (ROOT / "sweeps" / f"{name}.yaml").read_text()
     assert head.startswith("# Question: ")
-    runs = re.search(rf"# Run: +pipeline sweep {name} +(\d+) runs, about \d+ s each on two CPU cores\n# Expect: ", head)
+    runs = re.search(
+        rf"# Run: +pipeline sweep {name} +(\d+) runs, about \d+ s each on two CPU cores\n# Expect: ",
+        head,
+    )
     assert len(set(jobs)) == len(jobs) == int(runs[1])
     if name in NAMES:
         assert [jobs[0], jobs[-1]] == NAMES[name]
 
 
 def test_jobs_are_named_by_what_differs():
-    values = [{"accumulation.factor": factor, "optimizer.learning_rate": 0.1} for factor in (1, 8)]
-    assert parent_run.names_of(values, [32, 256]) == ["factor=1 rate=0.1 batch=32", "factor=8 rate=0.1 batch=256"]
+    values = [
+        {"accumulation.factor": factor, "optimizer.learning_rate": 0.1}
+        for factor in (1, 8)
+    ]
+    assert parent_run.names_of(values, [32, 256]) == [
+        "factor=1 rate=0.1 batch=32",
+        "factor=8 rate=0.1 batch=256",
+    ]
     assert parent_run.names_of([{}, {}], [32, 32], first=4) == ["job #4", "job #5"]

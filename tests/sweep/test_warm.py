@@ -28,21 +28,33 @@ sys.exit(3)
 def test_it_tells_the_same_as_a_new_process(tmp_path):
     said = []
     for warm in (True, False):
-        process = python("-c", ASKED, "one", cwd=tmp_path, warm=warm, stdin=subprocess.PIPE, COLOUR="red")
+        process = python(
+            "-c",
+            ASKED,
+            "one",
+            cwd=tmp_path,
+            warm=warm,
+            stdin=subprocess.PIPE,
+            COLOUR="red",
+        )
         out, err = process.communicate("typed")
         assert process.returncode == process.poll() == 3, err
         assert err.startswith("complained")
         assert ("tensorflow" in err) is warm
         said.append(json.loads(out))
     forked, started = said
-    forked["path"] = [""] if forked["path"] == [str(tmp_path)] else forked["path"]  # which is the same for `-c`
+    forked["path"] = (
+        [""] if forked["path"] == [str(tmp_path)] else forked["path"]
+    )  # which is the same for `-c`
     assert forked == started
     assert (forked["threads"], forked["colour"], forked["input"]) == (1, "red", "typed")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_it_and_is_its_status(tmp_path, number):
-    process = python("-c", "import time; print('begun', flush=True); time.sleep(60)", cwd=tmp_path)
+    process = python(
+        "-c", "import time; print('begun', flush=True); time.sleep(60)", cwd=tmp_path
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     assert process.poll() is None

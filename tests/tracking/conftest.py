@@ -16,7 +16,10 @@ def mlflow_server(tmp_path_factory) -> Iterator[str]:
     from tests.browser import server
 
     folder = tmp_path_factory.mktemp("server")
-    with contextlib.chdir(folder), server(f"sqlite:///{folder}/mlflow.db") as address:  # its artifacts are put here
+    with (
+        contextlib.chdir(folder),
+        server(f"sqlite:///{folder}/mlflow.db") as address,
+    ):  # its artifacts are put here
         yield address
 
 
@@ -31,7 +34,11 @@ def proxy(mlflow_server) -> Iterator[Proxy]:
 @pytest.fixture
 def impatient_requests(monkeypatch) -> None:
     """Let MLflow give up a request after two tries of 4 s."""
-    for name, value in {"MAX_RETRIES": "1", "BACKOFF_FACTOR": "0", "TIMEOUT": "4"}.items():
+    for name, value in {
+        "MAX_RETRIES": "1",
+        "BACKOFF_FACTOR": "0",
+        "TIMEOUT": "4",
+    }.items():
         monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)
 
 

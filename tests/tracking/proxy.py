@@ -59,7 +59,9 @@ class Proxy:
         self._listener = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._listener.daemon_threads, self._listener.block_on_close = True, False
         self.port = self._listener.server_port
-        threading.Thread(target=self._listener.serve_forever, args=[0.05], daemon=True).start()
+        threading.Thread(
+            target=self._listener.serve_forever, args=[0.05], daemon=True
+        ).start()
 
     def down(self) -> None:
         """Refuse connections."""
@@ -81,7 +83,9 @@ class Proxy:
             return
         if mode == "slow":
             self._closed.wait(SLOW)
-        if self.password is not None and request.headers.get("Authorization") != _basic(self.password):
+        if self.password is not None and request.headers.get("Authorization") != _basic(
+            self.password
+        ):
             self.harmed += 1
             _answer(request, 401, {}, b"You are not authenticated.")
             return
@@ -98,12 +102,20 @@ class Proxy:
         else:
             _answer(request, status, headers, content)
 
-    def _ask(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _ask(
+        self, request: BaseHTTPRequestHandler, body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(self._server, timeout=60)
         try:
             dropped = ("host", "connection", "content-length", "transfer-encoding")
-            headers = {key: value for key, value in request.headers.items() if key.lower() not in dropped}
-            connection.request(request.command, request.path, body, {**headers, "Connection": "close"})
+            headers = {
+                key: value
+                for key, value in request.headers.items()
+                if key.lower() not in dropped
+            }
+            connection.request(
+                request.command, request.path, body, {**headers, "Connection": "close"}
+            )
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
         finally:
@@ -125,10 +137,21 @@ def _basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
 
 
-def _answer(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes) -> None:
+def _answer(
+    request: BaseHTTPRequestHandler,
+    status: int,
+    headers: dict[str, str],
+    content: bytes,
+) -> None:
     request.send_response(status)
     for key, value in headers.items():
-        if key.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+        if key.lower() not in (
+            "content-length",
+            "transfer-encoding",
+            "connection",
+            "date",
+            "server",
+        ):
             request.send_header(key, value)
     request.send_header("Content-Length", str(len(content)))
     request.end_headers()

@@ -58,15 +58,21 @@ def half_shipped(folder):
 
 def rows_in(folder):
     """Count without MLflow, which would keep the file open in this process wherever it goes."""
-    with contextlib.closing(sqlite3.connect(folder / "mlruns" / "mlflow.db")) as database:
-        return database.execute("SELECT COUNT(*) FROM metrics WHERE key = 'train/loss'").fetchone()[0]
+    with contextlib.closing(
+        sqlite3.connect(folder / "mlruns" / "mlflow.db")
+    ) as database:
+        return database.execute(
+            "SELECT COUNT(*) FROM metrics WHERE key = 'train/loss'"
+        ).fetchone()[0]
 
 
 @pytest.mark.soak
 def test_locked_in_the_middle(tmp_path, undisturbed):
     """For longer than the 5 s that SQLite waits by itself."""
     journal = half_shipped(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db", isolation_level=None)) as other:
+    with contextlib.closing(
+        sqlite3.connect(tmp_path / "mlruns" / "mlflow.db", isolation_level=None)
+    ) as other:
         other.execute("BEGIN EXCLUSIVE")
         train(journal, HALF + 1, UPDATES)
         time.sleep(15)
@@ -78,12 +84,16 @@ def test_locked_in_the_middle(tmp_path, undisturbed):
 def test_locked_at_the_end(tmp_path, undisturbed):
     journal = half_shipped(tmp_path)
     journal.patience = 3.0
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db", isolation_level=None)) as other:
+    with contextlib.closing(
+        sqlite3.connect(tmp_path / "mlruns" / "mlflow.db", isolation_level=None)
+    ) as other:
         other.execute("BEGIN EXCLUSIVE")
         train(journal, HALF + 1, UPDATES)
         began = time.monotonic()
         assert journal.close("FINISHED")
-        assert time.monotonic() - began < 3 + 2 + BUSY  # the patience, and the grace of the shipper
+        assert (
+            time.monotonic() - began < 3 + 2 + BUSY
+        )  # the patience, and the grace of the shipper
         assert sync(tmp_path, "tracking.patience=1") == 4
     assert sync(tmp_path) == 0
     assert fields(uri_in(tmp_path), "e") == undisturbed
@@ -113,7 +123,9 @@ def test_full(tmp_path, undisturbed, until):
         else:
             journal.patience = 2.0
             why = journal.close("FINISHED") or ""
-            assert "full" in why or "No space left" in why  # SQLite's word, or the system's for an artifact
+            assert (
+                "full" in why or "No space left" in why
+            )  # SQLite's word, or the system's for an artifact
             assert sync(tmp_path, "tracking.patience=1") == 4
             free(tmp_path / "mlruns")
             assert sync(tmp_path) == 0
@@ -148,7 +160,14 @@ class Postgres:
             listener.bind(("127.0.0.1", 0))
             self._port = listener.getsockname()[1]
         self.uri = f"postgresql://postgres@127.0.0.1:{self._port}/postgres"
-        self._call("initdb", "--auth=trust", "--username=postgres", "--no-sync", "--pgdata", str(folder / "data"))
+        self._call(
+            "initdb",
+            "--auth=trust",
+            "--username=postgres",
+            "--no-sync",
+            "--pgdata",
+            str(folder / "data"),
+        )
 
     def start(self) -> None:
         options = f"-p {self._port} -h 127.0.0.1 -k {self.folder}"
@@ -156,12 +175,23 @@ class Postgres:
         self._call("pg_ctl", "-D", data, "-l", log, "-w", "-o", options, "start")
 
     def stop(self) -> None:
-        self._call("pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", "immediate", "stop")
+        self._call(
+            "pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", "immediate", "stop"
+        )
 
     def _call(self, program: str, *arguments: str) -> None:
-        account = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}  # it refuses to run as root
+        account = (
+            {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
+        )  # it refuses to run as root
         command = [str(_programs() / program), *arguments]
-        subprocess.run(command, check=True, cwd="/", stdout=subprocess.DEVNULL, timeout=120, **account)
+        subprocess.run(
+            command,
+            check=True,
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            timeout=120,
+            **account,
+        )
 
 
 def _folders() -> list[Path]:
@@ -176,7 +206,9 @@ def _programs() -> Path:
 def postgres(tmp_path_factory):
     programs.need("initdb", path=os.pathsep.join(map(str, _folders())))
     pytest.importorskip("psycopg")
-    with tempfile.TemporaryDirectory(prefix="pipeline-postgres-") as name:  # pytest's are root's alone
+    with tempfile.TemporaryDirectory(
+        prefix="pipeline-postgres-"
+    ) as name:  # pytest's are root's alone
         if os.geteuid() == 0:
             os.chown(name, *pwd.getpwnam("postgres")[2:4])
         server = Postgres(Path(name))
@@ -187,14 +219,25 @@ def postgres(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "seconds",
-    [pytest.param(1, id="at once", marks=pytest.mark.slow), pytest.param(12, id="longer", marks=pytest.mark.soak)],
+    [
+        pytest.param(1, id="at once", marks=pytest.mark.slow),
+        pytest.param(12, id="longer", marks=pytest.mark.soak),
+    ],
 )
-def test_postgresql_restarted_in_the_middle(tmp_path, undisturbed, postgres, monkeypatch, seconds):
+def test_postgresql_restarted_in_the_middle(
+    tmp_path, undisturbed, postgres, monkeypatch, seconds
+):
     monkeypatch.chdir(tmp_path)  # MLflow puts artifacts of such a store here
     experiment = f"restarted {seconds}"
     journal = opened(postgres.uri, tmp_path / "run", experiment, patience=90.0)
     train(journal, 1, HALF)
-    wait(lambda: len(fields(postgres.uri, experiment)["metrics"].get("train/loss", ())) == HALF, 2 * BUSY)
+    wait(
+        lambda: (
+            len(fields(postgres.uri, experiment)["metrics"].get("train/loss", ()))
+            == HALF
+        ),
+        2 * BUSY,
+    )
     postgres.stop()
     train(journal, HALF + 1, UPDATES - 1)
     time.sleep(seconds)
@@ -202,12 +245,16 @@ def test_postgresql_restarted_in_the_middle(tmp_path, undisturbed, postgres, mon
     train(journal, UPDATES, UPDATES)
     assert journal.close("FINISHED") is None
     assert fields(postgres.uri, experiment) == undisturbed
-    assert sync(tmp_path, f"tracking.uri={postgres.uri}") == 0  # which may hold a password: no journal has it
+    assert (
+        sync(tmp_path, f"tracking.uri={postgres.uri}") == 0
+    )  # which may hold a password: no journal has it
     assert fields(postgres.uri, experiment) == undisturbed
 
 
 @pytest.mark.soak
-def test_postgresql_away_from_before_the_end(tmp_path, undisturbed, postgres, monkeypatch, capsys):
+def test_postgresql_away_from_before_the_end(
+    tmp_path, undisturbed, postgres, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     journal = Journal(postgres.uri, "away", patience=90.0)
     journal.ready()
@@ -217,7 +264,9 @@ def test_postgresql_away_from_before_the_end(tmp_path, undisturbed, postgres, mo
     try:
         journal.patience = 4.0
         assert journal.close("FINISHED")
-        assert sync(tmp_path, f"tracking.uri={postgres.uri}", "tracking.patience=1") == 4
+        assert (
+            sync(tmp_path, f"tracking.uri={postgres.uri}", "tracking.patience=1") == 4
+        )
         assert "Traceback" not in capsys.readouterr().err
     finally:
         postgres.start()

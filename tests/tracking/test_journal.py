@@ -30,7 +30,13 @@ from tests.warm import Python
 
 pytestmark = pytest.mark.usefixtures("forked_shippers")
 RUN = {
-    **{"experiment": "pipeline", "name": "one", "params": {"a": "1"}, "tags": {}, "system_metrics": False},
+    **{
+        "experiment": "pipeline",
+        "name": "one",
+        "params": {"a": "1"},
+        "tags": {},
+        "system_metrics": False,
+    },
     "segment": {"after": 0, "cut": {"effective_batch_size": 8}},
 }
 
@@ -46,7 +52,12 @@ def begun(folder):
 
 def write(journal, *steps):
     for step in steps:
-        journal.write({"step": step, "metrics": {"train/loss": 1.0 / step, "train/learning_rate": 0.1}})
+        journal.write(
+            {
+                "step": step,
+                "metrics": {"train/loss": 1.0 / step, "train/learning_rate": 0.1},
+            }
+        )
 
 
 def points(folder):
@@ -64,7 +75,9 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     place_store(tmp_path)
     journal = Journal(f"sqlite:///{tmp_path}/mlruns/mlflow.db", "pipeline")
     journal.ready()
-    with pytest.raises(RuntimeError, match=r"the store did not take the run .*: pipeline sync "):
+    with pytest.raises(
+        RuntimeError, match=r"the store did not take the run .*: pipeline sync "
+    ):
         journal.start(tmp_path / NAME, RUN | {"params": {"a//b": "1"}})
     assert Store(tmp_path).run().info.status == "FAILED"
 
@@ -133,27 +146,44 @@ def test_a_shipper_that_hangs_costs_no_more_than_the_patience(tmp_path):
 def test_what_is_lost_with_its_store_is_shipped_anew(tmp_path):
     journal = begun(tmp_path)
     (tmp_path / "note.txt").write_text("here")
-    for line in ({"artifact": "note.txt"}, {"artifact": "nowhere.txt"}, {"tags": {"mine": "1"}}):
+    for line in (
+        {"artifact": "note.txt"},
+        {"artifact": "nowhere.txt"},
+        {"tags": {"mine": "1"}},
+    ):
         journal.write(line)
     write(journal, *range(1, 30))
-    assert journal.close("FINISHED") is None  # one artifact that cannot be read is no reason
+    assert (
+        journal.close("FINISHED") is None
+    )  # one artifact that cannot be read is no reason
     shutil.rmtree(tmp_path / "mlruns")
     place_store(tmp_path)
     statuses = []
-    both = [threading.Thread(target=lambda: statuses.append(_sync_process(tmp_path))) for _ in range(2)]
+    both = [
+        threading.Thread(target=lambda: statuses.append(_sync_process(tmp_path)))
+        for _ in range(2)
+    ]
     for thread in both:
         thread.start()
     for thread in both:
         thread.join()
     assert statuses == [0, 0]
-    again = Store(tmp_path).run()  # one; MLflow keeps a database open, so this process has not looked before
+    again = Store(
+        tmp_path
+    ).run()  # one; MLflow keeps a database open, so this process has not looked before
     assert points(tmp_path) == ("FINISHED", list(range(1, 30)))
     assert (again.data.params, again.data.tags["mine"]) == ({"a": "1"}, "1")
     assert again.data.tags["not_shipped"] == "nowhere.txt: No such file or directory"
-    times = [json.loads(line)["time"] for line in (tmp_path / NAME).read_text().splitlines()]
+    times = [
+        json.loads(line)["time"] for line in (tmp_path / NAME).read_text().splitlines()
+    ]
     assert (again.info.start_time, again.info.end_time) == (times[0], times[-1])
-    assert [file.path for file in Store(tmp_path).client.list_artifacts(again.info.run_id)] == ["note.txt"]
-    assert synced(tmp_path).endswith(f"0 points were missing; run {again.info.run_id} is FINISHED\n")
+    assert [
+        file.path for file in Store(tmp_path).client.list_artifacts(again.info.run_id)
+    ] == ["note.txt"]
+    assert synced(tmp_path).endswith(
+        f"0 points were missing; run {again.info.run_id} is FINISHED\n"
+    )
 
 
 def _sync_process(folder):
@@ -231,7 +261,9 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     assert journal.close("FINISHED") == "the store was not asked"
     assert "for pipeline sync" in capsys.readouterr().err
     place_store(tmp_path)
-    synced(tmp_path, f"tracking.uri={uri}", "tracking.patience=1", status=4)  # it still is not there
+    synced(
+        tmp_path, f"tracking.uri={uri}", "tracking.patience=1", status=4
+    )  # it still is not there
     synced(tmp_path, f"tracking.uri=sqlite:///{tmp_path}/mlruns/mlflow.db")
     assert points(tmp_path) == ("FINISHED", list(range(1, 20)))
 
@@ -248,14 +280,21 @@ def test_a_sync_that_fails_keeps_no_lock(tmp_path):
     path.write_bytes(_shipped_journal())
     with pytest.raises(ConnectionError):
         Uploader(Away(), path, may_exist=True)
-    opened = [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
+    opened = [
+        os.path.realpath(f"/proc/self/fd/{descriptor}")
+        for descriptor in os.listdir("/proc/self/fd")
+    ]
     assert os.path.realpath(path) not in opened  # closing it has released the lock
 
 
 @pytest.mark.slow
 def test_a_wrong_sync_changes_nothing(tmp_path):
     old = b'{"time":1,"start":{}}\n'
-    for name, text in {"old": old, "runs/lr=0.1": old, "here": _shipped_journal()}.items():
+    for name, text in {
+        "old": old,
+        "runs/lr=0.1": old,
+        "here": _shipped_journal(),
+    }.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / NAME).write_bytes(text)
     expected = {
@@ -265,16 +304,27 @@ def test_a_wrong_sync_changes_nothing(tmp_path):
         "sync --nonsense": "arguments must be as pipeline sync --help says (unrecognized arguments: --nonsense).",
         "sync here tracking.uri=sqlite:////x/y.db": "tracking.uri must be that of the journal in here, sqlite:",
     }
-    for line, answer in one_process({line: line for line in expected}, tmp_path).items():
+    for line, answer in one_process(
+        {line: line for line in expected}, tmp_path
+    ).items():
         assert answer["status"] == 2, answer
-        assert answer["err"].splitlines()[-1].startswith(f"pipeline: {expected[line]}"), answer
+        assert (
+            answer["err"].splitlines()[-1].startswith(f"pipeline: {expected[line]}")
+        ), answer
         assert answer["changed"] == []
 
 
 def _shipped_journal():
     crc, found = 0, b""
     for line in (
-        {"start": {"format": 1, "store": "sqlite:////a/b.db", "experiment": "e", "tags": {"journal": "1"}}},
+        {
+            "start": {
+                "format": 1,
+                "store": "sqlite:////a/b.db",
+                "experiment": "e",
+                "tags": {"journal": "1"},
+            }
+        },
         {"run": {"run_id": "1", "experiment_id": "1"}},
     ):
         body = (json.dumps(line)[1:] + "\n").encode()
@@ -292,21 +342,30 @@ def test_a_user_without_a_name_is_recorded():
     )
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
     process = Python(
-        warm_address(), ["-c", asked], env={key: value for key, value in environment().items() if key not in names}
+        warm_address(),
+        ["-c", asked],
+        env={key: value for key, value in environment().items() if key not in names},
     )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out == "unknown\n"
 
 
-def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(
+    tmp_path, monkeypatch, capsys
+):
     journal = begun(tmp_path)
     write(journal, 1)
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
     journal._writer.close()
-    monkeypatch.setattr(MlflowClient, "set_terminated", lambda *_: None)  # it takes all, and keeps nothing
+    monkeypatch.setattr(
+        MlflowClient, "set_terminated", lambda *_: None
+    )  # it takes all, and keeps nothing
     assert sync_run(str(tmp_path), OwnStore(journal.uri), 0.1, named=True) == 4
-    assert "the store has the run as RUNNING when it is read again, and not as KILLED" in capsys.readouterr().err
+    assert (
+        "the store has the run as RUNNING when it is read again, and not as KILLED"
+        in capsys.readouterr().err
+    )
 
 
 class Slow:
@@ -342,7 +401,9 @@ def test_the_end_waits_as_long_as_the_store_takes_points(tmp_path, monkeypatch, 
     assert capsys.readouterr().err == "still shipping: about 100,002 points left\n"
 
 
-def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(tmp_path, monkeypatch, capsys):
+def test_a_store_that_falls_behind_is_told_of_while_the_run_trains(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("pipeline.tracking.journal.ShipperProcess", Slow)
     monkeypatch.setattr("pipeline.tracking.journal.REVIVE", 0.0)
     journal = Journal("http://127.0.0.1:9", "pipeline")
@@ -374,7 +435,12 @@ def test_a_sync_goes_on_as_long_as_the_store_takes_points(tmp_path, monkeypatch)
         log_batch(*arguments, **given)
 
     monkeypatch.setattr(MlflowClient, "log_batch", harmed)
-    uploader = Uploader(tracking_store.Store(journal.uri), tmp_path / NAME, may_exist=True, tell=told.append)
+    uploader = Uploader(
+        tracking_store.Store(journal.uri),
+        tmp_path / NAME,
+        may_exist=True,
+        tell=told.append,
+    )
     uploader.finish(0.7)
     uploader.close()
     assert points(tmp_path) == ("FINISHED", list(range(1, 500)))
@@ -386,7 +452,10 @@ def crafted(folder, store, **changes):
     """A journal in `folder` as somebody else might make it, with right checksums."""
     folder.mkdir()
     start = {"format": 1, "store": store, **RUN, "tags": {"journal": "j"}}
-    lines = [{"time": 1, "start": start}, *({"time": 2, "artifact": name} for name in changes.get("artifacts", ()))]
+    lines = [
+        {"time": 1, "start": start},
+        *({"time": 2, "artifact": name} for name in changes.get("artifacts", ())),
+    ]
     crc, texts = 0, []
     for line in [*lines, {"time": 3, "end": "FINISHED"}]:
         rest = json.dumps(line, separators=(",", ":")).encode()[1:] + b"\n"
@@ -401,7 +470,10 @@ def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
         uri = f"http://127.0.0.1:{evil.getsockname()[1]}"
         crafted(tmp_path / "host", uri)
         crafted(tmp_path / "file", f"sqlite:///{tmp_path}/elsewhere.db")
-        crafted(tmp_path / "query", f"postgresql://127.0.0.1/db?host=x&port={evil.getsockname()[1]}")
+        crafted(
+            tmp_path / "query",
+            f"postgresql://127.0.0.1/db?host=x&port={evil.getsockname()[1]}",
+        )
         note = {"store": uri, "run_id": "a" * 32, "experiment_id": "1"}
         (tmp_path / "sweep" / "0").mkdir(parents=True)
         (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(note))
@@ -429,7 +501,10 @@ def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
 
 def test_a_store_that_is_trusted_is_followed(tmp_path):
     store = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
-    for own in (OwnStore(store, (), False), OwnStore("sqlite:///x.db", (str(tmp_path),), False)):
+    for own in (
+        OwnStore(store, (), False),
+        OwnStore("sqlite:///x.db", (str(tmp_path),), False),
+    ):
         assert own.followed(store, "it") == store
     with_password = OwnStore("http://me:hush-42@host", (), False)
     assert with_password.followed("http://***@host", "it") == with_password.uri
@@ -437,14 +512,20 @@ def test_a_store_that_is_trusted_is_followed(tmp_path):
     with pytest.raises(ConfigError) as refused:
         OwnStore("http://b", ("http://a",), False).followed("http://me:word@a", "it")
     assert "add tracking.uri=http://***@a" in str(refused.value)
-    assert sync_command("my run", "http://me:word@a") == "pipeline sync 'my run' 'tracking.uri=http://***@a'"
+    assert (
+        sync_command("my run", "http://me:word@a")
+        == "pipeline sync 'my run' 'tracking.uri=http://***@a'"
+    )
 
 
 def test_a_printed_command_names_the_store_unless_it_would_find_it(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert sync_command("run", DEFAULT_STORE) == "pipeline sync run"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://exported:80")
-    assert sync_command("run", DEFAULT_STORE) == f"pipeline sync run tracking.uri={DEFAULT_STORE}"
+    assert (
+        sync_command("run", DEFAULT_STORE)
+        == f"pipeline sync run tracking.uri={DEFAULT_STORE}"
+    )
 
 
 def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
@@ -454,7 +535,19 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     place_store(tmp_path)
     uri, secret = f"sqlite:///{tmp_path}/mlruns/mlflow.db", tmp_path / "secret"
     secret.write_text("secret")
-    names = ["good.txt", "../secret", str(secret), "link", "folder/secret", "folder", "..", "fifo", "a\0b", 5, ["link"]]
+    names = [
+        "good.txt",
+        "../secret",
+        str(secret),
+        "link",
+        "folder/secret",
+        "folder",
+        "..",
+        "fifo",
+        "a\0b",
+        5,
+        ["link"],
+    ]
     crafted(tmp_path / "run", uri, artifacts=names)
     (tmp_path / "run" / "good.txt").write_text("good")
     (tmp_path / "run" / "link").symlink_to(secret)
@@ -462,9 +555,13 @@ def test_only_files_of_the_run_directory_itself_are_sent(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "run" / "fifo")
     noted = []
     monkeypatch.setattr(Uploader, "_note", lambda _, what: noted.append(what))
-    with closing(Uploader(Opened(uri), tmp_path / "run" / NAME, may_exist=True)) as uploader:
+    with closing(
+        Uploader(Opened(uri), tmp_path / "run" / NAME, may_exist=True)
+    ) as uploader:
         uploader.finish(0)
     run = Store(tmp_path).run()
-    assert [file.path for file in Store(tmp_path).client.list_artifacts(run.info.run_id)] == ["good.txt"]
+    assert [
+        file.path for file in Store(tmp_path).client.list_artifacts(run.info.run_id)
+    ] == ["good.txt"]
     assert len(noted) == len(names) - 1
     assert noted[0] == "../secret: it is no file of the run directory itself"

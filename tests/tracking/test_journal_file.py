@@ -16,11 +16,22 @@ from pipeline.common.recorded import FormError
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import NAME, Past, Reader
 
-START = {"start": {"format": 1, "store": "sqlite:///x", "experiment": "e", "params": {}, "tags": {"journal": "1"}}}
+START = {
+    "start": {
+        "format": 1,
+        "store": "sqlite:///x",
+        "experiment": "e",
+        "params": {},
+        "tags": {"journal": "1"},
+    }
+}
 
 
 def lines(number):
-    return [{"time": step, "step": step, "metrics": {"train/loss": 1 / step}} for step in range(1, number + 1)]
+    return [
+        {"time": step, "step": step, "metrics": {"train/loss": 1 / step}}
+        for step in range(1, number + 1)
+    ]
 
 
 def written(folder, number=20):
@@ -59,7 +70,10 @@ def test_every_byte_counts_wherever_it_is(tmp_path):
         found, said = read(path)
         before = whole[:place].count(b"\n")
         assert found == intact[:before], place
-        assert said == f"line {before + 1} is not as it was written" or place == len(whole) - 1
+        assert (
+            said == f"line {before + 1} is not as it was written"
+            or place == len(whole) - 1
+        )
         cut = place + chance.randrange(1, 200)
         path.write_bytes(whole[:place] + whole[cut:])
         found, said = read(path)
@@ -87,13 +101,24 @@ def test_a_line_longer_than_what_is_read_at_once(tmp_path):
 
 
 def test_a_journal_of_before_is_refused(tmp_path):
-    (tmp_path / NAME).write_text('{"time":1,"start":{"experiment":"e"}}\n{"time":2,"step":1,"metrics":{}}\n')
-    with pytest.raises(ConfigError, match=r"must have a journal of format 1 \(it is of a version before this one\)"):
+    (tmp_path / NAME).write_text(
+        '{"time":1,"start":{"experiment":"e"}}\n{"time":2,"step":1,"metrics":{}}\n'
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"must have a journal of format 1 \(it is of a version before this one\)",
+    ):
         Past.of(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "crafted", [{"start": 5}, {"metrics": 5, "step": 1}, {"tags": 5}, {"metrics": {}, "step": "x"}]
+    "crafted",
+    [
+        {"start": 5},
+        {"metrics": 5, "step": 1},
+        {"tags": 5},
+        {"metrics": {}, "step": "x"},
+    ],
 )
 def test_a_line_of_another_form_is_damage(tmp_path, crafted):
     writer = journal_file.create(tmp_path / NAME)
@@ -135,7 +160,9 @@ def test_one_writer_until_it_dies(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
 def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True
+    )
     try:
         filler = tmp_path / "filler"
         writer = journal_file.create(tmp_path / NAME)
@@ -147,7 +174,10 @@ def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
         assert writer.unwritten()
         assert capsys.readouterr().err.count("its lines wait in memory") == 1
         on_disk, said = read(tmp_path / NAME)
-        assert on_disk[1:] == [{**row, "crc": line["crc"]} for row, line in zip(rows, on_disk[1:], strict=False)]
+        assert on_disk[1:] == [
+            {**row, "crc": line["crc"]}
+            for row, line in zip(rows, on_disk[1:], strict=False)
+        ]
         assert said == ""
         filler.unlink()
         for row in rows[300:]:
@@ -162,7 +192,11 @@ def test_a_full_disk_keeps_lines_waiting(tmp_path, capsys):
 def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
     writer = journal_file.create(tmp_path / NAME)
     monkeypatch.setattr(journal_file, "MOST_WAITING", 1000)
-    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os,
+        "write",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
     for line in lines(8):
         writer.write(line)
     with pytest.raises(OSError, match="No space left"):

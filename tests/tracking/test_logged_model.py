@@ -35,33 +35,61 @@ class Plain(keras.Model):
 
 
 @pytest.mark.slow
-def test_a_plain_subclassed_model_predicts_the_same_from_the_store(tmp_path, monkeypatch):
+def test_a_plain_subclassed_model_predicts_the_same_from_the_store(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     mlflow.set_tracking_uri(uri)
     client = mlflow.MlflowClient(uri)
     run = client.create_run(client.create_experiment("plain"))
-    model = Plain(keras.Sequential([layers.Dense(3), layers.Dropout(0.5)]), lambda x: 2 * x)
+    model = Plain(
+        keras.Sequential([layers.Dense(3), layers.Dropout(0.5)]), lambda x: 2 * x
+    )
     x = np.random.default_rng(0).normal(size=(4, 5)).astype("float32")
     expected = np.asarray(model(x))
     logged_model.save(tmp_path / NAME, model, x, [])
     model_upload.ship(client, run.info.experiment_id, run.info.run_id, tmp_path / NAME)
     loaded = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
-    np.testing.assert_allclose(loaded.predict(np.concatenate([x, x])), np.tile(expected, (2, 1)), rtol=1e-6)
+    np.testing.assert_allclose(
+        loaded.predict(np.concatenate([x, x])), np.tile(expected, (2, 1)), rtol=1e-6
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "difference", "is_same"),
-    [("mixed_bfloat16", 8 * 2**-8, True), ("float32", 8 * 2**-8, False), ("mixed_bfloat16", 0.2, False)],
+    [
+        ("mixed_bfloat16", 8 * 2**-8, True),
+        ("float32", 8 * 2**-8, False),
+        ("mixed_bfloat16", 0.2, False),
+    ],
 )
-def test_a_model_may_predict_what_its_precision_rounds_to(tmp_path, monkeypatch, precision, difference, is_same):
+def test_a_model_may_predict_what_its_precision_rounds_to(
+    tmp_path, monkeypatch, precision, difference, is_same
+):
     """As on a GPU, which takes one algorithm here and another there: an H100 was off by more than 1e-3 in bfloat16."""
     loaded = logged_model.predicted
-    monkeypatch.setattr(logged_model, "predicted", lambda *given: [(1 + difference) * each for each in loaded(*given)])
+    monkeypatch.setattr(
+        logged_model,
+        "predicted",
+        lambda *given: [(1 + difference) * each for each in loaded(*given)],
+    )
     x = np.random.default_rng(0).normal(size=(4, 5)).astype("float32")
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(3, dtype=precision), layers.Activation("softmax")])
-    with nullcontext() if is_same else pytest.raises(ValueError, match="it predicts something else once it is loaded"):
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            layers.Dense(3, dtype=precision),
+            layers.Activation("softmax"),
+        ]
+    )
+    with (
+        nullcontext()
+        if is_same
+        else pytest.raises(
+            ValueError, match="it predicts something else once it is loaded"
+        )
+    ):
         logged_model.save(tmp_path / NAME, model, x, [])
     assert (tmp_path / NAME).exists() == is_same
 
@@ -77,7 +105,9 @@ def saved(tmp_path):
 @pytest.fixture
 def run(tmp_path):
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    return client, client.create_run(client.create_experiment("e", (tmp_path / "artifacts").as_uri())).info
+    return client, client.create_run(
+        client.create_experiment("e", (tmp_path / "artifacts").as_uri())
+    ).info
 
 
 def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved, run):
@@ -85,19 +115,36 @@ def test_a_model_that_is_shipped_twice_is_one_model_of_its_run(tmp_path, saved, 
     users = client.create_logged_model(info.experiment_id, "users", info.run_id)
     again = tmp_path / "again" / NAME
     shutil.copytree(saved, again)
-    for folder in (saved, again, again):  # as by a shipper that died before it removed the folder, and by later ones
+    for folder in (
+        saved,
+        again,
+        again,
+    ):  # as by a shipper that died before it removed the folder, and by later ones
         model_upload.ship(client, info.experiment_id, info.run_id, folder)
         assert list(folder.parent.glob("*logged_model*")) == []
     models = client.search_logged_models([info.experiment_id])
     (found,) = [model for model in models if model.model_id != users.model_id]
-    assert (found.name, found.status, found.source_run_id) == ("model", "READY", info.run_id)
-    assert [output.model_id for output in client.get_run(info.run_id).outputs.model_outputs] == [found.model_id]
-    assert mlflow.models.Model.load(found.artifact_location.removeprefix("file://")).model_id == found.model_id
+    assert (found.name, found.status, found.source_run_id) == (
+        "model",
+        "READY",
+        info.run_id,
+    )
+    assert [
+        output.model_id for output in client.get_run(info.run_id).outputs.model_outputs
+    ] == [found.model_id]
+    assert (
+        mlflow.models.Model.load(
+            found.artifact_location.removeprefix("file://")
+        ).model_id
+        == found.model_id
+    )
     assert not Path(users.artifact_location.removeprefix("file://")).exists()
 
 
 @pytest.mark.slow
-def test_what_a_shipper_was_removing_when_it_was_killed_is_not_shipped(tmp_path, saved, run):
+def test_what_a_shipper_was_removing_when_it_was_killed_is_not_shipped(
+    tmp_path, saved, run
+):
     client, info = run
     (saved / "MLmodel").unlink()
     saved.rename(tmp_path / f".{NAME}")
@@ -153,13 +200,21 @@ def test_only_a_store_that_is_away_is_asked_again(error, passes):
 def offline(tmp_path_factory):
     """A folder with a run that no store has yet."""
     folder = tmp_path_factory.mktemp("offline")
-    away = ("tracking.uri=http://127.0.0.1:9", "tracking.when_unreachable=offline", "tracking.log_model=true")
-    pipeline("train", "experiment=quick", *away, "hydra.run.dir=run", cwd=folder, status=4)
+    away = (
+        "tracking.uri=http://127.0.0.1:9",
+        "tracking.when_unreachable=offline",
+        "tracking.log_model=true",
+    )
+    pipeline(
+        "train", "experiment=quick", *away, "hydra.run.dir=run", cwd=folder, status=4
+    )
     return folder
 
 
 @pytest.mark.slow
-def test_the_model_of_a_run_that_was_kept_offline_is_in_the_store_after_sync(offline, tmp_path):
+def test_the_model_of_a_run_that_was_kept_offline_is_in_the_store_after_sync(
+    offline, tmp_path
+):
     shutil.copytree(offline / "run", tmp_path / "run")
     store = f"sqlite:///{tmp_path}/mlflow.db"
     pipeline("sync", "run", f"tracking.uri={store}", cwd=tmp_path)
@@ -180,16 +235,26 @@ def without_description(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "why"), [(with_link, "data/link is neither a file nor a folder"), (without_description, "")]
+    ("damage", "why"),
+    [
+        (with_link, "data/link is neither a file nor a folder"),
+        (without_description, ""),
+    ],
 )
-def test_a_model_that_cannot_be_shipped_does_not_keep_its_run_from_its_end(offline, tmp_path, damage, why):
+def test_a_model_that_cannot_be_shipped_does_not_keep_its_run_from_its_end(
+    offline, tmp_path, damage, why
+):
     shutil.copytree(offline / "run", tmp_path / "run")
     (folder,) = (tmp_path / "run").glob("logged_model-*")
     damage(folder)
-    said = pipeline("sync", "run", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", cwd=tmp_path).stderr
+    said = pipeline(
+        "sync", "run", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", cwd=tmp_path
+    ).stderr
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (found,) = client.search_runs(["1"])
     assert found.info.status == "FINISHED"
     assert why in found.data.tags["model.not_logged"]
     assert "the model was not logged: " in said
-    assert [model for model in client.search_logged_models(["1"]) if model.status == "READY"] == []
+    assert [
+        model for model in client.search_logged_models(["1"]) if model.status == "READY"
+    ] == []

@@ -14,9 +14,13 @@ WHERE = "see pipeline/tracking/system_metrics.py"
 
 
 def test_the_signatures_are_those_that_were_read():
-    assert {"run_id", "tracking_uri"} <= set(inspect.signature(SystemMetricsMonitor).parameters), WHERE
+    assert {"run_id", "tracking_uri"} <= set(
+        inspect.signature(SystemMetricsMonitor).parameters
+    ), WHERE
     for name in ("collect_metrics", "aggregate_metrics"):
-        assert list(inspect.signature(getattr(SystemMetricsMonitor, name)).parameters) == ["self"], WHERE
+        assert list(
+            inspect.signature(getattr(SystemMetricsMonitor, name)).parameters
+        ) == ["self"], WHERE
 
 
 @pytest.mark.slow
@@ -52,4 +56,6 @@ def test_the_gpus_that_are_sampled_are_those_of_the_run(visible, gpus, found):
 
 
 def test_mlflow_samples_the_handles_that_it_is_given():
-    assert "enumerate(self.gpu_handles)" in inspect.getsource(GPUMonitor.collect_metrics), WHERE
+    assert "enumerate(self.gpu_handles)" in inspect.getsource(
+        GPUMonitor.collect_metrics
+    ), WHERE

@@ -22,7 +22,9 @@ BUSY = 60  # seconds that this machine may take for what it does at once, such a
 
 @pytest.fixture(scope="module")
 def undisturbed(mlflow_server, tmp_path_factory):
-    journal = opened(mlflow_server, tmp_path_factory.mktemp("undisturbed"), "undisturbed")
+    journal = opened(
+        mlflow_server, tmp_path_factory.mktemp("undisturbed"), "undisturbed"
+    )
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") is None
     return fields(mlflow_server, "undisturbed")
@@ -34,7 +36,10 @@ def whole(mlflow_server, undisturbed, tmp_path, request):
 
     def check():
         assert fields(mlflow_server, request.node.name) == undisturbed
-        lines = [json.loads(line)["time"] for line in (tmp_path / NAME).read_text().splitlines()]
+        lines = [
+            json.loads(line)["time"]
+            for line in (tmp_path / NAME).read_text().splitlines()
+        ]
         assert times(mlflow_server, request.node.name) == (lines[0], lines[-1])
 
     return check
@@ -42,13 +47,18 @@ def whole(mlflow_server, undisturbed, tmp_path, request):
 
 def shipped(mlflow_server, experiment, steps):
     """Return whether the store has so many updates."""
-    return len(fields(mlflow_server, experiment)["metrics"].get("train/loss", ())) >= steps
+    return (
+        len(fields(mlflow_server, experiment)["metrics"].get("train/loss", ())) >= steps
+    )
 
 
 @pytest.mark.slow
 def test_down_at_the_start_is_refused_in_a_line(tmp_path, proxy, capsys):
     proxy.down()
-    with pytest.raises(ConfigError, match=r"tracking.uri must be a store that answers \(127.0.0.1:\d+: .*refused\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tracking.uri must be a store that answers \(127.0.0.1:\d+: .*refused\)",
+    ):
         opened(proxy.address, tmp_path, "refused")
     assert not (tmp_path / NAME).exists()
 
@@ -57,7 +67,9 @@ def test_down_at_the_start_is_refused_in_a_line(tmp_path, proxy, capsys):
 def test_down_at_the_start_and_waited_for(tmp_path, proxy, whole, capsys, request):
     proxy.down()
     threading.Timer(3, proxy.up).start()
-    journal = opened(proxy.address, tmp_path, request.node.name, when_unreachable="wait")
+    journal = opened(
+        proxy.address, tmp_path, request.node.name, when_unreachable="wait"
+    )
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") is None
     assert "refused): waiting for it" in capsys.readouterr().err
@@ -66,7 +78,9 @@ def test_down_at_the_start_and_waited_for(tmp_path, proxy, whole, capsys, reques
 
 def test_down_from_the_start_to_the_end(tmp_path, proxy, whole, capsys, request):
     proxy.down()
-    journal = opened(proxy.address, tmp_path, request.node.name, when_unreachable="offline")
+    journal = opened(
+        proxy.address, tmp_path, request.node.name, when_unreachable="offline"
+    )
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") == "the store was not asked"
     assert sync(tmp_path, "tracking.patience=1") == 4
@@ -101,7 +115,9 @@ def test_away_at_the_end_for_good(tmp_path, proxy, whole, mlflow_server, request
     journal.patience = 3
     began = time.monotonic()
     assert journal.close("FINISHED")
-    assert time.monotonic() - began < 3 + 2 + BUSY  # the patience, and the grace of the shipper
+    assert (
+        time.monotonic() - began < 3 + 2 + BUSY
+    )  # the patience, and the grace of the shipper
     assert sync(tmp_path, "tracking.patience=1") == 4
     proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
     assert sync(tmp_path) == 0
@@ -145,7 +161,9 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
     journal = Journal(proxy.address, request.node.name, patience=4.0)
     journal.ready()
     proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
-    with pytest.raises(RuntimeError, match=r"the store did not take the run .*: pipeline sync "):
+    with pytest.raises(
+        RuntimeError, match=r"the store did not take the run .*: pipeline sync "
+    ):
         begin(journal, tmp_path)
     assert not journal.shipper.alive()
     proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
@@ -155,12 +173,19 @@ def test_away_while_the_run_is_created(tmp_path, proxy, mlflow_server, request, 
 
 
 @pytest.mark.slow
-def test_away_while_the_run_is_created_and_trained_offline(tmp_path, proxy, whole, capsys, request):
-    journal = Journal(proxy.address, request.node.name, patience=4.0, when_unreachable="offline")
+def test_away_while_the_run_is_created_and_trained_offline(
+    tmp_path, proxy, whole, capsys, request
+):
+    journal = Journal(
+        proxy.address, request.node.name, patience=4.0, when_unreachable="offline"
+    )
     journal.ready()
     proxy.down()
     assert begin(journal, tmp_path) == {}
-    assert "this run is kept in its directory, for pipeline sync" in capsys.readouterr().err
+    assert (
+        "this run is kept in its directory, for pipeline sync"
+        in capsys.readouterr().err
+    )
     train(journal, 1, UPDATES)
     assert journal.close("FINISHED") == "the store was not asked"
     proxy.up()
@@ -170,7 +195,9 @@ def test_away_while_the_run_is_created_and_trained_offline(tmp_path, proxy, whol
 
 @pytest.mark.slow
 def test_away_while_the_run_is_created_and_waited_for(tmp_path, proxy, whole, request):
-    journal = Journal(proxy.address, request.node.name, patience=4.0, when_unreachable="wait")
+    journal = Journal(
+        proxy.address, request.node.name, patience=4.0, when_unreachable="wait"
+    )
     journal.ready()
     proxy.down()
     threading.Timer(6, proxy.up).start()
@@ -185,12 +212,16 @@ def test_a_wrong_password_at_the_start(tmp_path, proxy, monkeypatch):
     proxy.password = "right"
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "wrong")
-    with pytest.raises(ConfigError, match=r"tracking.uri must be a store that answers \(.*401.*\)"):
+    with pytest.raises(
+        ConfigError, match=r"tracking.uri must be a store that answers \(.*401.*\)"
+    ):
         opened(proxy.address, tmp_path, "wrong")
 
 
 @pytest.mark.slow
-def test_a_password_that_changes_in_the_middle(tmp_path, proxy, whole, request, monkeypatch, mlflow_server):
+def test_a_password_that_changes_in_the_middle(
+    tmp_path, proxy, whole, request, monkeypatch, mlflow_server
+):
     proxy.password = "right"
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "right")
@@ -199,7 +230,9 @@ def test_a_password_that_changes_in_the_middle(tmp_path, proxy, whole, request, 
     wait(lambda: shipped(mlflow_server, request.node.name, HALF), BUSY)
     proxy.password = "changed"
     train(journal, HALF + 1, UPDATES)
-    assert "401" in journal.close("FINISHED")  # what the server says, not that time is up
+    assert "401" in journal.close(
+        "FINISHED"
+    )  # what the server says, not that time is up
     assert sync(tmp_path, "tracking.patience=1") == 4
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "changed")
     assert sync(tmp_path) == 0

@@ -69,7 +69,10 @@ def data(token):
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """A folder in which runs with secrets ran, against a server; and all that they said."""
-    folder, served = tmp_path_factory.mktemp("secrets"), tmp_path_factory.mktemp("served")
+    folder, served = (
+        tmp_path_factory.mktemp("secrets"),
+        tmp_path_factory.mktemp("served"),
+    )
     (folder / "mine.py").write_text(OWN)
     before = Path.cwd()
     os.chdir(served)  # where the server puts its artifacts
@@ -98,7 +101,13 @@ def told(tmp_path_factory):
                     **{
                         f"{verb} {password}": f"{verb} \"tracking.uri='http://me:{password}@127.0.0.1:9'\""
                         for verb in ("train dataset=digits", "rerun nonsense")
-                        for password in ("Hunter7#x", "Hunter7/x", "x:Hunter7", "x y Hunter7", "ab@Hunter7:x")
+                        for password in (
+                            "Hunter7#x",
+                            "Hunter7/x",
+                            "x:Hunter7",
+                            "x y Hunter7",
+                            "ab@Hunter7:x",
+                        )
                     },
                 },
                 folder,
@@ -107,11 +116,27 @@ def told(tmp_path_factory):
             line = shlex.split(f"{quiet} {boom} hydra.sweep.dir=sweep optimizer=sgd")
             sweep = pipeline("train", "-m", *line, cwd=folder, status=1, **SECRETS)
             client = MlflowClient(address)
-            (experiment,) = [e for e in client.search_experiments() if e.name == "pipeline"]
-            runs = client.search_runs([experiment.experiment_id], order_by=["start_time ASC"])
-            masked = pipeline("rerun", runs[0].info.run_id, shlex.split(uri)[0], "--allow=mine", cwd=folder, status=2)
-            said = {name: answer["out"] + answer["err"] for name, answer in answers.items()}
-            said |= {"sweep": sweep.stdout + sweep.stderr, "masked": masked.stdout + masked.stderr}
+            (experiment,) = [
+                e for e in client.search_experiments() if e.name == "pipeline"
+            ]
+            runs = client.search_runs(
+                [experiment.experiment_id], order_by=["start_time ASC"]
+            )
+            masked = pipeline(
+                "rerun",
+                runs[0].info.run_id,
+                shlex.split(uri)[0],
+                "--allow=mine",
+                cwd=folder,
+                status=2,
+            )
+            said = {
+                name: answer["out"] + answer["err"] for name, answer in answers.items()
+            }
+            said |= {
+                "sweep": sweep.stdout + sweep.stderr,
+                "masked": masked.stdout + masked.stderr,
+            }
             statuses = {name: answer["status"] for name, answer in answers.items()}
             yield folder, served, statuses, said, runs
     finally:
@@ -121,7 +146,11 @@ def told(tmp_path_factory):
 def contents(folder: Path):
     """Every file beneath `folder` with what is in it, archives opened."""
     for path in folder.rglob("*"):
-        if path.is_file() and path.name != "mine.py" and "__pycache__" not in path.parts:
+        if (
+            path.is_file()
+            and path.name != "mine.py"
+            and "__pycache__" not in path.parts
+        ):
             content = path.read_bytes()
             yield path, content
             if zipfile.is_zipfile(io.BytesIO(content)):
@@ -143,25 +172,53 @@ def test_no_secret_is_in_the_store_or_the_run_directory_of_a_run_that_fails(tmp_
     assert run.data.params["model.token"] == "***"
     assert "RuntimeError: refused: ***" in run.data.tags["failure"]
     files = dict(contents(tmp_path))
-    assert {"config.yaml", "overrides.yaml", "mlflow.db", "traceback.log"} <= {path.name for path in files}
-    for place, content in [*files.items(), ("said", (answer["out"] + answer["err"]).encode())]:
+    assert {"config.yaml", "overrides.yaml", "mlflow.db", "traceback.log"} <= {
+        path.name for path in files
+    }
+    for place, content in [
+        *files.items(),
+        ("said", (answer["out"] + answer["err"]).encode()),
+    ]:
         assert not any(fragment.encode() in content for fragment in FRAGMENTS), place
 
 
 @pytest.mark.slow
 def test_the_runs_with_secrets_did_what_they_should(told):
     folder, served, statuses, said, runs = told
-    status = {"named": 0, "fine": 0, "failing": 1, "wrong": 2, "nobody": 2, "no such run": 2, "scheme": 2}
+    status = {
+        "named": 0,
+        "fine": 0,
+        "failing": 1,
+        "wrong": 2,
+        "nobody": 2,
+        "no such run": 2,
+        "scheme": 2,
+    }
     unreadable = [name for name in statuses if name not in status]
     assert len(unreadable) == 10
     assert statuses == status | dict.fromkeys(unreadable, 2), said
     for name in unreadable:
-        assert said[name].splitlines()[-1].startswith("pipeline: tracking.uri must be a store that ")
-    assert [run.info.status for run in runs] == ["FINISHED", "FAILED", "FAILED", "FAILED"]  # the last are the sweep's
+        assert (
+            said[name]
+            .splitlines()[-1]
+            .startswith("pipeline: tracking.uri must be a store that ")
+        )
+    assert [run.info.status for run in runs] == [
+        "FINISHED",
+        "FAILED",
+        "FAILED",
+        "FAILED",
+    ]  # the last are the sweep's
     assert (folder / "sweep" / "multirun.yaml").exists()
     assert any((folder / "sweep").rglob("job.log"))
     files = [path.name for path, _ in contents(served)]
-    assert {"mlflow.db", "config.yaml", "overrides.yaml", "MLmodel", "model.keras"} <= set(files)
+    assert {
+        "mlflow.db",
+        "config.yaml",
+        "overrides.yaml",
+        "MLmodel",
+        "model.keras",
+    } <= set(files)
 
 
 @pytest.mark.slow
@@ -178,7 +235,9 @@ def test_no_secret_is_anywhere(told):
         for fragment in FRAGMENTS:
             assert fragment not in text, (name, text)
     for run in runs:
-        everything = json.dumps([run.data.params, run.data.tags, run.info.run_name], ensure_ascii=False)
+        everything = json.dumps(
+            [run.data.params, run.data.tags, run.info.run_name], ensure_ascii=False
+        )
         assert not any(fragment in everything for fragment in FRAGMENTS)
     assert runs[0].data.params["model.token"] == "***"
     assert runs[0].data.params["tracking.uri"].startswith("http://***@127.0.0.1:")
@@ -197,7 +256,10 @@ def test_a_rerun_asks_for_what_was_masked(told):
 
 @pytest.mark.parametrize("path", ["/a/hush", "'/a b/hush'", '"/a b/hush"'])
 def test_the_path_of_a_secret_is_masked(path):
-    for text in (f"hardware.secret_file={path}", f"hardware={{secret_file: {path}, workers: 2}}"):
+    for text in (
+        f"hardware.secret_file={path}",
+        f"hardware={{secret_file: {path}, workers: 2}}",
+    ):
         assert "hush" not in mask(text)
     assert mask("secret_file: null") == "secret_file: null"
 
@@ -210,12 +272,19 @@ def test_mask(monkeypatch):
         "WHERE": "/tmp/x",
     }.items():
         monkeypatch.setenv(name, value)
-    assert mask("x abcdef-ghi abcdef ab /tmp/x") == "x *** *** ab /tmp/x"  # the longer one first
+    assert (
+        mask("x abcdef-ghi abcdef ab /tmp/x") == "x *** *** ab /tmp/x"
+    )  # the longer one first
     assert mask("postgresql://me:p@ss@host/db?password=x1&sslmode=on") == (
         "postgresql://***@host/db?password=***&sslmode=on"
     )
     page = "http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&viewStateShareKey=abc123"
-    for text in (page, "sqlite:////tmp/a@b/mlflow.db", "https://host/a/b@main", f"cwd {os.environ.get('PWD', '/')}"):
+    for text in (
+        page,
+        "sqlite:////tmp/a@b/mlflow.db",
+        "https://host/a/b@main",
+        f"cwd {os.environ.get('PWD', '/')}",
+    ):
         assert mask(text) == text
     assert mapped({"a": ["abcdef", 1, None], "b": {"c": "u://x:y@h"}}, mask) == {
         "a": ["***", 1, None],
@@ -243,17 +312,37 @@ def test_a_password_of_any_signs_is_masked_wherever_its_uri_stands(uri, masked_u
     assert mask(uri) == mask(masked_uri) == masked_uri
     assert mask(f"tracking.uri={uri}") == f"tracking.uri={masked_uri}"
     assert "unter7" not in str(ConfigError("tracking.uri", "must be another", uri))
-    if " " not in uri:  # where it cannot be told where a URI in a text ends, its secrets are remembered
-        assert mask(f"the store ({uri}), it said") == f"the store ({masked_uri}), it said"
+    if (
+        " " not in uri
+    ):  # where it cannot be told where a URI in a text ends, its secrets are remembered
+        assert (
+            mask(f"the store ({uri}), it said") == f"the store ({masked_uri}), it said"
+        )
 
 
 def test_the_pieces_of_a_uri_in_use_are_masked(monkeypatch):
     monkeypatch.setattr(secrets, "_remembered", set())
-    remember("postgresql://postgres:ab@Hunter7:x y/Zaphod9@h/db?sslpassword=a%20Marvin42")
+    remember(
+        "postgresql://postgres:ab@Hunter7:x y/Zaphod9@h/db?sslpassword=a%20Marvin42"
+    )
     remember("mssql+pyodbc:///?odbc_connect=DRIVER%3DDriver18%3BPWD%3DArthur4242%3B")
-    for text in ("no port: 'Hunter7'", "no host: ab@Hunter7", "x y/Zaphod9@h", "a Marvin42", "PWD: Arthur4242"):
-        assert not any(secret in mask(text) for secret in ("Hunter7", "Zaphod9", "Marvin42", "Arthur4242")), mask(text)
-    for text in ("postgresql of postgres", "DRIVER Driver18", "odbc_connect", "sslpassword"):
+    for text in (
+        "no port: 'Hunter7'",
+        "no host: ab@Hunter7",
+        "x y/Zaphod9@h",
+        "a Marvin42",
+        "PWD: Arthur4242",
+    ):
+        assert not any(
+            secret in mask(text)
+            for secret in ("Hunter7", "Zaphod9", "Marvin42", "Arthur4242")
+        ), mask(text)
+    for text in (
+        "postgresql of postgres",
+        "DRIVER Driver18",
+        "odbc_connect",
+        "sslpassword",
+    ):
         assert mask(text) == text
     remember("sqlite:////srv/my runs@home/mlflow.db")
     assert mask("/srv/my runs and home") == "/srv/my runs and home"
@@ -261,7 +350,13 @@ def test_the_pieces_of_a_uri_in_use_are_masked(monkeypatch):
 
 def test_data_whose_name_is_a_secret_are_compared_masked(monkeypatch):
     monkeypatch.setenv("SOME_API_TOKEN", TOKEN)
-    now = {"name": f"data of {TOKEN}", "version": "", "files": {f"{TOKEN}.npy": "0"}, "content": {}, "examples": {}}
+    now = {
+        "name": f"data of {TOKEN}",
+        "version": "",
+        "files": {f"{TOKEN}.npy": "0"},
+        "content": {},
+        "examples": {},
+    }
     recorded = json.loads(mask(json.dumps(now, indent=1)))
     assert recorded["name"] == "data of ***"
     provenance.check_dataset(recorded, now, "1")
@@ -277,12 +372,17 @@ def test_every_byte_of_every_file_counts(tmp_path):
 
     def checksum() -> str:
         split = tf.data.Dataset.range(1)
-        return provenance.dataset(Data(split, None, files=(tmp_path / "big",)))["files"]["big"]
+        return provenance.dataset(Data(split, None, files=(tmp_path / "big",)))[
+            "files"
+        ]["big"]
 
     with (tmp_path / "big").open("wb") as file:
         file.truncate(300 * 2**20)  # a sparse one
     whole = checksum()
-    assert whole == hashlib.sha256(str(300 * 2**20).encode() + bytes(300 * 2**20)).hexdigest()
+    assert (
+        whole
+        == hashlib.sha256(str(300 * 2**20).encode() + bytes(300 * 2**20)).hexdigest()
+    )
     with (tmp_path / "big").open("r+b") as file:
         file.seek(100 * 2**20)
         file.write(b"x")
@@ -297,9 +397,14 @@ def test_every_example_counts_whatever_it_is_made_of():
     from pipeline.dataset import Data
 
     def content(*leaves: object) -> str:
-        return provenance.dataset(Data(tf.data.Dataset.from_tensor_slices(leaves), None))["content"]["train"]
+        return provenance.dataset(
+            Data(tf.data.Dataset.from_tensor_slices(leaves), None)
+        )["content"]["train"]
 
-    x, y = np.arange(120_000, dtype="float32").reshape(-1, 1), np.zeros(120_000, "int64")
+    x, y = (
+        np.arange(120_000, dtype="float32").reshape(-1, 1),
+        np.zeros(120_000, "int64"),
+    )
     rows = hashlib.sha256()
     for row, label in zip(x, y, strict=True):
         rows.update(b"(1,)" + row.tobytes() + b"()" + label.tobytes())
@@ -310,9 +415,15 @@ def test_every_example_counts_whatever_it_is_made_of():
 
     y = np.zeros(2, "int64")
     texts = [[b"a", b"bc"], [b"d", b"e"]]
-    assert content(np.array(texts, object), y) == content(np.array(texts, object), y)  # not their addresses
-    assert content(np.array(texts, object), y) != content(np.array([[b"ab", b"c"], [b"d", b"e"]], object), y)
-    assert content(np.array([b"a", b"bc"], object), y) != content(np.array([b"ab", b"c"], object), y)
+    assert content(np.array(texts, object), y) == content(
+        np.array(texts, object), y
+    )  # not their addresses
+    assert content(np.array(texts, object), y) != content(
+        np.array([[b"ab", b"c"], [b"d", b"e"]], object), y
+    )
+    assert content(np.array([b"a", b"bc"], object), y) != content(
+        np.array([b"ab", b"c"], object), y
+    )
 
     long = np.arange(5000)
     other = long.copy()
@@ -322,30 +433,59 @@ def test_every_example_counts_whatever_it_is_made_of():
         lambda values: tf.sparse.from_dense(np.stack([values, values])),
     ):
         assert content(of(long), y) == content(of(long), y) != content(of(other), y)
-    by_length = [tf.RaggedTensor.from_row_lengths(long, lengths) for lengths in ([4000, 1000], [3999, 1001])]
+    by_length = [
+        tf.RaggedTensor.from_row_lengths(long, lengths)
+        for lengths in ([4000, 1000], [3999, 1001])
+    ]
     assert content(by_length[0], y) != content(by_length[1], y)
 
 
 def test_two_runs_share_a_hash_when_they_were_asked_for_the_same():
     one = base()
     first = provenance.config_hash(one, "/a/run")
-    other = put(base(), **{"tracking.experiment": "x", "trust.allow": ["x"], "dataset.data_dir": "/elsewhere"})
+    other = put(
+        base(),
+        **{
+            "tracking.experiment": "x",
+            "trust.allow": ["x"],
+            "dataset.data_dir": "/elsewhere",
+        },
+    )
     assert provenance.config_hash(other, "/b/run") == first
-    paths = [put(base(), **{"training.callbacks.it": {"filename": f"/{x}/run/rows.csv"}}) for x in "ab"]
-    assert provenance.config_hash(paths[0], "/a/run") == provenance.config_hash(paths[1], "/b/run") != first
+    paths = [
+        put(base(), **{"training.callbacks.it": {"filename": f"/{x}/run/rows.csv"}})
+        for x in "ab"
+    ]
+    assert (
+        provenance.config_hash(paths[0], "/a/run")
+        == provenance.config_hash(paths[1], "/b/run")
+        != first
+    )
     assert provenance.config_hash(put(base(), seed=1), "/a/run") != first
 
 
 def test_what_follows_another_key_is_recorded_and_followed():
     config = OmegaConf.create(
-        {"a": {"rate": 1.0}, "b": ["${a.rate}", "${times:${a.rate},0.1}"], "c": "${b.1}", "d": "${oc.env:HOME}"}
+        {
+            "a": {"rate": 1.0},
+            "b": ["${a.rate}", "${times:${a.rate},0.1}"],
+            "c": "${b.1}",
+            "d": "${oc.env:HOME}",
+        }
     )
     links = links_of(config)
     assert links == {"b.0": "${a.rate}", "b.1": "${times:${a.rate},0.1}", "c": "${b.1}"}
     resolved = {"a": {"rate": 1.0}, "b": [1.0, 0.1], "c": 0.1, "d": "x"}
-    assert relinked(resolved, links, ["a.rate"]) == {**resolved, "b": ["${a.rate}", links["b.1"]], "c": "${b.1}"}
+    assert relinked(resolved, links, ["a.rate"]) == {
+        **resolved,
+        "b": ["${a.rate}", links["b.1"]],
+        "c": "${b.1}",
+    }
     assert relinked(resolved, links, ["a"])["b"] == ["${a.rate}", links["b.1"]]
-    assert relinked(resolved, links, ["a.rate", "b"])["b"] == [1.0, 0.1]  # it is overridden itself
+    assert relinked(resolved, links, ["a.rate", "b"])["b"] == [
+        1.0,
+        0.1,
+    ]  # it is overridden itself
     assert relinked(resolved, links, ["d", "a.rates"]) == resolved
     evil = {
         "d": "${oc.env:SECRET}",
@@ -361,13 +501,20 @@ def test_only_numbers_are_multiplied(values):
     """Text times a number, or digits that grow with each link, would fill the memory of who reruns a record."""
     config = OmegaConf.create({"it": f"${{times:{values}}}"})
     register()
-    with pytest.raises(ConfigError, match=r"it .*must be given numbers"), hydra_errors.as_config_error():
+    with (
+        pytest.raises(ConfigError, match=r"it .*must be given numbers"),
+        hydra_errors.as_config_error(),
+    ):
         plain(config)
     assert plain(OmegaConf.create({"it": "${times:3,0.5}"})) == {"it": 1.5}
 
 
 def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
-    resolved = {"dataset": {"x": 1, "tracking.x": 2}, "tracking": {"uri": "u"}, "model": {"table": {0: 1.0, 1: 5.0}}}
+    resolved = {
+        "dataset": {"x": 1, "tracking.x": 2},
+        "tracking": {"uri": "u"},
+        "model": {"table": {0: 1.0, 1: 5.0}},
+    }
     for link in (
         {"tracking": "${dataset.x}"},
         {"trust": "${dataset.x}"},
@@ -375,14 +522,22 @@ def test_no_link_leads_to_or_from_this_place_and_keys_stay_what_they_are():
         {"dataset.x": "${tracking}"},
         {"dataset.x": "${times:${dataset.tracking},${tracking.uri}}"},
     ):
-        assert relinked(resolved, link, ["dataset.x", "dataset.tracking", "tracking"]) == resolved
-    assert relinked(resolved, {"dataset.tracking.x": "${dataset.x}"}, ["dataset.x"]) == resolved
+        assert (
+            relinked(resolved, link, ["dataset.x", "dataset.tracking", "tracking"])
+            == resolved
+        )
+    assert (
+        relinked(resolved, {"dataset.tracking.x": "${dataset.x}"}, ["dataset.x"])
+        == resolved
+    )
     assert list(relinked(resolved, {}, [])["model"]["table"]) == [0, 1]
 
 
 @cache
 def composed() -> dict:
-    return plain(compose.composed(["model=mlp", "training.updates=2", "training.epochs=null"]))
+    return plain(
+        compose.composed(["model=mlp", "training.updates=2", "training.epochs=null"])
+    )
 
 
 def base() -> dict:
@@ -408,48 +563,131 @@ SAVE = {"_target_": "keras.callbacks.ModelCheckpoint", "filepath": "/etc/it.kera
 # name → (what is changed in the config, what the message must name)
 HOSTILE = {
     "shell": ({"model": SHELL}, "os.system"),
-    "popen": ({"model": {"_target_": "subprocess.Popen", "args": ["touch", "ran"]}}, "subprocess.Popen"),
-    "eval": ({"model": {"_target_": "builtins.eval", "_args_": ["__import__('evil')"]}}, "builtins.eval"),
-    "exec": ({"optimizer": {"_target_": "builtins.exec", "_args_": ["import evil"]}}, "builtins.exec"),
-    "posix": ({"training.loss": {"_target_": "posix.system", "_args_": ["touch ran"]}}, "posix.system"),
-    "import": ({"dataset": {"_target_": "importlib.import_module", "name": "evil"}}, "importlib.import_module"),
+    "popen": (
+        {"model": {"_target_": "subprocess.Popen", "args": ["touch", "ran"]}},
+        "subprocess.Popen",
+    ),
+    "eval": (
+        {"model": {"_target_": "builtins.eval", "_args_": ["__import__('evil')"]}},
+        "builtins.eval",
+    ),
+    "exec": (
+        {"optimizer": {"_target_": "builtins.exec", "_args_": ["import evil"]}},
+        "builtins.exec",
+    ),
+    "posix": (
+        {"training.loss": {"_target_": "posix.system", "_args_": ["touch ran"]}},
+        "posix.system",
+    ),
+    "import": (
+        {"dataset": {"_target_": "importlib.import_module", "name": "evil"}},
+        "importlib.import_module",
+    ),
     "own module": ({"model": EVIL}, "evil.run"),
-    "no builder": ({"model": {"_target_": "pipeline.run.run.run"}}, "pipeline.run.run.run"),
+    "no builder": (
+        {"model": {"_target_": "pipeline.run.run.run"}},
+        "pipeline.run.run.run",
+    ),
     "no builder either": (
         {"model": {"_target_": "pipeline.config.compose.train", "arguments": []}},
         "pipeline.config.compose.train",
     ),
     "re-exported": (
-        {"model": {"_target_": "pipeline.tracking.provenance.os.system", "_args_": ["touch ran"]}},
+        {
+            "model": {
+                "_target_": "pipeline.tracking.provenance.os.system",
+                "_args_": ["touch ran"],
+            }
+        },
         "pipeline.tracking.provenance.os",
     ),
-    "hydra": ({"model": {"_target_": "hydra.utils.instantiate", "config": SHELL}}, "hydra.utils.instantiate"),
-    "partial": ({"model": {"_target_": "functools.partial", "_args_": [EVIL]}}, "functools.partial"),
-    "pickle": ({"model": {"_target_": "pickle.loads", "_args_": ["x"]}}, "pickle.loads"),
-    "load_model": ({"model": {"_target_": "keras.saving.load_model", "filepath": "x"}}, "keras.saving.load_model"),
-    "get_file": ({"model": {"_target_": "keras.utils.get_file", "origin": "x"}}, "keras.utils.get_file"),
-    "unsafe": ({"model": {"_target_": "keras.config.enable_unsafe_deserialization"}}, "enable_unsafe_deserialization"),
-    "lambda": ({"model": {"_target_": "keras.Sequential", "layers": [{"_target_": "keras.layers.Lambda"}]}}, "Lambda"),
+    "hydra": (
+        {"model": {"_target_": "hydra.utils.instantiate", "config": SHELL}},
+        "hydra.utils.instantiate",
+    ),
+    "partial": (
+        {"model": {"_target_": "functools.partial", "_args_": [EVIL]}},
+        "functools.partial",
+    ),
+    "pickle": (
+        {"model": {"_target_": "pickle.loads", "_args_": ["x"]}},
+        "pickle.loads",
+    ),
+    "load_model": (
+        {"model": {"_target_": "keras.saving.load_model", "filepath": "x"}},
+        "keras.saving.load_model",
+    ),
+    "get_file": (
+        {"model": {"_target_": "keras.utils.get_file", "origin": "x"}},
+        "keras.utils.get_file",
+    ),
+    "unsafe": (
+        {"model": {"_target_": "keras.config.enable_unsafe_deserialization"}},
+        "enable_unsafe_deserialization",
+    ),
+    "lambda": (
+        {
+            "model": {
+                "_target_": "keras.Sequential",
+                "layers": [{"_target_": "keras.layers.Lambda"}],
+            }
+        },
+        "Lambda",
+    ),
     "nested list": ({"model.hidden": [64, [[SHELL]]]}, "os.system"),
-    "deep": ({"model": {"_target_": "keras.Sequential", "layers": [DENSE, {**DENSE, "activation": EVIL}]}}, "evil.run"),
+    "deep": (
+        {
+            "model": {
+                "_target_": "keras.Sequential",
+                "layers": [DENSE, {**DENSE, "activation": EVIL}],
+            }
+        },
+        "evil.run",
+    ),
     "augment": ({"dataset.augment": EVIL}, "evil.run"),
     "metric": ({"training.metrics": {"it": EVIL}}, "evil.run"),
     "callback": ({"training.callbacks": {"it": EVIL}}, "evil.run"),
-    "sends": ({"training.callbacks": {"it": {"_target_": "keras.callbacks.RemoteMonitor"}}}, "RemoteMonitor"),
-    "writes, hidden": ({"model": {"_target_": "keras.Sequential", "layers": [SAVE]}}, "ModelCheckpoint"),
-    "a date": ({"model.table": {datetime.date(2020, 1, 1): 1}}, "model.table must have plain names for its keys"),
-    "null": ({"model.table": {None: 1, "a": 2}}, "model.table must have plain names for its keys"),
-    "reads": ({"model": {"_target_": "keras.layers.StringLookup", "vocabulary": "/etc/passwd"}}, "/etc/passwd"),
+    "sends": (
+        {"training.callbacks": {"it": {"_target_": "keras.callbacks.RemoteMonitor"}}},
+        "RemoteMonitor",
+    ),
+    "writes, hidden": (
+        {"model": {"_target_": "keras.Sequential", "layers": [SAVE]}},
+        "ModelCheckpoint",
+    ),
+    "a date": (
+        {"model.table": {datetime.date(2020, 1, 1): 1}},
+        "model.table must have plain names for its keys",
+    ),
+    "null": (
+        {"model.table": {None: 1, "a": 2}},
+        "model.table must have plain names for its keys",
+    ),
+    "reads": (
+        {
+            "model": {
+                "_target_": "keras.layers.StringLookup",
+                "vocabulary": "/etc/passwd",
+            }
+        },
+        "/etc/passwd",
+    ),
     "interpolated name": ({"model": {"_target_": "${seed}"}}, "${seed}"),
     "an environment variable": ({"model.dropout": "${oc.env:HOME}"}, "${oc.env:HOME}"),
-    "serialized": ({"training.loss": {"class_name": "run", "module": "evil"}}, "class_name"),
+    "serialized": (
+        {"training.loss": {"class_name": "run", "module": "evil"}},
+        "class_name",
+    ),
     "hydra's callbacks": ({"hydra": {"callbacks": {"it": EVIL}}}, "evil.run"),
     "defaults": ({"defaults": ["evil"]}, "defaults"),
     "allows itself": ({"trust": {"allow": ["evil"]}, "model": EVIL}, "evil.run"),
     "another store": ({"tracking": "evil"}, "tracking"),
     "scaling": ({"scaling": EVIL}, "evil.run"),
     "seed": ({"seed": EVIL}, "evil.run"),
-    "of the user, elsewhere": ({"dataset.data_dir": "x", "dataset.path": "/etc"}, "/etc"),
+    "of the user, elsewhere": (
+        {"dataset.data_dir": "x", "dataset.path": "/etc"},
+        "/etc",
+    ),
 }
 # name → (what replaces config.yaml or another file, what the message must name)
 UNREADABLE = {
@@ -458,19 +696,40 @@ UNREADABLE = {
         "model: !!python/object/apply:os.system ['touch ran']\n",
         "could not determine a constructor",
     ),
-    "list": ("config.yaml", "- 1\n", "config.yaml, line 1: all of it must be a mapping, and is a list"),
+    "list": (
+        "config.yaml",
+        "- 1\n",
+        "config.yaml, line 1: all of it must be a mapping, and is a list",
+    ),
     "no yaml": ("config.yaml", "a: [\n", "must have a record that can be read"),
     "binary": ("config.yaml", b"\xff\xfe\x00", "must have a record that can be read"),
-    "endless": ("config.yaml", "model: &a {b: *a}\n", "config.yaml, line 1: an alias is not expected"),
+    "endless": (
+        "config.yaml",
+        "model: &a {b: *a}\n",
+        "config.yaml, line 1: an alias is not expected",
+    ),
     "bomb": (
         "config.yaml",
-        "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)),
+        "a0: &a0 [x]\n"
+        + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)),
         "config.yaml, line 2: an alias is not expected",
     ),
     "schema": ("config.yaml", "schema: [1]\n", "of schema 0 to 2"),
-    "environment": ("environment.json", "[]", "environment.json, line 1: all of it must be a mapping, and is a list"),
-    "git": ("environment.json", '{"git": "x"}', "environment.json, line 1: git must be a mapping, and is a text"),
-    "dataset": ("dataset.json", '{"name": "x"}', "dataset.json, line 1: version is missing"),
+    "environment": (
+        "environment.json",
+        "[]",
+        "environment.json, line 1: all of it must be a mapping, and is a list",
+    ),
+    "git": (
+        "environment.json",
+        '{"git": "x"}',
+        "environment.json, line 1: git must be a mapping, and is a text",
+    ),
+    "dataset": (
+        "dataset.json",
+        '{"name": "x"}',
+        "dataset.json, line 1: version is missing",
+    ),
     "dataset's name": (
         "dataset.json",
         '{"version": "", "examples": {}, "files": {}, "content": {}}',
@@ -481,8 +740,16 @@ UNREADABLE = {
         '{"name": "", "version": "", "examples": {"validation": "abc"}, "files": {}, "content": {}}',
         "dataset.json, line 1: validation must be an integer, and is a text",
     ),
-    "group": ("config.yaml", "optimizer: sgd\n", "config.yaml, line 1: optimizer must be a mapping, and is a text"),
-    "schema, endless": ("config.yaml", "schema: &a [*a, *a]\n", "config.yaml, line 1: an alias is not expected"),
+    "group": (
+        "config.yaml",
+        "optimizer: sgd\n",
+        "config.yaml, line 1: optimizer must be a mapping, and is a text",
+    ),
+    "schema, endless": (
+        "config.yaml",
+        "schema: &a [*a, *a]\n",
+        "config.yaml, line 1: an alias is not expected",
+    ),
     "links": ("links.json", "{", "must have a record that can be read"),
 }
 
@@ -496,14 +763,21 @@ def refused(tmp_path_factory):
         "open('ran', 'w').close()\ndef run(*args, **kwargs):\n    open('ran', 'w').close()\n"
     )
     client = MlflowClient(f"sqlite:///{folder}/mlruns/mlflow.db")
-    experiment = client.create_experiment("pipeline", (folder / "mlruns/artifacts").as_uri())
+    experiment = client.create_experiment(
+        "pipeline", (folder / "mlruns/artifacts").as_uri()
+    )
 
     def run(config: dict | None = None, **files: str | bytes) -> str:
         run_id = client.create_run(experiment, run_name="\x1b[31mred\nline").info.run_id
-        files = {"config.yaml": yaml.safe_dump(base() if config is None else config), **files}
+        files = {
+            "config.yaml": yaml.safe_dump(base() if config is None else config),
+            **files,
+        }
         for name, content in files.items():
             path = folder / name
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            path.write_bytes(
+                content if isinstance(content, bytes) else content.encode()
+            )
             client.log_artifact(run_id, str(path))
             path.unlink()
         client.set_tag(run_id, "config.hash", provenance.config_hash(base(), None))
@@ -511,20 +785,37 @@ def refused(tmp_path_factory):
         return run_id
 
     commit = {"package": {"version": "7.5.0"}}
-    records = {name: run(put(base(), **changes)) for name, (changes, _) in HOSTILE.items()}
-    records |= {name: run(**{file: content}) for name, (file, content, _) in UNREADABLE.items()}
+    records = {
+        name: run(put(base(), **changes)) for name, (changes, _) in HOSTILE.items()
+    }
     records |= {
-        "newer": run({**base(), "schema": 99}, **{"environment.json": json.dumps(commit)}),
-        "newer, new builder": run({**base(), "schema": 99, "model": EVIL}, **{"environment.json": json.dumps(commit)}),
-        "terminal": run(**{"environment.json": json.dumps({"platform": "\x1b]0;owned\x07\nfake"})}),
+        name: run(**{file: content}) for name, (file, content, _) in UNREADABLE.items()
+    }
+    records |= {
+        "newer": run(
+            {**base(), "schema": 99}, **{"environment.json": json.dumps(commit)}
+        ),
+        "newer, new builder": run(
+            {**base(), "schema": 99, "model": EVIL},
+            **{"environment.json": json.dumps(commit)},
+        ),
+        "terminal": run(
+            **{"environment.json": json.dumps({"platform": "\x1b]0;owned\x07\nfake"})}
+        ),
         "changed since": run(put(base(), seed=5)),
         "data elsewhere": run(put(base(), **{"dataset.table": "/elsewhere/x.csv"})),
         "cuda": run(**{"environment.json": json.dumps({"cuda": "1.0"})}),
     }
     without = client.create_run(experiment).info.run_id
     lines = {name: f"rerun {run_id} --dry" for name, run_id in records.items()}
-    lines = {name: line.removesuffix(" --dry") if name in HOSTILE else line for name, line in lines.items()}
-    lines = {"cuda": lines.pop("cuda"), **lines}  # first: nothing has loaded TensorFlow yet
+    lines = {
+        name: line.removesuffix(" --dry") if name in HOSTILE else line
+        for name, line in lines.items()
+    }
+    lines = {
+        "cuda": lines.pop("cuda"),
+        **lines,
+    }  # first: nothing has loaded TensorFlow yet
     deleted = run()
     client.delete_run(deleted)
     lines |= {
@@ -543,7 +834,12 @@ def refused(tmp_path_factory):
         "interpolated": f"rerun {records['changed since']} 'hydra.run.dir=${{now:%H}}'",
         "allowed": f"rerun {records['own module']} --allow evil",  # last: it does run
     }
-    return folder, one_process(lines, folder, warm=False), records, client.search_runs([experiment], max_results=1000)
+    return (
+        folder,
+        one_process(lines, folder, warm=False),
+        records,
+        client.search_runs([experiment], max_results=1000),
+    )
 
 
 @pytest.mark.slow
@@ -573,17 +869,26 @@ def test_nothing_was_created_for_what_was_refused(refused):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no such run", "RUN_ID must be a run of the store. Received: '0123456789abcdef0123456789abcdef'."),
+        (
+            "no such run",
+            "RUN_ID must be a run of the store. Received: '0123456789abcdef0123456789abcdef'.",
+        ),
         ("no record", "RUN_ID must be a run that recorded its config (config.yaml)"),
         ("no store", "tracking.uri must be a store that exists"),
-        ("deleted", "RUN_ID must be a run that is not deleted: restore it first (mlflow runs restore)"),
+        (
+            "deleted",
+            "RUN_ID must be a run that is not deleted: restore it first (mlflow runs restore)",
+        ),
         ("no update", "RUN_ID must have logged an update, to compare its rerun with"),
         ("no sweep", "SWEEP must name one sweep of the store"),
         (
             "no arguments",
             "arguments must be as pipeline rerun --help says (the following arguments are required: RUN_ID",
         ),
-        ("an option", "arguments must be as pipeline rerun --help says (unrecognized arguments: -m"),
+        (
+            "an option",
+            "arguments must be as pipeline rerun --help says (unrecognized arguments: -m",
+        ),
         ("no such key", "nonsense must be a key of the config"),
         ("not a value", "hardware.replicas must be at least 1"),
         ("interpolated", "hydra.run.dir must be a folder, named as it is"),
@@ -602,17 +907,28 @@ def test_a_newer_record_is_refused_with_the_version_that_made_it(refused):
     _, answers, records, _ = refused
     last = answers["newer"]["err"].splitlines()[-1]
     assert answers["newer"]["status"] == 2
-    assert f"the version that made it, 7.5.0, runs it: pipeline rerun {records['newer']}" in last
+    assert (
+        f"the version that made it, 7.5.0, runs it: pipeline rerun {records['newer']}"
+        in last
+    )
     assert "7.5.0" in answers["newer, new builder"]["err"].splitlines()[-1]
-    assert "differs: RUN_ID must have logged an update" in answers["no update, dry"]["err"]
+    assert (
+        "differs: RUN_ID must have logged an update" in answers["no update, dry"]["err"]
+    )
 
 
 @pytest.mark.slow
 def test_a_path_of_the_record_is_asked_for_by_its_option_which_then_is_taken(refused):
     _, answers, _, _ = refused
     assert answers["data elsewhere"]["status"] == 2
-    assert "give it again: dataset.table=/elsewhere/x.csv" in answers["data elsewhere"]["err"]
-    assert "differs: dataset.table must be an argument of pipeline.dataset.digits" in answers["data given"]["err"]
+    assert (
+        "give it again: dataset.table=/elsewhere/x.csv"
+        in answers["data elsewhere"]["err"]
+    )
+    assert (
+        "differs: dataset.table must be an argument of pipeline.dataset.digits"
+        in answers["data given"]["err"]
+    )
 
 
 @pytest.mark.slow
@@ -653,7 +969,9 @@ def test_the_lock_that_was_installed_is_recorded(tmp_path, monkeypatch):
     """It is the copy that `make` leaves in the environment; the checkout's lock may be another one by now."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert not provenance.environment(tmp_path).keys() & {"lock", "lock_file"}
-    (tmp_path / "requirements.lock.installed").touch()  # as `make` left it before it copied the lock
+    (
+        tmp_path / "requirements.lock.installed"
+    ).touch()  # as `make` left it before it copied the lock
     assert not provenance.environment(tmp_path).keys() & {"lock", "lock_file"}
     (tmp_path / "requirements.lock.installed").write_text("tensorflow==2.21.0")
     os.utime(tmp_path / "requirements.lock.installed", (1, 1))
@@ -662,12 +980,18 @@ def test_the_lock_that_was_installed_is_recorded(tmp_path, monkeypatch):
     assert then["lock_file"] == "requirements-gpu.lock"
     assert then["lock"] == hashlib.sha256(b"nvidia-cudnn-cu12==9").hexdigest()
     now = {**then, "lock_file": "requirements.lock"}
-    assert provenance.differences(then, now) == ["lock_file: requirements-gpu.lock then, requirements.lock now"]
-    unknown = {key: value for key, value in then.items() if key not in ("lock", "lock_file")}
+    assert provenance.differences(then, now) == [
+        "lock_file: requirements-gpu.lock then, requirements.lock now"
+    ]
+    unknown = {
+        key: value for key, value in then.items() if key not in ("lock", "lock_file")
+    }
     assert provenance.differences(then, unknown) == []
 
 
-def test_of_two_distributions_with_one_name_the_imported_one_is_recorded(tmp_path, monkeypatch):
+def test_of_two_distributions_with_one_name_the_imported_one_is_recorded(
+    tmp_path, monkeypatch
+):
     for folder, text in {
         "first/keras-0.1.dist-info": "Metadata-Version: 2.1\nVersion: 0.1\nName: keras\n\nName: another\n",
         "second/keras-0.2.dist-info": "Name: keras\nVersion: 0.2\n",
@@ -675,7 +999,9 @@ def test_of_two_distributions_with_one_name_the_imported_one_is_recorded(tmp_pat
     }.items():
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "METADATA").write_text(text)
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second"), *sys.path])
+    monkeypatch.setattr(
+        sys, "path", [str(tmp_path / "first"), str(tmp_path / "second"), *sys.path]
+    )
     packages = provenance.environment(tmp_path)["packages"]
     assert packages["keras"] == "0.1"
     assert list(packages) == sorted(packages)
@@ -685,7 +1011,16 @@ def test_of_two_distributions_with_one_name_the_imported_one_is_recorded(tmp_pat
 def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
     then = provenance.environment(tmp_path)
     assert then["run_dir"] == str(tmp_path)
-    assert {"python", "platform", "processor", "gpus", "driver", "git", "package", "packages"} <= set(then)
+    assert {
+        "python",
+        "platform",
+        "processor",
+        "gpus",
+        "driver",
+        "git",
+        "package",
+        "packages",
+    } <= set(then)
     assert then["packages"]["keras"]
     then["git"] = {"commit": "e" * 40, "clean": True}
     assert provenance.differences(then, then) == []
@@ -693,7 +1028,12 @@ def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
         **then,
         "gpus": ["a GPU"],
         "python": "2.7",
-        "packages": {**then["packages"], "keras": "0.1", "nvidia-cublas-cu12": "1", "tqdm": "0.1"},
+        "packages": {
+            **then["packages"],
+            "keras": "0.1",
+            "nvidia-cublas-cu12": "1",
+            "tqdm": "0.1",
+        },
         "package": {"version": "9", "sha256": "x"},
         "git": {"commit": "f" * 40, "clean": False},
     }
@@ -730,7 +1070,9 @@ def test_outside_of_a_repository_the_users_own_files_are_recorded_and_this_packa
     (tmp_path / "theirs/layers.py").write_text("# other")
     (tmp_path / "theirs/data.py").unlink()
     then["code"]["../secret.py"] = "x"  # of a record that was tampered with
-    assert [line for line in provenance.differences(then, then) if line.startswith("code: ")] == [
+    assert [
+        line for line in provenance.differences(then, then) if line.startswith("code: ")
+    ] == [
         "code: theirs/data.py is not found",
         "code: theirs/layers.py is not the recorded file",
         "code: ../secret.py is not found",
@@ -739,11 +1081,19 @@ def test_outside_of_a_repository_the_users_own_files_are_recorded_and_this_packa
 
 def test_the_repository_of_a_run_is_only_read(tmp_path, monkeypatch):
     """`git status` alone writes the index again, under a lock that a process which is killed leaves behind."""
-    for command in ("init -q", "add mine.py", "-c user.name=a -c user.email=a@b commit -qm one"):
+    for command in (
+        "init -q",
+        "add mine.py",
+        "-c user.name=a -c user.email=a@b commit -qm one",
+    ):
         (tmp_path / "mine.py").write_text("first\n")
-        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True, timeout=60)
+        subprocess.run(
+            ["git", "-C", str(tmp_path), *command.split()], check=True, timeout=60
+        )
     index = tmp_path / ".git" / "index"
-    os.utime(tmp_path / "mine.py", (1, 1))  # the same text at another time, which a refresh notes
+    os.utime(
+        tmp_path / "mine.py", (1, 1)
+    )  # the same text at another time, which a refresh notes
     before = index.read_bytes()
     monkeypatch.chdir(tmp_path)
     assert provenance.git()["clean"] is True

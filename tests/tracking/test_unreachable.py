@@ -27,7 +27,12 @@ class Pause(keras.callbacks.Callback):
             while not pathlib.Path("go").exists():
                 time.sleep(0.05)
 """
-TRAIN = ("train", *RUN, "tracking.patience=5", "+training.callbacks.pause={_target_: mine.Pause}")
+TRAIN = (
+    "train",
+    *RUN,
+    "tracking.patience=5",
+    "+training.callbacks.pause={_target_: mine.Pause}",
+)
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("impatient_requests")]
 
@@ -64,23 +69,37 @@ def check_whole(mlflow_server, experiment, status="FINISHED"):
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) == UPDATES or status == "KILLED"
     names = [name for name, _ in found["artifacts"]]
-    assert {"config.yaml", "dataset.json", "environment.json", "links.json", "overrides.yaml"} <= set(names)
+    assert {
+        "config.yaml",
+        "dataset.json",
+        "environment.json",
+        "links.json",
+        "overrides.yaml",
+    } <= set(names)
 
 
 def test_refused(tmp_path, proxy):
     proxy.down()
     status, said = Training(tmp_path, proxy, "refused").ended()
     assert status == 2
-    assert re.fullmatch(r"pipeline: tracking.uri must be a store that answers .*", said.splitlines()[-1])
+    assert re.fullmatch(
+        r"pipeline: tracking.uri must be a store that answers .*", said.splitlines()[-1]
+    )
     assert not (tmp_path / "run" / "journal.jsonl").exists()
 
 
 def test_offline(tmp_path, proxy, mlflow_server):
     proxy.down()
-    status, said = Training(tmp_path, proxy, "offline", "tracking.when_unreachable=offline").ended()
+    status, said = Training(
+        tmp_path, proxy, "offline", "tracking.when_unreachable=offline"
+    ).ended()
     assert status == 4
     assert "this run is kept in its directory, for pipeline sync" in said
-    (line,) = [line for line in said.splitlines() if "pipeline sync run" in line or "pipeline sync /" in line]
+    (line,) = [
+        line
+        for line in said.splitlines()
+        if "pipeline sync run" in line or "pipeline sync /" in line
+    ]
     sync_as_printed(line, tmp_path, status=4)
     proxy.up()
     sync_as_printed(line, tmp_path)
@@ -105,21 +124,30 @@ def test_away_at_the_end(tmp_path, proxy, mlflow_server, mode):
     proxy.down() if mode == "down" else setattr(proxy, "mode", mode)
     began = time.monotonic()
     status, said = training.ended()
-    assert time.monotonic() - began < 5 + 2 + 2 * BUSY  # the patience, the grace of the shipper; and the other half
+    assert (
+        time.monotonic() - began < 5 + 2 + 2 * BUSY
+    )  # the patience, the grace of the shipper; and the other half
     assert status == 4
-    assert said.splitlines()[-1].startswith("pipeline: not all of the run is in the store (")
+    assert said.splitlines()[-1].startswith(
+        "pipeline: not all of the run is in the store ("
+    )
     proxy.up() if mode == "down" else setattr(proxy, "mode", "up")
     sync_as_printed(said, tmp_path)
     check_whole(mlflow_server, mode)
 
 
-def test_a_second_interrupt_ends_the_wait_for_a_store_that_hangs(tmp_path, proxy, mlflow_server):
+def test_a_second_interrupt_ends_the_wait_for_a_store_that_hangs(
+    tmp_path, proxy, mlflow_server
+):
     training = Training(tmp_path, proxy, "interrupted", "tracking.patience=300")
     training.half()
     proxy.mode = "hanging"
     training.process.send_signal(signal.SIGINT)
     (tmp_path / "go").touch()
-    wait(lambda: '"end":"KILLED"' in (tmp_path / "run" / "journal.jsonl").read_text(), 2 * BUSY)
+    wait(
+        lambda: '"end":"KILLED"' in (tmp_path / "run" / "journal.jsonl").read_text(),
+        2 * BUSY,
+    )
     began = time.monotonic()
     training.process.send_signal(signal.SIGINT)
     status, said = training.ended()

@@ -12,7 +12,11 @@ from pipeline.training.evaluator import Best
 def test_the_first_of_the_best_evaluations_is_kept(mode, best, update):
     kept = Best("loss", mode)
     values = [math.nan, 2.0, 4.0, 1.0, 1.0, 4.0]
-    taken = [number for number, value in enumerate(values) if kept.take(number, {"loss": value})]
+    taken = [
+        number
+        for number, value in enumerate(values)
+        if kept.take(number, {"loss": value})
+    ]
     assert taken[-1] == update
     assert kept.row() == {"best/val/loss": best, "best/update": update}
 

@@ -84,28 +84,44 @@ class Run:
         self.model.compile(optimizer, loss)
         plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, epochs * PER_EPOCH)
         self.rows = rows or Rows()
-        recorder = Recorder(self.rows, plan, log_every, lambda: 0, Progress(plan.updates), tokens=tokens)
-        self.evaluate = Evaluator(Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE)))
+        recorder = Recorder(
+            self.rows, plan, log_every, lambda: 0, Progress(plan.updates), tokens=tokens
+        )
+        self.evaluate = Evaluator(
+            Evaluation(self.model, loss, SIZE), through(examples.batch(SIZE))
+        )
         self.trainer = Trainer(
             Update(self.model, loss, optimizer, micro_batch_size),
             through(examples.batch(SIZE)).repeat(),
             recorder,
-            evaluations=Evaluations(self.evaluate if validate else None, every=evaluate_every),
-            callbacks={str(number): callback for number, callback in enumerate(callbacks)},
+            evaluations=Evaluations(
+                self.evaluate if validate else None, every=evaluate_every
+            ),
+            callbacks={
+                str(number): callback for number, callback in enumerate(callbacks)
+            },
             stop=stop,
         )
         self.loss = self.trainer.fit() if fit else None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("evaluate_every", "use_ema"), [("epoch", False), (100, True), (2, True)])
-def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(evaluate_every, use_ema):
+@pytest.mark.parametrize(
+    ("evaluate_every", "use_ema"), [("epoch", False), (100, True), (2, True)]
+)
+def test_a_stop_at_the_end_of_an_epoch_is_an_end_like_any_other(
+    evaluate_every, use_ema
+):
     stopped = Run([StopAt(1)], evaluate_every=evaluate_every, use_ema=use_ema)
     whole = Run(epochs=2, evaluate_every=evaluate_every, use_ema=use_ema)
     assert stopped.rows.updates == whole.rows.updates
-    assert stopped.rows.validations == whole.rows.validations  # each step once, the last one of the final weights
+    assert (
+        stopped.rows.validations == whole.rows.validations
+    )  # each step once, the last one of the final weights
     assert stopped.rows.validations[-1] == (2 * PER_EPOCH, {"loss": stopped.loss})
-    for one, two in zip(stopped.model.get_weights(), whole.model.get_weights(), strict=True):
+    for one, two in zip(
+        stopped.model.get_weights(), whole.model.get_weights(), strict=True
+    ):
         np.testing.assert_array_equal(one, two)
     assert stopped.evaluate()["loss"] == stopped.loss
 
@@ -116,7 +132,9 @@ def test_every_validation_is_of_the_averaged_weights():
     whole = Run(use_ema=True)
     ended = [Run(epochs=epochs, use_ema=True).rows.validations[-1] for epochs in (1, 4)]
     assert [whole.rows.validations[0], whole.rows.validations[-1]] == ended
-    assert whole.rows.validations[0] != Run(epochs=1).rows.validations[0]  # of the weights themselves
+    assert (
+        whole.rows.validations[0] != Run(epochs=1).rows.validations[0]
+    )  # of the weights themselves
     assert whole.rows.updates == Run().rows.updates
 
 
@@ -128,7 +146,9 @@ def test_results_are_copied_to_the_host_in_groups(monkeypatch):
     copies: list[str] = []
     kind = type(tf.constant(0))
     for name in ("numpy", "__array__", "__float__", "__int__", "__bool__", "__index__"):
-        monkeypatch.setattr(kind, name, _counted(getattr(kind, name), copies, name), raising=True)
+        monkeypatch.setattr(
+            kind, name, _counted(getattr(kind, name), copies, name), raising=True
+        )
 
     def copied(epochs: int) -> int:
         run = Run(epochs=epochs, log_every=10, validate=False, fit=False)
@@ -137,7 +157,11 @@ def test_results_are_copied_to_the_host_in_groups(monkeypatch):
         return len(copies)
 
     once = copied(2)
-    assert [copied(2 + 2 * more) - once for more in (1, 2, 5)] == [1, 2, 5]  # of 10 updates each
+    assert [copied(2 + 2 * more) - once for more in (1, 2, 5)] == [
+        1,
+        2,
+        5,
+    ]  # of 10 updates each
 
 
 def _counted(method, copies, name):
@@ -169,11 +193,15 @@ def test_a_callback_that_raises_takes_no_row_with_it():
 def test_a_callback_that_looks_at_updates_sees_each():
     seen = []
     lookers = [
-        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, logs["loss"]))),
+        keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append((batch, logs["loss"]))
+        ),
         StopAt(0),
     ]
     rows = Run(lookers).rows
-    assert seen == [(update - 1, pytest.approx(row["loss"])) for update, row in rows.updates]
+    assert seen == [
+        (update - 1, pytest.approx(row["loss"])) for update, row in rows.updates
+    ]
 
 
 @pytest.mark.slow
@@ -186,7 +214,10 @@ def test_the_steps_of_an_epoch_can_be_called_one_by_one():
         trainer.record(trainer.update_once(iterator))
         assert (trainer.done, trainer.pending) == (update, True)
         trainer.evaluate()
-        assert (trainer.pending, bool(trainer.validation)) == (False, update == PER_EPOCH)
+        assert (trainer.pending, bool(trainer.validation)) == (
+            False,
+            update == PER_EPOCH,
+        )
     assert trainer.ended
     assert run.rows.validations == Run(epochs=1).rows.validations
 
@@ -227,7 +258,14 @@ class CtrlC(Rows):
 def recorder(rows: Rows, losses: list[float]) -> Recorder:
     """With the results of these updates still on the device."""
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, len(losses) + 1)
-    made = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=("loss", "gradient_norm", "learning_rate"))
+    made = Recorder(
+        rows,
+        plan,
+        1,
+        lambda: 0,
+        Progress(plan.updates),
+        names=("loss", "gradient_norm", "learning_rate"),
+    )
     made.add(1, tf.constant([1.0, 1.0, 0.1, 0.0], tf.float64), traces=1)
     for update, loss in enumerate(losses, start=2):
         made.add(update, tf.constant([loss, 1.0, 0.1, 0.0], tf.float64), traces=1)
@@ -244,8 +282,13 @@ class SlowToTrace(layers.Layer):
 def test_the_seconds_of_updates_are_without_those_of_tracing_them():
     performance = Run(middle=[SlowToTrace()]).rows.performance
     assert len(performance) == 4 * PER_EPOCH
-    assert all(each["update_seconds"] < 1 for each in performance)  # milliseconds, on a machine with nothing else to do
-    assert all(1 <= each["compile_seconds"] == performance[0]["compile_seconds"] for each in performance)
+    assert all(
+        each["update_seconds"] < 1 for each in performance
+    )  # milliseconds, on a machine with nothing else to do
+    assert all(
+        1 <= each["compile_seconds"] == performance[0]["compile_seconds"]
+        for each in performance
+    )
 
 
 @pytest.mark.slow
@@ -265,7 +308,10 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
     now, rows = [0.0], Rows()
     clock = SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0)
     monkeypatch.setattr("pipeline.training.recorder.time", clock)
-    names, plan = ("loss", "gradient_norm", "learning_rate"), Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100)
+    names, plan = (
+        ("loss", "gradient_norm", "learning_rate"),
+        Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100),
+    )
     kept = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), names=names)
     kept.restart_clock()
 
@@ -274,7 +320,10 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
         kept.add(update, tf.constant([1.0, 1.0, 0.1, shapes], tf.float64), traces)
 
     def seconds():
-        return [(each.get("update_seconds"), each["compile_seconds"]) for each in rows.performance]
+        return [
+            (each.get("update_seconds"), each["compile_seconds"])
+            for each in rows.performance
+        ]
 
     add(2, at=10.0, shapes=7.0)
     assert seconds() == []  # it is traced, and waits for the next one
@@ -283,11 +332,18 @@ def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkey
     add(4, at=17.0, shapes=8.0)
     assert seconds()[2:] == [(None, 15.0)]
     monkeypatch.setattr("pipeline.training.recorder.FETCH_SECONDS", 100.0)
-    for update, at, shapes, traces in ((5, 20.0, 7.0, 1), (6, 60.0, 9.0, 1), (7, 62.0, 9.0, 1), (8, 92.0, 9.0, 2)):
+    for update, at, shapes, traces in (
+        (5, 20.0, 7.0, 1),
+        (6, 60.0, 9.0, 1),
+        (7, 62.0, 9.0, 1),
+        (8, 92.0, 9.0, 2),
+    ):
         add(update, at, shapes, traces)
     add(9, at=93.0, shapes=9.0, traces=2)
     kept.fetch()
-    assert seconds()[3:] == [(2.0, 85.0)] * 5  # 3 + 2 + 1 seconds for three updates; 40 + 30 more to compile
+    assert (
+        seconds()[3:] == [(2.0, 85.0)] * 5
+    )  # 3 + 2 + 1 seconds for three updates; 40 + 30 more to compile
 
 
 def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
@@ -302,27 +358,48 @@ def test_an_interrupt_while_rows_are_written_loses_and_doubles_none():
 def test_tokens_are_logged_by_the_second_and_not_as_a_result():
     rows = {}
     tracker = SimpleNamespace(
-        update=lambda update, results, performance, at: rows.update({update: (results, performance)})
+        update=lambda update, results, performance, at: rows.update(
+            {update: (results, performance)}
+        )
     )
     plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 4)
     made = Recorder(
-        tracker, plan, 1, lambda: 0, Progress(4), names=("loss", "gradient_norm", "learning_rate", "tokens")
+        tracker,
+        plan,
+        1,
+        lambda: 0,
+        Progress(4),
+        names=("loss", "gradient_norm", "learning_rate", "tokens"),
     )
     for update, tokens in ((1, 5), (2, 2**24 + 1), (3, 7), (4, 1)):
-        made.add(update, tf.constant([1.0, 1.0, 0.1, tokens, 0.0], tf.float64), traces=1)
+        made.add(
+            update, tf.constant([1.0, 1.0, 0.1, tokens, 0.0], tf.float64), traces=1
+        )
     made.finish()
     assert all("tokens" not in results for results, _ in rows.values())
-    counted = {update: row["tokens_per_second"] * row["update_seconds"] for update, (_, row) in rows.items()}
+    counted = {
+        update: row["tokens_per_second"] * row["update_seconds"]
+        for update, (_, row) in rows.items()
+    }
     # One division and one product. The first update is traced, and told of with the second; the others are a group.
-    assert [counted[update] for update in (1, 2)] == pytest.approx([2**24 + 1] * 2, rel=1e-14)
-    assert [counted[update] for update in (3, 4)] == pytest.approx([(7 + 1) / 2] * 2, rel=1e-14)
+    assert [counted[update] for update in (1, 2)] == pytest.approx(
+        [2**24 + 1] * 2, rel=1e-14
+    )
+    assert [counted[update] for update in (3, 4)] == pytest.approx(
+        [(7 + 1) / 2] * 2, rel=1e-14
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [8, 1])
 def test_the_tokens_of_a_training_are_those_of_its_examples(micro_batch_size):
-    rows = Run(micro_batch_size=micro_batch_size, tokens=lambda batch: tf.reduce_sum(tf.shape(batch[0]))).rows
-    counted = [row["tokens_per_second"] * row["update_seconds"] for row in rows.performance]
+    rows = Run(
+        micro_batch_size=micro_batch_size,
+        tokens=lambda batch: tf.reduce_sum(tf.shape(batch[0])),
+    ).rows
+    counted = [
+        row["tokens_per_second"] * row["update_seconds"] for row in rows.performance
+    ]
     assert sum(counted) == pytest.approx(len(counted) * (SIZE + 3), rel=1e-13)
     assert all("tokens" not in results for _, results in rows.updates)
 

@@ -84,26 +84,70 @@ def model(input_shape):
 """
 UPDATES, MICRO = 24, 16
 RUN = (
-    *("model=mlp", "~model.hidden", "~model.dropout", "~model.l2", "model._target_=scarce.model"),
-    *("hardware.precision=float64", f"accumulation.micro_batch_size={MICRO}", "accumulation.effective_batch_size=128"),
-    *(f"training.updates={UPDATES}", "training.evaluate_every=8", "tracking.log_model=false"),
+    *(
+        "model=mlp",
+        "~model.hidden",
+        "~model.dropout",
+        "~model.l2",
+        "model._target_=scarce.model",
+    ),
+    *(
+        "hardware.precision=float64",
+        f"accumulation.micro_batch_size={MICRO}",
+        "accumulation.effective_batch_size=128",
+    ),
+    *(
+        f"training.updates={UPDATES}",
+        "training.evaluate_every=8",
+        "tracking.log_model=false",
+    ),
     *("tracking.system_metrics=false", "hydra.run.dir=run"),
 )
 LONG = (
-    *("~dataset", "+dataset={_target_: limited.examples, in_memory: true, pad: {multiple: 1, value: 0}}"),
-    *("~model", "+model={_target_: limited.model}", "objective=regression", "training.metrics={}"),
-    *("hardware.precision=float64", "accumulation.micro_batch_size=16", "accumulation.effective_batch_size=64"),
-    *("training.updates=5", "tracking.log_model=false", "tracking.system_metrics=false", "hydra.run.dir=run"),
+    *(
+        "~dataset",
+        "+dataset={_target_: limited.examples, in_memory: true, pad: {multiple: 1, value: 0}}",
+    ),
+    *(
+        "~model",
+        "+model={_target_: limited.model}",
+        "objective=regression",
+        "training.metrics={}",
+    ),
+    *(
+        "hardware.precision=float64",
+        "accumulation.micro_batch_size=16",
+        "accumulation.effective_batch_size=64",
+    ),
+    *(
+        "training.updates=5",
+        "tracking.log_model=false",
+        "tracking.system_metrics=false",
+        "hydra.run.dir=run",
+    ),
 )
 
 
 def trained(folder, at, most, *more, status=0, **variables):
     folder.mkdir()
     (folder / "scarce.py").write_text(SCARCE)
-    said = pipeline("train", *RUN, *more, cwd=folder, status=status, AT=str(at), MOST=str(most), **variables)
+    said = pipeline(
+        "train",
+        *RUN,
+        *more,
+        cwd=folder,
+        status=status,
+        AT=str(at),
+        MOST=str(most),
+        **variables,
+    )
     store = Store(folder)
     run = store.run()
-    return store.histories(run, "train/", "val/", "perf/micro_batch_size"), run, said.stderr
+    return (
+        store.histories(run, "train/", "val/", "perf/micro_batch_size"),
+        run,
+        said.stderr,
+    )
 
 
 RAMP = (
@@ -114,25 +158,39 @@ RAMP = (
 
 @pytest.mark.parametrize(
     ("replicas", "more"),
-    [(1, ()), pytest.param(2, (), marks=pytest.mark.slow), pytest.param(1, RAMP, marks=pytest.mark.soak)],
+    [
+        (1, ()),
+        pytest.param(2, (), marks=pytest.mark.slow),
+        pytest.param(1, RAMP, marks=pytest.mark.soak),
+    ],
     ids=["one device", "two replicas", "a ramp"],
 )
-def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, replicas, more):
+def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(
+    tmp_path, replicas, more
+):
     more = (f"hardware.replicas={replicas}", *more)
     whole, _, _ = trained(tmp_path / "whole", 10**9, 1, *more)
     # In the middle of an update: after 5 micro-steps of the eleventh.
-    before = sum(whole["train/accumulation_factor"][step] for step in range(1, 11)) if len(more) > 1 else 10 * 8
+    before = (
+        sum(whole["train/accumulation_factor"][step] for step in range(1, 11))
+        if len(more) > 1
+        else 10 * 8
+    )
     halved, run, said = trained(tmp_path / "halved", int(before) + 16 + 6, 4, *more)
     for key in ("train/loss", "val/loss", "train/gradient_norm"):
         assert halved[key].keys() == whole[key].keys()
         for step, value in whole[key].items():
             assert halved[key][step] == pytest.approx(value, rel=1e-12), (key, step)
     assert set(halved["perf/micro_batch_size"].values()) == {4.0}
-    sizes = re.fullmatch(r"16 up to update (\d+), 4 then", run.data.tags["micro_batch_size.halved"])
+    sizes = re.fullmatch(
+        r"16 up to update (\d+), 4 then", run.data.tags["micro_batch_size.halved"]
+    )
     assert min(halved["perf/micro_batch_size"]) == int(sizes[1]) + 1
     assert run.data.tags["micro_batch_size.validation"] == "4"
     assert "perf/micro_batch_size" not in whole
-    assert "does not fit into memory: again, in micro-batches of 8 in place of 16" in said
+    assert (
+        "does not fit into memory: again, in micro-batches of 8 in place of 16" in said
+    )
     steps = list(halved["train/micro_steps"].values())
     assert steps == sorted(steps)
     assert steps[:3] == list(whole["train/micro_steps"].values())[:3]
@@ -142,7 +200,9 @@ def test_a_run_goes_on_in_smaller_micro_batches_to_the_same_result(tmp_path, rep
 @pytest.mark.slow
 def test_an_error_of_which_memory_may_be_the_cause_is_not_tried_again(tmp_path):
     """After another error of CUDA's libraries nothing on the GPU can be trusted; a try of `auto` is a process."""
-    rows, run, said = trained(tmp_path / "run", 10 * 8 + 16 + 6, 4, status=1, ERROR="RuntimeError")
+    rows, run, said = trained(
+        tmp_path / "run", 10 * 8 + 16 + 6, 4, status=1, ERROR="RuntimeError"
+    )
     assert run.info.status == "FAILED"
     assert "UnknownError" in run.data.tags["failure"]
     assert "in micro-batches of" not in said
@@ -152,14 +212,29 @@ def test_an_error_of_which_memory_may_be_the_cause_is_not_tried_again(tmp_path):
 @pytest.mark.slow
 def test_a_rerun_of_a_run_that_was_halved_is_equal_within_rounding(tmp_path):
     _, run, _ = trained(tmp_path / "halved", 10 * 8 + 16 + 6, 4)
-    rerun = pipeline("rerun", run.info.run_id, "--allow", "scarce", cwd=tmp_path / "halved", AT=str(10**9), MOST="1")
+    rerun = pipeline(
+        "rerun",
+        run.info.run_id,
+        "--allow",
+        "scarce",
+        cwd=tmp_path / "halved",
+        AT=str(10**9),
+        MOST="1",
+    )
     assert "equal within rounding: " in rerun.stdout + rerun.stderr
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_tries_the_micro_batch_of_the_config_again(tmp_path):
     trained(tmp_path / "run", 10 * 8 + 16 + 6, 4, "training.updates=14")
-    pipeline("resume", "run", "training.updates=18", cwd=tmp_path / "run", AT=str(10**9), MOST="1")
+    pipeline(
+        "resume",
+        "run",
+        "training.updates=18",
+        cwd=tmp_path / "run",
+        AT=str(10**9),
+        MOST="1",
+    )
     store = Store(tmp_path / "run")
     run = store.run()
     sizes = run.data.tags["micro_batch_size.halved"]
@@ -173,14 +248,19 @@ def test_a_run_that_goes_on_tries_the_micro_batch_of_the_config_again(tmp_path):
 def test_where_one_example_does_not_fit_the_run_fails_in_one_line(tmp_path):
     rows, run, said = trained(tmp_path / "run", 60, 0, status=1)
     assert run.info.status == "FAILED"
-    assert "not even a micro-batch of one example fits into memory in " in run.data.tags["failure"]
+    assert (
+        "not even a micro-batch of one example fits into memory in "
+        in run.data.tags["failure"]
+    )
     assert "no room" in run.data.tags["failure"]
     assert "Traceback" not in said
     assert list(rows["train/loss"]) == list(range(1, len(rows["train/loss"]) + 1))
 
 
 @pytest.mark.slow
-def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(tmp_path):
+def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
+    tmp_path,
+):
     """The limit is set when the model is made, so many MiB above what the process has then: a tensor of 16 takes 210.
 
     Which allocation fails under which limit depends on the machine: where it is one of a library that knows no other
@@ -194,7 +274,12 @@ def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
             (folder / "limited.py").write_text(LIMITED)
             # A few arenas of malloc: each takes 64 MiB of the address space, and each thread wants its own.
             # oneDNN takes more, and TensorFlow uses it on some processors only.
-            more = {"ROOM": str(room), "MALLOC_ARENA_MAX": "2", "TF_ENABLE_ONEDNN_OPTS": "0", "warm": False}
+            more = {
+                "ROOM": str(room),
+                "MALLOC_ARENA_MAX": "2",
+                "TF_ENABLE_ONEDNN_OPTS": "0",
+                "warm": False,
+            }
             said = pipeline("train", *LONG, cwd=folder, status=None, **more)
             if said.returncode == 0 and (halved in said.stderr) == (name == "halved"):
                 break
@@ -207,7 +292,10 @@ def test_an_example_that_is_ten_times_longer_under_a_limit_of_the_address_space(
     for key in ("train/loss", "train/gradient_norm"):
         assert len(curves["whole"][key]) == 5  # of which an epoch has four
         for step, value in curves["whole"][key].items():
-            assert curves["halved"][key][step] == pytest.approx(value, rel=1e-12), (key, step)
+            assert curves["halved"][key][step] == pytest.approx(value, rel=1e-12), (
+                key,
+                step,
+            )
 
 
 def in_steps(update, changed, x, y):
@@ -218,8 +306,13 @@ def in_steps(update, changed, x, y):
     def loss(batch):
         return update(batch)["loss"]
 
-    step, iterator = tf.function(lambda each: retry.hold_batch(each, loss), autograph=False), iter(batches)
-    return lambda: retry.run(step, iterator), lambda error: retry.retry_halved(error, 2, loss)
+    step, iterator = (
+        tf.function(lambda each: retry.hold_batch(each, loss), autograph=False),
+        iter(batches),
+    )
+    return lambda: retry.run(step, iterator), lambda error: retry.retry_halved(
+        error, 2, loss
+    )
 
 
 def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
@@ -235,12 +328,16 @@ def test_an_update_of_which_some_may_be_applied_is_not_tried_again():
     optimizer = Short(0.1)
     optimizer.build(model.trainable_variables)
     update = Update(model, keras.losses.MeanSquaredError(), optimizer, 4)
-    step, again = in_steps(update, [], np.ones((8, 3), "float32"), np.ones((8, 1), "float32"))
+    step, again = in_steps(
+        update, [], np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    )
     step()
     short.assign(1)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         step()
-    with pytest.raises(OutOfMemoryError, match="memory ran out while update 2 was applied: "):
+    with pytest.raises(
+        OutOfMemoryError, match="memory ran out while update 2 was applied: "
+    ):
         again(caught.value)
     assert update.micro_batch_size == 4
 
@@ -257,16 +354,26 @@ def test_what_a_forward_pass_has_changed_is_put_back():
                 with tf.control_dependencies([check]):
                     return tf.identity(x)
 
-        inner = [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5), Fails(), layers.Dense(1)]
+        inner = [
+            layers.Dense(4),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5),
+            Fails(),
+            layers.Dense(1),
+        ]
         model = keras.Sequential([keras.Input((3,)), *inner])
         optimizer = keras.optimizers.Adam()
         optimizer.build(model.trainable_variables)
         x, y = np.random.default_rng(0).normal(size=(2, 10, 3)).astype("float32")
-        update = Update(model, keras.losses.MeanSquaredError(), optimizer, 4, noise_every=3)
+        update = Update(
+            model, keras.losses.MeanSquaredError(), optimizer, 4, noise_every=3
+        )
         changed = trace_forward(model, x, same_noise=False).assigned
         names = {variable.path.rsplit("/", 1)[-1] for variable in changed}
         assert names == {"moving_mean", "moving_variance", "seed_generator_state"}
-        step, again = in_steps(update, [variable.value for variable in changed], x, y[:, :1])
+        step, again = in_steps(
+            update, [variable.value for variable in changed], x, y[:, :1]
+        )
         return update, step, again, [*model.variables, *optimizer.variables]
 
     failing = tf.Variable(0)
@@ -277,7 +384,10 @@ def test_what_a_forward_pass_has_changed_is_put_back():
         step()
     failing.assign(0)
     again(caught.value)
-    assert (update.micro_batch_size, int(update.begun)) == (2, 2)  # a try that failed does not count
+    assert (update.micro_batch_size, int(update.begun)) == (
+        2,
+        2,
+    )  # a try that failed does not count
     other, other_step, _, other_variables = made(tf.Variable(0))
     other_step()
     other.micro_batch_size = 2
@@ -295,7 +405,9 @@ def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
             raise MemoryError("no room for the batch")
         return np.ones(2, "float32")
 
-    numbers = tf.data.Dataset.range(5).map(lambda n: tf.ensure_shape(tf.numpy_function(read, [n], tf.float32), (2,)))
+    numbers = tf.data.Dataset.range(5).map(
+        lambda n: tf.ensure_shape(tf.numpy_function(read, [n], tf.float32), (2,))
+    )
     batches = numbers.map(lambda x: (x, x[:1])).batch(2)
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     optimizer = keras.optimizers.SGD()
@@ -303,13 +415,18 @@ def test_memory_that_runs_out_while_a_batch_is_read_is_not_of_the_update():
     update = Update(model, keras.losses.MeanSquaredError(), optimizer, 2)
     retry = OomRetry(update, [], batches.element_spec)
     loss = lambda batch: update(batch)["loss"]  # noqa: E731
-    step, iterator = tf.function(lambda each: retry.hold_batch(each, loss), autograph=False), iter(batches)
+    step, iterator = (
+        tf.function(lambda each: retry.hold_batch(each, loss), autograph=False),
+        iter(batches),
+    )
     retry.run(step, iterator)
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
         retry.run(step, iterator)
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
         retry.retry_halved(caught.value, 2, loss)
     assert update.micro_batch_size == 2
-    batches_read = Evaluator(Evaluation(model, keras.losses.MeanSquaredError(), 2), batches)
+    batches_read = Evaluator(
+        Evaluation(model, keras.losses.MeanSquaredError(), 2), batches
+    )
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no room for the batch"):
         batches_read()

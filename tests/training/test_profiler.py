@@ -35,8 +35,12 @@ def traced(folder, name):
     with gzip.open(folder / name, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
-    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
-    return sum(event["name"].startswith("update ") for event in events if event["ph"] == "X")
+    assert all(
+        event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X"
+    )
+    return sum(
+        event["name"].startswith("update ") for event in events if event["ph"] == "X"
+    )
 
 
 def names(first):
@@ -53,8 +57,12 @@ def test_the_updates_asked_for_are_traced_and_not_in_the_update_times(tmp_path):
     assert [file.suffixes for file in folder.iterdir()] == [[".xplane", ".pb"]]
 
 
-@pytest.mark.parametrize(("updates", "first", "count"), [(range(1, 4), 3, 1), (range(4, 9), 4, 1)])
-def test_a_run_that_ends_early_or_is_resumed_has_the_rest(tmp_path, updates, first, count):
+@pytest.mark.parametrize(
+    ("updates", "first", "count"), [(range(1, 4), 3, 1), (range(4, 9), 4, 1)]
+)
+def test_a_run_that_ends_early_or_is_resumed_has_the_rest(
+    tmp_path, updates, first, count
+):
     logged, _ = profile(tmp_path, updates)
     assert logged == names(first)
     assert traced(tmp_path, logged[1]) == count

@@ -29,7 +29,12 @@ def test_the_bar_is_drawn_after_the_banner():
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
     with os.fdopen(ours, "rb") as terminal:
-        subprocess.run([sys.executable, "-c", PROGRAM], stderr=theirs, env=environment(), check=True)
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            stderr=theirs,
+            env=environment(),
+            check=True,
+        )
         os.close(theirs)
         shown = b""
         with suppress(OSError):  # the terminal is closed once all is read
@@ -54,7 +59,9 @@ def test_a_run_goes_on_where_nobody_reads_its_progress(open_end):
     """As by `| head`, or when the terminal is closed."""
     ours, theirs = open_end()
     os.close(ours)
-    done = subprocess.run([sys.executable, "-c", CLOSED], stderr=theirs, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED], stderr=theirs, env=environment()
+    )
     os.close(theirs)
     assert done.returncode == 0
 
@@ -64,12 +71,19 @@ def test_a_crash_is_seen_while_notices_of_libraries_are_held_back():
         "import os, signal; from pipeline.common import imports\n"
         "with imports.without_chatter(): os.kill(os.getpid(), signal.SIGSEGV)"
     )
-    done = subprocess.run([sys.executable, "-c", crash], capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", crash], capture_output=True, text=True, env=environment()
+    )
     assert done.stderr.startswith("Fatal Python error: Segmentation fault")
 
 
-@pytest.mark.parametrize(("known", "said"), [(0, ["update 2  loss 0.5", "update 2  val/loss 0.2500"]), (9, [])])
-def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(capsys, monkeypatch, known, said):
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [(0, ["update 2  loss 0.5", "update 2  val/loss 0.2500"]), (9, [])],
+)
+def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(
+    capsys, monkeypatch, known, said
+):
     monkeypatch.setattr(progress, "SECONDS", math.inf)
     shown = Progress(known)
     for update in (1, 2):

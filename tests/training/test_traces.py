@@ -48,9 +48,21 @@ def model(input_shape):
     return keras.Sequential([keras.Input((None, 1)), *parts, keras.layers.Dense(1)])
 """
 PADDED = (
-    *("~dataset", "+dataset={_target_: traced.examples, in_memory: true, pad: {multiple: 4, value: 0}}"),
-    *("~model", "+model={_target_: traced.model}", "objective=regression", "training.metrics={}"),
-    *("accumulation={effective_batch_size: 8, factor: 2}", "training.epochs=3", "tracking.log_model=false"),
+    *(
+        "~dataset",
+        "+dataset={_target_: traced.examples, in_memory: true, pad: {multiple: 4, value: 0}}",
+    ),
+    *(
+        "~model",
+        "+model={_target_: traced.model}",
+        "objective=regression",
+        "training.metrics={}",
+    ),
+    *(
+        "accumulation={effective_batch_size: 8, factor: 2}",
+        "training.epochs=3",
+        "tracking.log_model=false",
+    ),
 )
 
 
@@ -64,7 +76,9 @@ def traces(tmp_path, *overrides, **environment):
 @pytest.mark.slow
 def test_a_run_traces_the_model_three_times_whatever_the_lengths(tmp_path):
     """Four lengths, a smaller last update of each epoch, a checkpoint, and three evaluations."""
-    found = [(training, shape) for training, shape, inside in traces(tmp_path) if inside]
+    found = [
+        (training, shape) for training, shape, inside in traces(tmp_path) if inside
+    ]
     any_size = [None, None, 1]
     assert found == [
         (False, any_size),  # Keras itself, when the model is built
@@ -78,10 +92,27 @@ def test_a_run_traces_the_model_three_times_whatever_the_lengths(tmp_path):
 def test_xla_compiles_once_a_padded_length(tmp_path):
     """Micro-batches of 4 and 3, of which the former are compiled: one module a length, and one more for evaluations."""
     dump, sizes = tmp_path / "xla", "accumulation.effective_batch_size=7"
-    found = traces(tmp_path, "hardware.xla=true", sizes, XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text")
-    assert sum(training and shape == [None, None, 1] for training, shape, inside in found if inside) == 1
+    found = traces(
+        tmp_path,
+        "hardware.xla=true",
+        sizes,
+        XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
+    )
+    assert (
+        sum(
+            training and shape == [None, None, 1]
+            for training, shape, inside in found
+            if inside
+        )
+        == 1
+    )
     modules = [path.read_text() for path in dump.glob("*before_optimizations.txt")]
-    shapes = [tuple(map(int, re.search(r"f32\[(\d+),(\d+),1\]\S* parameter\(", each).groups())) for each in modules]
+    shapes = [
+        tuple(
+            map(int, re.search(r"f32\[(\d+),(\d+),1\]\S* parameter\(", each).groups())
+        )
+        for each in modules
+    ]
     assert {size for size, _ in shapes} == {4}
     lengths = [length for _, length in shapes]
     assert {4, 8} <= set(lengths) <= {4, 8, 12, 16}

@@ -78,7 +78,10 @@ def test_a_store_keeps_its_artifacts_with_itself_or_in_a_bucket(tracking_uri, ur
     ],
 )
 def test_what_lies_elsewhere_is_refused(tracking_uri, uri):
-    with pytest.raises(ConfigError, match=r"tracking\.uri must be a store that keeps artifacts with itself"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tracking\.uri must be a store that keeps artifacts with itself",
+    ):
         artifact_locations.check(uri, tracking_uri)
 
 
@@ -101,7 +104,13 @@ def test_what_lies_elsewhere_is_refused(tracking_uri, uri):
     ],
 )
 def test_a_place_that_the_user_allows(uri, place, lies):
-    with nullcontext() if lies else pytest.raises(ConfigError, match=r"trust\.allow or --allow may name that place"):
+    with (
+        nullcontext()
+        if lies
+        else pytest.raises(
+            ConfigError, match=r"trust\.allow or --allow may name that place"
+        )
+    ):
         artifact_locations.check(uri, SERVER, ["/another", place])
 
 
@@ -112,7 +121,10 @@ def test_a_model_may_be_tried_from_a_temporary_folder_of_the_process_alone(tmp_p
     with artifact_locations.confined(SQLITE, []):
         own = Path(tempfile.mkdtemp())
         (own / "model").write_text("a model")
-        assert Path(download_artifacts(artifact_uri=str(own / "model"))).read_text() == "a model"
+        assert (
+            Path(download_artifacts(artifact_uri=str(own / "model"))).read_text()
+            == "a model"
+        )
         for other in (tmp_path / "model", Path(before)):
             with pytest.raises(ConfigError, match="keeps artifacts with itself"):
                 download_artifacts(artifact_uri=str(other))
@@ -140,7 +152,9 @@ def test_every_way_of_mlflow_is_confined_and_free_again(tmp_path):
         ):
             with pytest.raises(ConfigError, match="elsewhere"):
                 way()
-    with artifact_locations.confined(client.tracking_uri, [str(tmp_path / "elsewhere")]):
+    with artifact_locations.confined(
+        client.tracking_uri, [str(tmp_path / "elsewhere")]
+    ):
         assert client.list_artifacts(run_id) == []
     client.log_artifact(run_id, str(tmp_path / "x"))
     assert (tmp_path / f"elsewhere/{run_id}/artifacts/x").exists()
@@ -152,7 +166,11 @@ def test_a_link_in_the_artifacts_leads_nowhere_else(tmp_path, link):
     client = new_store(tmp_path)
     experiment = client.create_experiment("e", (tmp_path / "artifacts").as_uri())
     run_id = client.create_run(experiment).info.run_id
-    new, victim, root = tmp_path / "new", tmp_path / "victim", tmp_path / "artifacts" / run_id / "artifacts"
+    new, victim, root = (
+        tmp_path / "new",
+        tmp_path / "victim",
+        tmp_path / "artifacts" / run_id / "artifacts",
+    )
     for folder in (new, victim, (root / link).parent):
         folder.mkdir(parents=True, exist_ok=True)
     (new / "report.html").write_text("a report")
@@ -166,7 +184,10 @@ def test_a_link_in_the_artifacts_leads_nowhere_else(tmp_path, link):
             lambda: client.download_artifacts(run_id, link or "report.html"),
             lambda: download_artifacts(artifact_uri=f"{root.as_uri()}/{link}"),
         ):
-            with pytest.raises(ConfigError, match=r"a link that leads elsewhere|keeps artifacts with itself"):
+            with pytest.raises(
+                ConfigError,
+                match=r"a link that leads elsewhere|keeps artifacts with itself",
+            ):
                 way()
     assert (victim / "report.html").read_text() == "precious"
     assert [path.name for path in victim.iterdir()] == ["report.html"]

@@ -21,7 +21,9 @@ from tests.tracking.test_provenance import base
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 ELSEWHERE = "tracking.uri must be a store that keeps artifacts with itself"
 QUIET = "tracking.system_metrics=false"
-CSV = "+training.callbacks.rows={_target_: keras.callbacks.CSVLogger, filename: rows.csv}"
+CSV = (
+    "+training.callbacks.rows={_target_: keras.callbacks.CSVLogger, filename: rows.csv}"
+)
 
 
 def test_a_run_is_found_by_the_start_of_its_id(tmp_path):
@@ -32,14 +34,26 @@ def test_a_run_is_found_by_the_start_of_its_id(tmp_path):
         made = client.create_run("0", run_name="it").info.run_id
         with sqlite3.connect(tmp_path / "mlruns/mlflow.db") as database:
             uri = (tmp_path / "mlruns/artifacts" / run_id).as_uri()
-            database.execute("UPDATE runs SET run_uuid = ?, artifact_uri = ? WHERE run_uuid = ?", (run_id, uri, made))
+            database.execute(
+                "UPDATE runs SET run_uuid = ?, artifact_uri = ? WHERE run_uuid = ?",
+                (run_id, uri, made),
+            )
     found = ForeignStore.open(store.uri)
     for run_id in ids:
-        assert [found.run(start).info.run_id for start in (run_id, run_id[:5])] == [run_id, run_id]
-    with pytest.raises(ConfigError, match=r"RUN_ID must name one run, not 2.*Choices: aaaa") as ambiguous:
+        assert [found.run(start).info.run_id for start in (run_id, run_id[:5])] == [
+            run_id,
+            run_id,
+        ]
+    with pytest.raises(
+        ConfigError, match=r"RUN_ID must name one run, not 2.*Choices: aaaa"
+    ) as ambiguous:
         found.run("aaaa")
     assert all(f"{run_id} (it)" in str(ambiguous.value) for run_id in ids)
-    for start, said in (("aaa", "at least 4 digits"), ("aaab", "one run of the store"), ("aaa%", "must be the ID")):
+    for start, said in (
+        ("aaa", "at least 4 digits"),
+        ("aaab", "one run of the store"),
+        ("aaa%", "must be the ID"),
+    ):
         with pytest.raises(ConfigError, match=said):
             found.run(start)
 
@@ -67,8 +81,14 @@ class Hostile(BaseHTTPRequestHandler):
         runs = [_run("e" * 32, self.evil), _run("d" * 32, "mlflow-artifacts:/1/d")]
         if "tags.sweep =" in text:
             runs = []
-        experiment = {"experiment_id": "1", "name": "pipeline", "artifact_location": self.evil}
-        self._say({"experiments": [{**experiment, "lifecycle_stage": "active"}], "runs": runs})
+        experiment = {
+            "experiment_id": "1",
+            "name": "pipeline",
+            "artifact_location": self.evil,
+        }
+        self._say(
+            {"experiments": [{**experiment, "lifecycle_stage": "active"}], "runs": runs}
+        )
 
     def _note(self) -> None:
         self.asked.append((self.path, self.headers.get("Authorization")))
@@ -84,19 +104,37 @@ class Hostile(BaseHTTPRequestHandler):
 
 
 def _run(run_id: str, artifact_uri: str) -> dict:
-    info = {"run_id": run_id, "status": "FINISHED", "lifecycle_stage": "active", "artifact_uri": artifact_uri}
-    tags = {"sweep.name": "seeds", "sweep.jobs": '["seed=0"]', "mlflow.runName": f"{ESCAPE}sweep"}
+    info = {
+        "run_id": run_id,
+        "status": "FINISHED",
+        "lifecycle_stage": "active",
+        "artifact_uri": artifact_uri,
+    }
+    tags = {
+        "sweep.name": "seeds",
+        "sweep.jobs": '["seed=0"]',
+        "mlflow.runName": f"{ESCAPE}sweep",
+    }
     pairs = [{"key": key, "value": value} for key, value in tags.items()]
     return {
-        "info": {**info, "experiment_id": "1", "start_time": 1, "run_name": f"{ESCAPE}sweep"},
+        "info": {
+            **info,
+            "experiment_id": "1",
+            "start_time": 1,
+            "run_name": f"{ESCAPE}sweep",
+        },
         "data": {"tags": pairs},
     }
 
 
 def recorded_runs(client: MlflowClient, folder, count: int) -> list[str]:
     """Runs that can be run again, in the experiment `theirs`."""
-    experiment = client.create_experiment("theirs", (folder / "mlruns/artifacts").as_uri())
-    (folder / "config.yaml").write_text(yaml.safe_dump(base() | {"tracking": {"experiment": "theirs"}}))
+    experiment = client.create_experiment(
+        "theirs", (folder / "mlruns/artifacts").as_uri()
+    )
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(base() | {"tracking": {"experiment": "theirs"}})
+    )
     runs = [client.create_run(experiment).info.run_id for _ in range(count)]
     for run_id in runs:
         client.log_artifact(run_id, str(folder / "config.yaml"))
@@ -109,9 +147,17 @@ def recorded_runs(client: MlflowClient, folder, count: int) -> list[str]:
 def made_sweep(store, *overrides: str) -> Made:
     """A sweep of the file `seeds` with a job that failed, and an escape wherever a store may say one."""
     made = Made(store, ["seed=0", f"{ESCAPE}seed=1"], ["seed"], "seeds")
-    made.job("seed=0", {"train/loss": [2, 1]}, tags={"failure": ESCAPE}, status="FAILED")
+    made.job(
+        "seed=0", {"train/loss": [2, 1]}, tags={"failure": ESCAPE}, status="FAILED"
+    )
     made.job(f"{ESCAPE}seed=1", {"train/loss": [2, 1]})
-    made.tag(made.run_id, **{"sweep.overrides": json.dumps(["training.epochs=1", *overrides]), "failure": ESCAPE})
+    made.tag(
+        made.run_id,
+        **{
+            "sweep.overrides": json.dumps(["training.epochs=1", *overrides]),
+            "failure": ESCAPE,
+        },
+    )
     made.client.update_run(made.run_id, name=f"{ESCAPE}sweep")
     made.end("FAILED")
     return made
@@ -125,10 +171,28 @@ def hostile(tmp_path_factory):
     store = synthetic.store(folder)
     client, elsewhere = store.client(), folder / "victim"
     runs = recorded_runs(client, folder, 2)
-    names = ["good", "folder", "tfds", "csv", "name", "download", "no job", "jobs", "varied", "overrides"]
+    names = [
+        "good",
+        "folder",
+        "tfds",
+        "csv",
+        "name",
+        "download",
+        "no job",
+        "jobs",
+        "varied",
+        "overrides",
+    ]
     sweeps = {name: made_sweep(store).run_id for name in names}
-    overrides = {"tfds": ["dataset=tfds", "dataset.name='huggingface:glue'"], "csv": [CSV], "overrides": [{"a": 1}]}
-    overrides |= {"name": ["training.callbacks.rows.filename=other.csv"], "download": ["dataset.download=true"]}
+    overrides = {
+        "tfds": ["dataset=tfds", "dataset.name='huggingface:glue'"],
+        "csv": [CSV],
+        "overrides": [{"a": 1}],
+    }
+    overrides |= {
+        "name": ["training.callbacks.rows.filename=other.csv"],
+        "download": ["dataset.download=true"],
+    }
     for name, texts in overrides.items():
         client.set_tag(sweeps[name], "sweep.overrides", json.dumps(texts))
     client.set_tag(sweeps["jobs"], "sweep.jobs", '["seed=0"')
@@ -138,23 +202,35 @@ def hostile(tmp_path_factory):
     with sqlite3.connect(folder / "mlruns/mlflow.db") as database:
         for run_id in (runs[0], sweeps["folder"]):
             database.execute(
-                "UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", (f"{elsewhere.as_uri()}{ESCAPE}", run_id)
+                "UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?",
+                (f"{elsewhere.as_uri()}{ESCAPE}", run_id),
             )
-        database.execute("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", (elsewhere.as_uri(), sweeps["folder"]))
-        database.execute("UPDATE experiments SET artifact_location = ? WHERE name = 'theirs'", (elsewhere.as_uri(),))
+        database.execute(
+            "UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?",
+            (elsewhere.as_uri(), sweeps["folder"]),
+        )
+        database.execute(
+            "UPDATE experiments SET artifact_location = ? WHERE name = 'theirs'",
+            (elsewhere.as_uri(),),
+        )
         for of in ("INSERT", "UPDATE"):  # its tags are read-only
             database.execute(
                 f"CREATE TRIGGER no_{of} BEFORE {of} ON tags WHEN NEW.run_uuid = '{runs[1]}' AND NEW.key = 'rerun.by' "
                 "BEGIN SELECT RAISE(ABORT, 'read-only'); END"
             )
     servers = [
-        ThreadingHTTPServer(("127.0.0.1", 0), type("Noting", (Hostile,), {"asked": [], "evil": ""})) for _ in range(2)
+        ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Noting", (Hostile,), {"asked": [], "evil": ""})
+        )
+        for _ in range(2)
     ]
     theirs, evil = (f"http://127.0.0.1:{server.server_port}" for server in servers)
     servers[0].RequestHandlerClass.evil = f"{evil}/api/2.0/mlflow-artifacts/artifacts/1"
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-    again = "sweep seeds hydra/launcher=basic tracking.log_model=false model=mlp --again"
+    again = (
+        "sweep seeds hydra/launcher=basic tracking.log_model=false model=mlp --again"
+    )
     try:
         lines = {
             "rerun of another host": f"rerun {'e' * 32} --dry tracking.uri={theirs}",
@@ -167,8 +243,14 @@ def hostile(tmp_path_factory):
             "report of another folder": f"report {sweeps['folder']}",
             "rest of another folder": f"{again} {sweeps['folder']}",
             "rest in another experiment": f"{again} {sweeps['good']} tracking.experiment=theirs",
-            **{f"rest, {name}": f"{again} {sweeps[name]}" for name in ("tfds", "csv", "name", "download")},
-            **{f"report, {name}": f"report {sweeps[name]}" for name in ("no job", "jobs", "varied")},
+            **{
+                f"rest, {name}": f"{again} {sweeps[name]}"
+                for name in ("tfds", "csv", "name", "download")
+            },
+            **{
+                f"report, {name}": f"report {sweeps[name]}"
+                for name in ("no job", "jobs", "varied")
+            },
             "rest, overrides": f"{again} {sweeps['overrides']}",
             "report": f"report {sweeps['good']}",
             "report, start of an ID that no run has": "report 0000",
@@ -177,17 +259,34 @@ def hostile(tmp_path_factory):
             "confined": f"train model=mlp training.updates=1 tracking.confined=true tracking.experiment=theirs {QUIET}",
             "report of a folder that is allowed": f"report {sweeps['folder']} --allow {elsewhere}",
         }
-        there = {"MLFLOW_TRACKING_TOKEN": "the-token", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-        answers = one_process(lines, folder, **there, HTTPS_PROXY=evil)  # which any download would ask
+        there = {
+            "MLFLOW_TRACKING_TOKEN": "the-token",
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        }
+        answers = one_process(
+            lines, folder, **there, HTTPS_PROXY=evil
+        )  # which any download would ask
     finally:
         for server in servers:
             server.shutdown()
-    return folder, answers, [server.RequestHandlerClass.asked for server in servers], client, sweeps
+    return (
+        folder,
+        answers,
+        [server.RequestHandlerClass.asked for server in servers],
+        client,
+        sweeps,
+    )
 
 
 ELSEWHERE_CASES = [
-    f"{verb} of {what}" for verb in ("rerun", "report", "rest") for what in ("another host", "another folder")
-] + ["report of a host with two faces", "rest of a host with two faces", "a job's sweep of another host"]
+    f"{verb} of {what}"
+    for verb in ("rerun", "report", "rest")
+    for what in ("another host", "another folder")
+] + [
+    "report of a host with two faces",
+    "rest of a host with two faces",
+    "a job's sweep of another host",
+]
 
 
 @pytest.mark.slow
@@ -196,13 +295,17 @@ def test_artifacts_that_lie_elsewhere_are_refused(hostile, case):
     answer = hostile[1][case]
     assert answer["status"] == 2, answer["err"]
     assert ELSEWHERE in answer["err"].splitlines()[-1]
-    assert [path for path in answer["changed"] if not path.startswith("mlruns/mlflow.db")] == []
+    assert [
+        path for path in answer["changed"] if not path.startswith("mlruns/mlflow.db")
+    ] == []
 
 
 @pytest.mark.slow
 def test_no_other_host_is_asked_nor_told_a_secret(hostile):
     theirs, evil = hostile[2]
-    assert ("/api/2.0/mlflow/runs/get", "Bearer the-token") in [(path.split("?")[0], told) for path, told in theirs]
+    assert ("/api/2.0/mlflow/runs/get", "Bearer the-token") in [
+        (path.split("?")[0], told) for path, told in theirs
+    ]
     assert evil == []
 
 
@@ -214,7 +317,9 @@ def test_only_what_the_user_allows_is_written_elsewhere(hostile):
     assert "victim/report/report.html" in allowed["changed"]
     for case, answer in answers.items():
         if case != "report of a folder that is allowed":
-            assert [path for path in answer["changed"] if path.startswith("victim")] == [], case
+            assert [
+                path for path in answer["changed"] if path.startswith("victim")
+            ] == [], case
     assert not list(folder.glob("*.csv"))
 
 
@@ -225,12 +330,21 @@ def test_only_what_the_user_allows_is_written_elsewhere(hostile):
         ("rest, tfds", "dataset.name may start a download"),
         ("rest, download", "dataset.download may start a download"),
         ("rest, csv", "must not write files unless you allow it"),
-        ("rest, name", "training.callbacks.rows.filename may name a file that is written"),
+        (
+            "rest, name",
+            "training.callbacks.rows.filename may name a file that is written",
+        ),
         ("rest, overrides", "SWEEP must have a tag sweep.overrides that can be read"),
         ("report, jobs", "SWEEP must have a tag sweep.jobs that can be read"),
         ("report, varied", "SWEEP must have a tag sweep.varied that can be read"),
-        ("report, no job", "SWEEP must have runs with MLflow's IDs and a tag sweep.job"),
-        ("report, start of an ID that no run has", "SWEEP must name one sweep of the store"),
+        (
+            "report, no job",
+            "SWEEP must have runs with MLflow's IDs and a tag sweep.job",
+        ),
+        (
+            "report, start of an ID that no run has",
+            "SWEEP must name one sweep of the store",
+        ),
     ],
 )
 def test_a_record_that_is_wrong_is_refused_in_one_line(hostile, case, named):
@@ -246,7 +360,9 @@ def test_what_a_store_says_does_not_speak_to_the_terminal(hostile):
     _, answers, *_ = hostile
     assert "??]0;owned" not in answers["report"]["out"]
     assert answers["report"]["status"] == 0, answers["report"]["err"]
-    assert "owned" in "".join(answer["out"] + answer["err"] for answer in answers.values())
+    assert "owned" in "".join(
+        answer["out"] + answer["err"] for answer in answers.values()
+    )
     for case, answer in answers.items():
         assert not {"\x1b", "\x07"} & set(answer["out"] + answer["err"]), case
 
@@ -255,10 +371,16 @@ def test_what_a_store_says_does_not_speak_to_the_terminal(hostile):
 def test_a_run_that_cannot_be_linked_to_its_rerun_undoes_nothing(hostile):
     _, answers, _, client, _ = hostile
     lines = answers["experiment"]["err"].splitlines()
-    verdict = next(number for number, line in enumerate(lines) if ": different from update 1 on" in line)
+    verdict = next(
+        number
+        for number, line in enumerate(lines)
+        if ": different from update 1 on" in line
+    )
     assert any("has no link to its rerun: " in line for line in lines[verdict + 1 :])
     assert "Traceback" not in answers["experiment"]["err"]
-    (new,) = client.search_runs([client.get_experiment_by_name("pipeline").experiment_id])
+    (new,) = client.search_runs(
+        [client.get_experiment_by_name("pipeline").experiment_id]
+    )
     assert new.data.tags["rerun.verdict"] == "different"
 
 
@@ -267,10 +389,17 @@ def test_an_experiment_whose_artifacts_lie_elsewhere_is_not_written_to(hostile):
     _, answers, _, client, _ = hostile
     answer = answers["experiment"]
     assert answer["status"] == 3, answer["err"]
-    assert "changed: tracking.experiment=pipeline, since tracking.uri must be a store that keeps" in answer["err"]
-    (new,) = client.search_runs([client.get_experiment_by_name("pipeline").experiment_id])
+    assert (
+        "changed: tracking.experiment=pipeline, since tracking.uri must be a store that keeps"
+        in answer["err"]
+    )
+    (new,) = client.search_runs(
+        [client.get_experiment_by_name("pipeline").experiment_id]
+    )
     assert new.info.status == "FINISHED"
-    assert "model.not_logged" not in new.data.tags  # MLflow keeps models apart from runs, and they pass, too
+    assert (
+        "model.not_logged" not in new.data.tags
+    )  # MLflow keeps models apart from runs, and they pass, too
     assert client.list_artifacts(new.info.run_id, "rerun")
     assert answers["own experiment"]["status"] == 2
     assert ELSEWHERE in answers["own experiment"]["err"]

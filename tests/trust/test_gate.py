@@ -45,7 +45,9 @@ def gate(tmp_path, monkeypatch):
         "def build(classes):\n    return Model([keras.layers.Flatten(), keras.layers.Dense(classes)])\n"
     )
     for name in ("mypkg2", "evil"):
-        (tmp_path / f"{name}.py").write_text(f"{leave}def run(*args, **kwargs):\n    {leave}")
+        (tmp_path / f"{name}.py").write_text(
+            f"{leave}def run(*args, **kwargs):\n    {leave}"
+        )
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield Gate(tmp_path / "run", tmp_path / "data", allowed=("mypkg",))
@@ -77,11 +79,19 @@ def put(container: dict, **values: object) -> dict:
 
 
 def layers(*nodes: object) -> dict:
-    return {"_target_": "keras.Sequential", "layers": [{"_target_": "keras.layers.Flatten"}, *nodes]}
+    return {
+        "_target_": "keras.Sequential",
+        "layers": [{"_target_": "keras.layers.Flatten"}, *nodes],
+    }
 
 
 SHELL = {"_target_": "os.system", "_args_": ["touch RAN"]}
-KERAS_OBJECT = {"module": "evil", "class_name": "run", "registered_name": "evil>run", "config": {}}
+KERAS_OBJECT = {
+    "module": "evil",
+    "class_name": "run",
+    "registered_name": "evil>run",
+    "config": {},
+}
 LOSS = "keras.losses.Loss"
 
 ANY_TEXT = {"_target_": "pipeline.components.optimizer.constant", "learning_rate": "x"}
@@ -91,69 +101,209 @@ PLAIN = "must be a plain dotted name. Received: "
 REFUSED = [
     # names that are no builder
     ("model", SHELL, "os.system"),
-    ("model", {"_target_": "subprocess.Popen", "args": ["touch", "RAN"]}, "subprocess.Popen"),
-    ("model", {"_target_": "builtins.eval", "_args_": ["__import__('evil')"]}, "builtins.eval"),
-    ("model", {"_target_": "builtins.exec", "_args_": ["import evil"]}, "builtins.exec"),
+    (
+        "model",
+        {"_target_": "subprocess.Popen", "args": ["touch", "RAN"]},
+        "subprocess.Popen",
+    ),
+    (
+        "model",
+        {"_target_": "builtins.eval", "_args_": ["__import__('evil')"]},
+        "builtins.eval",
+    ),
+    (
+        "model",
+        {"_target_": "builtins.exec", "_args_": ["import evil"]},
+        "builtins.exec",
+    ),
     ("model", {"_target_": "posix.system", "_args_": ["touch RAN"]}, "posix.system"),
-    ("model", {"_target_": "importlib.import_module", "name": "evil"}, "importlib.import_module"),
-    ("model", {"_target_": "hydra.utils.get_method", "path": "evil.run"}, "hydra.utils.get_method"),
-    ("model", {"_target_": "hydra.utils.instantiate", "config": {}}, "hydra.utils.instantiate"),
+    (
+        "model",
+        {"_target_": "importlib.import_module", "name": "evil"},
+        "importlib.import_module",
+    ),
+    (
+        "model",
+        {"_target_": "hydra.utils.get_method", "path": "evil.run"},
+        "hydra.utils.get_method",
+    ),
+    (
+        "model",
+        {"_target_": "hydra.utils.instantiate", "config": {}},
+        "hydra.utils.instantiate",
+    ),
     ("model", {"_target_": "functools.partial", "_args_": []}, "functools.partial"),
     ("model", {"_target_": "pickle.loads", "_args_": [""]}, "pickle.loads"),
     ("model", {"_target_": "evil.run"}, "evil.run"),
     ("model", {"_target_": "evil"}, "'evil'"),
     ("model", {"_target_": "mypkg2.run"}, "mypkg2.run"),
-    ("model", {"_target_": "pipeline.tracking.store.Store", "uri": "x"}, "pipeline.tracking.store.Store"),
-    ("model", {"_target_": "pipeline.components.model.build"}, "pipeline.components.model.build"),
+    (
+        "model",
+        {"_target_": "pipeline.tracking.store.Store", "uri": "x"},
+        "pipeline.tracking.store.Store",
+    ),
+    (
+        "model",
+        {"_target_": "pipeline.components.model.build"},
+        "pipeline.components.model.build",
+    ),
     ("model", {"_target_": "pipeline.run.run.run"}, "pipeline.run.run.run"),
     (
         "model",
         {"_target_": "pipeline.components.model.keras.saving.load_model"},
         "pipeline.components.model.keras.saving.load_model",
     ),
-    ("model", {"_target_": "tensorflow.keras.Sequential"}, "tensorflow.keras.Sequential"),
-    ("model", {"_target_": "tensorflow.io.read_file", "filename": "x"}, "tensorflow.io.read_file"),
+    (
+        "model",
+        {"_target_": "tensorflow.keras.Sequential"},
+        "tensorflow.keras.Sequential",
+    ),
+    (
+        "model",
+        {"_target_": "tensorflow.io.read_file", "filename": "x"},
+        "tensorflow.io.read_file",
+    ),
     # what is merely reachable through Keras
-    ("model", {"_target_": "keras.utils.get_file", "origin": "x"}, "keras.utils.get_file"),
-    ("model", {"_target_": "keras.saving.load_model", "filepath": "x"}, "keras.saving.load_model"),
-    ("model", {"_target_": "keras.models.load_model", "filepath": "x"}, "keras.models.load_model"),
-    ("model", {"_target_": "keras.config.enable_unsafe_deserialization"}, "keras.config.enable_unsafe_deserialization"),
-    ("model", {"_target_": "keras.layers.deserialize", "config": {}}, "keras.layers.deserialize"),
-    ("model", {"_target_": "keras.layers.concatenate", "inputs": []}, "keras.layers.concatenate"),
-    ("model", {"_target_": "keras.src.layers.Dense", "units": 1}, "keras.src.layers.Dense"),
-    ("model", {"_target_": "keras.layers.TFSMLayer", "filepath": "x"}, "keras.layers.TFSMLayer"),
-    ("model", {"_target_": "keras.layers.TorchModuleWrapper", "module": "x"}, "keras.layers.TorchModuleWrapper"),
-    ("model", layers({"_target_": "keras.layers.Lambda", "function": "x"}), "keras.layers.Lambda"),
-    ("model", {"_target_": "keras.applications.resnet50.ResNet50"}, "keras.applications.resnet50.ResNet50"),
-    ("model", {"_target_": "keras.applications.imagenet_utils"}, "keras.applications.imagenet_utils"),
+    (
+        "model",
+        {"_target_": "keras.utils.get_file", "origin": "x"},
+        "keras.utils.get_file",
+    ),
+    (
+        "model",
+        {"_target_": "keras.saving.load_model", "filepath": "x"},
+        "keras.saving.load_model",
+    ),
+    (
+        "model",
+        {"_target_": "keras.models.load_model", "filepath": "x"},
+        "keras.models.load_model",
+    ),
+    (
+        "model",
+        {"_target_": "keras.config.enable_unsafe_deserialization"},
+        "keras.config.enable_unsafe_deserialization",
+    ),
+    (
+        "model",
+        {"_target_": "keras.layers.deserialize", "config": {}},
+        "keras.layers.deserialize",
+    ),
+    (
+        "model",
+        {"_target_": "keras.layers.concatenate", "inputs": []},
+        "keras.layers.concatenate",
+    ),
+    (
+        "model",
+        {"_target_": "keras.src.layers.Dense", "units": 1},
+        "keras.src.layers.Dense",
+    ),
+    (
+        "model",
+        {"_target_": "keras.layers.TFSMLayer", "filepath": "x"},
+        "keras.layers.TFSMLayer",
+    ),
+    (
+        "model",
+        {"_target_": "keras.layers.TorchModuleWrapper", "module": "x"},
+        "keras.layers.TorchModuleWrapper",
+    ),
+    (
+        "model",
+        layers({"_target_": "keras.layers.Lambda", "function": "x"}),
+        "keras.layers.Lambda",
+    ),
+    (
+        "model",
+        {"_target_": "keras.applications.resnet50.ResNet50"},
+        "keras.applications.resnet50.ResNet50",
+    ),
+    (
+        "model",
+        {"_target_": "keras.applications.imagenet_utils"},
+        "keras.applications.imagenet_utils",
+    ),
     ("training.loss", {"_target_": "keras.losses.os"}, "keras.losses.os"),
-    ("training.loss", {"_target_": "keras.losses.get", "identifier": "mse"}, "keras.losses.get"),
-    ("training.loss", {"_target_": f"{LOSS}.__init__.__globals__"}, f"{LOSS}.__init__.__globals__"),
-    ("training.loss", {"_target_": f"{LOSS}.from_config", "config": {}}, f"{LOSS}.from_config"),
-    ("optimizer", {"_target_": "keras.optimizers.deserialize", "config": {}}, "keras.optimizers.deserialize"),
+    (
+        "training.loss",
+        {"_target_": "keras.losses.get", "identifier": "mse"},
+        "keras.losses.get",
+    ),
+    (
+        "training.loss",
+        {"_target_": f"{LOSS}.__init__.__globals__"},
+        f"{LOSS}.__init__.__globals__",
+    ),
+    (
+        "training.loss",
+        {"_target_": f"{LOSS}.from_config", "config": {}},
+        f"{LOSS}.from_config",
+    ),
+    (
+        "optimizer",
+        {"_target_": "keras.optimizers.deserialize", "config": {}},
+        "keras.optimizers.deserialize",
+    ),
     ("optimizer", {"_target_": "keras.optimizers.legacy"}, "keras.optimizers.legacy"),
-    ("optimizer", {"_target_": "keras.optimizers.OptimizerMap"}, "keras.optimizers.OptimizerMap"),
-    ("schedule", {"_target_": "keras.optimizers.schedules.serialize"}, "keras.optimizers.schedules.serialize"),
+    (
+        "optimizer",
+        {"_target_": "keras.optimizers.OptimizerMap"},
+        "keras.optimizers.OptimizerMap",
+    ),
+    (
+        "schedule",
+        {"_target_": "keras.optimizers.schedules.serialize"},
+        "keras.optimizers.schedules.serialize",
+    ),
     # what is merely reachable through a package that the user allows
-    ("model", {"_target_": "mypkg.os.system", "_args_": ["touch RAN"]}, "mypkg.os.system"),
-    ("model", {"_target_": "mypkg.subprocess.run", "args": ["touch", "RAN"]}, "mypkg.subprocess.run"),
+    (
+        "model",
+        {"_target_": "mypkg.os.system", "_args_": ["touch RAN"]},
+        "mypkg.os.system",
+    ),
+    (
+        "model",
+        {"_target_": "mypkg.subprocess.run", "args": ["touch", "RAN"]},
+        "mypkg.subprocess.run",
+    ),
     ("model", {"_target_": "mypkg.Popen", "args": ["touch", "RAN"]}, "mypkg.Popen"),
     ("model", {"_target_": "mypkg.get_file", "origin": "x"}, "mypkg.get_file"),
     ("model", {"_target_": "mypkg.bound"}, "mypkg.bound"),
-    ("model", {"_target_": "mypkg.bound.func", "_args_": ["touch RAN"]}, "mypkg.bound.func"),
+    (
+        "model",
+        {"_target_": "mypkg.bound.func", "_args_": ["touch RAN"]},
+        "mypkg.bound.func",
+    ),
     ("model", {"_target_": "mypkg.Sequential"}, "mypkg.Sequential"),
-    ("model", {"_target_": "mypkg.models.Model.load_weights", "filepath": "x"}, "mypkg.models.Model.load_weights"),
-    ("model", {"_target_": "mypkg.models.build.__globals__"}, f"{PLAIN}'mypkg.models.build.__globals__'"),
+    (
+        "model",
+        {"_target_": "mypkg.models.Model.load_weights", "filepath": "x"},
+        "mypkg.models.Model.load_weights",
+    ),
+    (
+        "model",
+        {"_target_": "mypkg.models.build.__globals__"},
+        f"{PLAIN}'mypkg.models.build.__globals__'",
+    ),
     ("model", {"_target_": "mypkg.os"}, "mypkg.os"),
     # where a name hides
     ("model", {"_target_": MODEL, "hidden": [64, SHELL]}, "os.system"),
-    ("model", {"_target_": MODEL, "hidden": [[{"deep": [{"deeper": SHELL}]}]]}, "os.system"),
+    (
+        "model",
+        {"_target_": MODEL, "hidden": [[{"deep": [{"deeper": SHELL}]}]]},
+        "os.system",
+    ),
     ("model", {"_target_": MODEL, "_recursive_": False, "hidden": SHELL}, "os.system"),
     ("model", {"_target_": MODEL, "_args_": [SHELL]}, "os.system"),
     ("model", {"_target_": MODEL, "_convert_": SHELL}, "os.system"),
     ("dataset.preprocess", {**SHELL, "_partial_": True}, "os.system"),
     ("dataset.augment", {"_target_": "evil.run"}, "evil.run"),
-    ("training.metrics.it", {"_target_": "keras.metrics.MeanMetricWrapper", "fn": {"_target_": "evil.run"}}, "evil"),
+    (
+        "training.metrics.it",
+        {"_target_": "keras.metrics.MeanMetricWrapper", "fn": {"_target_": "evil.run"}},
+        "evil",
+    ),
     ("scaling.rule", {"_target_": "evil.run"}, "evil.run"),
     ("seed", {"_target_": "evil.run"}, "evil.run"),
     ("tracking.run_name", SHELL, "os.system"),
@@ -178,41 +328,147 @@ REFUSED = [
     ("defaults", ["evil"], "defaults must be of your own config"),
     # what Keras would build from a mapping
     ("training.loss", KERAS_OBJECT, "training.loss.class_name"),
-    ("model", layers({"_target_": "keras.layers.Dense", "units": 1, "activation": KERAS_OBJECT}), "class_name"),
-    ("model", layers({"_target_": "keras.layers.Masking", "mask_value": KERAS_OBJECT}), "class_name"),
-    ("model", layers({"_target_": "keras.layers.Dense", "units": 1, "dtype": {"registered_name": "x"}}), "registered"),
+    (
+        "model",
+        layers(
+            {"_target_": "keras.layers.Dense", "units": 1, "activation": KERAS_OBJECT}
+        ),
+        "class_name",
+    ),
+    (
+        "model",
+        layers({"_target_": "keras.layers.Masking", "mask_value": KERAS_OBJECT}),
+        "class_name",
+    ),
+    (
+        "model",
+        layers(
+            {
+                "_target_": "keras.layers.Dense",
+                "units": 1,
+                "dtype": {"registered_name": "x"},
+            }
+        ),
+        "registered",
+    ),
     # callbacks that send, run code, or write elsewhere
-    (CALLBACK, {"_target_": "keras.callbacks.RemoteMonitor"}, "keras.callbacks.RemoteMonitor"),
-    (CALLBACK, {"_target_": "keras.callbacks.LambdaCallback"}, "keras.callbacks.LambdaCallback"),
-    (CALLBACK, {"_target_": "keras.callbacks.OrbaxCheckpoint", "directory": "x"}, "keras.callbacks.OrbaxCheckpoint"),
-    (CALLBACK, {"_target_": "mlflow.keras.MlflowCallback"}, "mlflow.keras.MlflowCallback"),
-    (CALLBACK, {"_target_": "keras.callbacks.ModelCheckpoint", "filepath": "it.keras"}, "must not write files"),
-    (CALLBACK, {"_target_": "keras.callbacks.CSVLogger", "filename": "it.csv"}, "must not write files"),
-    (CALLBACK, {"_target_": "keras.callbacks.BackupAndRestore", "backup_dir": "it"}, "must not write files"),
+    (
+        CALLBACK,
+        {"_target_": "keras.callbacks.RemoteMonitor"},
+        "keras.callbacks.RemoteMonitor",
+    ),
+    (
+        CALLBACK,
+        {"_target_": "keras.callbacks.LambdaCallback"},
+        "keras.callbacks.LambdaCallback",
+    ),
+    (
+        CALLBACK,
+        {"_target_": "keras.callbacks.OrbaxCheckpoint", "directory": "x"},
+        "keras.callbacks.OrbaxCheckpoint",
+    ),
+    (
+        CALLBACK,
+        {"_target_": "mlflow.keras.MlflowCallback"},
+        "mlflow.keras.MlflowCallback",
+    ),
+    (
+        CALLBACK,
+        {"_target_": "keras.callbacks.ModelCheckpoint", "filepath": "it.keras"},
+        "must not write files",
+    ),
+    (
+        CALLBACK,
+        {"_target_": "keras.callbacks.CSVLogger", "filename": "it.csv"},
+        "must not write files",
+    ),
+    (
+        CALLBACK,
+        {"_target_": "keras.callbacks.BackupAndRestore", "backup_dir": "it"},
+        "must not write files",
+    ),
     (CALLBACK, {"_target_": "keras.callbacks.TensorBoard"}, "must not write files"),
     # paths that are read
-    ("model", {"_target_": "keras.applications.VGG16", "weights": "it.weights.h5"}, "it.weights.h5"),
-    ("model", {"_target_": "keras.applications.VGG16", "_args_": [True, "x.h5"]}, "keras.applications.VGG16"),
-    ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": "/etc/passwd"}), "/etc/passwd"),
-    ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": "link/words"}), "link/words"),
-    ("model", layers({"_target_": "keras.layers.TextVectorization", "vocabulary": ANY_TEXT}), "vocabulary"),
-    ("model", {"_target_": "mypkg.models.build", "weights": "/etc/passwd"}, "/etc/passwd"),
-    ("model", {"_target_": "mypkg.models.build", "weights": " https://example.org/x"}, "https://example.org/x"),
+    (
+        "model",
+        {"_target_": "keras.applications.VGG16", "weights": "it.weights.h5"},
+        "it.weights.h5",
+    ),
+    (
+        "model",
+        {"_target_": "keras.applications.VGG16", "_args_": [True, "x.h5"]},
+        "keras.applications.VGG16",
+    ),
+    (
+        "model",
+        layers({"_target_": "keras.layers.StringLookup", "vocabulary": "/etc/passwd"}),
+        "/etc/passwd",
+    ),
+    (
+        "model",
+        layers({"_target_": "keras.layers.StringLookup", "vocabulary": "link/words"}),
+        "link/words",
+    ),
+    (
+        "model",
+        layers({"_target_": "keras.layers.TextVectorization", "vocabulary": ANY_TEXT}),
+        "vocabulary",
+    ),
+    (
+        "model",
+        {"_target_": "mypkg.models.build", "weights": "/etc/passwd"},
+        "/etc/passwd",
+    ),
+    (
+        "model",
+        {"_target_": "mypkg.models.build", "weights": " https://example.org/x"},
+        "https://example.org/x",
+    ),
     ("model", {"_target_": "mypkg.models.build", "weights": "a/../../x"}, "a/../../x"),
     *(
-        ("model", {"_target_": "mypkg.models.build", "weights": text}, "model.weights must ")
+        (
+            "model",
+            {"_target_": "mypkg.models.build", "weights": text},
+            "model.weights must ",
+        )
         for text in (
-            *("\x01http://evil/x", "\ufeffhttps://evil/x", "\u200b/etc/passwd", "a\u202eb", "a\0b"),
+            *(
+                "\x01http://evil/x",
+                "\ufeffhttps://evil/x",
+                "\u200b/etc/passwd",
+                "a\u202eb",
+                "a\0b",
+            ),
             *("file:x", "FILE:x", " data:text/plain,x"),
         )
     ),
-    ("training.it", [["\x1b[31m"]], "training.it.0.0 must be of signs that can be seen"),
+    (
+        "training.it",
+        [["\x1b[31m"]],
+        "training.it.0.0 must be of signs that can be seen",
+    ),
     ("dataset.data_dir", "/etc", "/etc"),
-    ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "huggingface:x"}, "huggingface:x"),
-    ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/data_dir=x"}, "mnist/data_dir=x"),
-    ("dataset", {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/.."}, "mnist/.."),
+    (
+        "dataset",
+        {"_target_": "pipeline.dataset.from_tfds", "name": "huggingface:x"},
+        "huggingface:x",
+    ),
+    (
+        "dataset",
+        {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/data_dir=x"},
+        "mnist/data_dir=x",
+    ),
+    (
+        "dataset",
+        {"_target_": "pipeline.dataset.from_tfds", "name": "mnist/.."},
+        "mnist/..",
+    ),
     ("tracking.uri", "https://example.org", "https://example.org"),
-    ("start.run", "/somewhere/run@40", "start.run must be the ID of a run where it comes from a store"),
+    (
+        "start.run",
+        "/somewhere/run@40",
+        "start.run must be the ID of a run where it comes from a store",
+    ),
     ("start.run", "runs", "start.run must be the ID of a run"),
     ("start.run", "abc", "start.run must be the ID of a run"),
     ("start.run", "deadbeef@40/..", "start.run must be the ID of a run"),
@@ -227,11 +483,17 @@ def _there(value: object, folder: Path) -> object:
     if isinstance(value, list):
         return [_there(entry, folder) for entry in value]
     if isinstance(value, str):
-        return value.replace("RAN", str(folder / "run/ran")).replace("DATA", str(folder / "data"))
+        return value.replace("RAN", str(folder / "run/ran")).replace(
+            "DATA", str(folder / "data")
+        )
     return value
 
 
-@pytest.mark.parametrize(("key", "value", "named"), REFUSED, ids=[f"{key}: {value}"[:90] for key, value, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    REFUSED,
+    ids=[f"{key}: {value}"[:90] for key, value, _ in REFUSED],
+)
 def test_refused_by_name_and_nothing_ran(key, value, named, gate, tmp_path):
     config = recorded(**{key: _there(value, tmp_path)})
     before = sorted(tmp_path.rglob("*"))
@@ -240,14 +502,28 @@ def test_refused_by_name_and_nothing_ran(key, value, named, gate, tmp_path):
     said, named = str(refused.value), str(_there(named, tmp_path))
     assert named in said or repr(named).strip("'") in said
     assert not {"evil", "mypkg2"} & set(sys.modules)
-    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts
+    ] == before
 
 
-BY_TEXT = ["keras.losses.get", "keras.layers.deserialize", "keras.layers._x", "keras.applications.resnet50"]
+BY_TEXT = [
+    "keras.losses.get",
+    "keras.layers.deserialize",
+    "keras.layers._x",
+    "keras.applications.resnet50",
+]
 
 
 @pytest.mark.parametrize(
-    "name", [*BY_TEXT, "keras.layers.Lambda", "pipeline.run.run.run", "pipeline.tracking.store.Store", "evil.run"]
+    "name",
+    [
+        *BY_TEXT,
+        "keras.layers.Lambda",
+        "pipeline.run.run.run",
+        "pipeline.tracking.store.Store",
+        "evil.run",
+    ],
 )
 def test_refused_before_anything_is_imported(name, gate):
     with pytest.raises(ConfigError, match=re.escape(repr(name))):
@@ -257,11 +533,16 @@ def test_refused_before_anything_is_imported(name, gate):
 BUILT = [
     (key, value)
     for key, value, _ in REFUSED
-    if isinstance(value, dict) and key in ("model", CALLBACK) and "${" not in str(value) and "Path" not in str(value)
+    if isinstance(value, dict)
+    and key in ("model", CALLBACK)
+    and "${" not in str(value)
+    and "Path" not in str(value)
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), BUILT, ids=[f"{key}: {value}"[:90] for key, value in BUILT])
+@pytest.mark.parametrize(
+    ("key", "value"), BUILT, ids=[f"{key}: {value}"[:90] for key, value in BUILT]
+)
 def test_what_builds_has_the_same_gate(key, value, gate, tmp_path, monkeypatch):
     monkeypatch.chdir(gate.run_dir)
     with strict(gate), pytest.raises(ConfigError):
@@ -271,8 +552,16 @@ def test_what_builds_has_the_same_gate(key, value, gate, tmp_path, monkeypatch):
 
 
 def test_what_builds_resolves_before_it_checks(gate):
-    node = OmegaConf.create({"name": "evil.run", "it": {"_target_": MODEL, "hidden": [{"_target_": "${name}"}]}}).it
-    with strict(gate), pytest.raises(ConfigError, match=r"model\.hidden\.0\._target_ .* 'evil\.run'"):
+    node = OmegaConf.create(
+        {
+            "name": "evil.run",
+            "it": {"_target_": MODEL, "hidden": [{"_target_": "${name}"}]},
+        }
+    ).it
+    with (
+        strict(gate),
+        pytest.raises(ConfigError, match=r"model\.hidden\.0\._target_ .* 'evil\.run'"),
+    ):
         instantiate.build(node, "model")
     assert "evil" not in sys.modules
 
@@ -284,7 +573,11 @@ def test_without_the_gate_the_payload_does_run(gate, tmp_path):
 
 def test_the_gate_closes_again_and_guards_every_thread(gate):
     node = OmegaConf.create({"_target_": "builtins.dict"})
-    with strict(gate), ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match=r"builtins\.dict"):
+    with (
+        strict(gate),
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(ConfigError, match=r"builtins\.dict"),
+    ):
         pool.submit(instantiate.build, node, "model").result()
     with pytest.raises(ConfigError), strict(gate):
         instantiate.build(node, "model")
@@ -303,9 +596,17 @@ def test_a_refusal_imports_no_keras(gate):
         "except ConfigError as error:\n    print(error)\n"
         "assert not {'keras', 'tensorflow', 'mlflow'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("z._target_ of a config from a tracking store must be a builder of this package")
+    assert done.stdout.startswith(
+        "z._target_ of a config from a tracking store must be a builder of this package"
+    )
 
 
 def test_a_small_file_of_a_huge_config_is_refused(gate):
@@ -328,34 +629,75 @@ PLAIN = ("optimizer", "scaling", "schedule", "training")
 
 
 def options(groups: tuple[str, ...]) -> list[str]:
-    return [f"{group}={file.stem}" for group in groups for file in sorted((ROOT / "conf" / group).glob("*.yaml"))]
+    return [
+        f"{group}={file.stem}"
+        for group in groups
+        for file in sorted((ROOT / "conf" / group).glob("*.yaml"))
+    ]
 
 
 @pytest.mark.parametrize(
-    "option", [*options(GROUPS), *(pytest.param(option, marks=pytest.mark.slow) for option in options(PLAIN))]
+    "option",
+    [
+        *options(GROUPS),
+        *(pytest.param(option, marks=pytest.mark.slow) for option in options(PLAIN)),
+    ],
 )
 def test_every_ready_config_passes(option, gate):
-    config = recorded(option, *(["dataset.name=mnist:3.0.1"] if option == "dataset=tfds" else []))
+    config = recorded(
+        option, *(["dataset.name=mnist:3.0.1"] if option == "dataset=tfds" else [])
+    )
     check_config(config, gate)
 
 
 def test_every_builder_of_a_ready_config_is_on_the_list_and_exists():
-    named = re.findall(r"_target_: (pipeline\.[\w.]+)", "".join(f.read_text() for f in (ROOT / "conf").rglob("*.yaml")))
+    named = re.findall(
+        r"_target_: (pipeline\.[\w.]+)",
+        "".join(f.read_text() for f in (ROOT / "conf").rglob("*.yaml")),
+    )
     assert (
         set(named) - {"pipeline.config.compose.RunFolders"} <= allowlist.BUILDERS
     )  # Hydra's own, of the user's config
     for name in allowlist.BUILDERS:
-        assert callable(instantiate.locate(OmegaConf.create({"_target_": name}), "model"))
+        assert callable(
+            instantiate.locate(OmegaConf.create({"_target_": name}), "model")
+        )
 
 
 ALLOWED = [
     ("model", {"_target_": "mypkg.models.build", "classes": 3}),
-    ("model", {"_target_": "mypkg.models.build", "weights": "DATA/it.h5", "equation": "...x,xy->...y"}),
-    ("model", layers({"_target_": "keras.layers.Dense", "units": 3, "activation": "relu"})),
-    ("model", layers({"_target_": "keras.layers.StringLookup", "vocabulary": ["a", "b"]})),
-    ("model", {"_target_": "keras.applications.MobileNetV2", "weights": None, "input_shape": [32, 32, 3]}),
-    ("training.loss", {"_target_": "keras.losses.mean_squared_error", "_partial_": True}),
-    ("training.metrics.it", {"_target_": "keras.metrics.TopKCategoricalAccuracy", "k": 2}),
+    (
+        "model",
+        {
+            "_target_": "mypkg.models.build",
+            "weights": "DATA/it.h5",
+            "equation": "...x,xy->...y",
+        },
+    ),
+    (
+        "model",
+        layers({"_target_": "keras.layers.Dense", "units": 3, "activation": "relu"}),
+    ),
+    (
+        "model",
+        layers({"_target_": "keras.layers.StringLookup", "vocabulary": ["a", "b"]}),
+    ),
+    (
+        "model",
+        {
+            "_target_": "keras.applications.MobileNetV2",
+            "weights": None,
+            "input_shape": [32, 32, 3],
+        },
+    ),
+    (
+        "training.loss",
+        {"_target_": "keras.losses.mean_squared_error", "_partial_": True},
+    ),
+    (
+        "training.metrics.it",
+        {"_target_": "keras.metrics.TopKCategoricalAccuracy", "k": 2},
+    ),
     ("optimizer.kernel", {"_target_": "keras.regularizers.L2"}),
     ("optimizer.start", {"_target_": "keras.initializers.HeNormal"}),
     ("optimizer.keep", {"_target_": "keras.constraints.MaxNorm"}),
@@ -370,7 +712,9 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), ALLOWED, ids=[f"{key}: {value}"[:90] for key, value in ALLOWED])
+@pytest.mark.parametrize(
+    ("key", "value"), ALLOWED, ids=[f"{key}: {value}"[:90] for key, value in ALLOWED]
+)
 def test_allowed(key, value, gate, tmp_path):
     config = recorded(**{key: _there(value, tmp_path)})
     check_config(config, gate)
@@ -378,21 +722,30 @@ def test_allowed(key, value, gate, tmp_path):
 
 def test_a_folder_to_begin_with_is_named_by_the_user_alone(gate):
     config = recorded(**{"start.run": "/somewhere/run@40"})
-    check_config(config, Gate(gate.run_dir, allowed=gate.allowed, data_dir=gate.data_dir, start=True))
+    check_config(
+        config,
+        Gate(gate.run_dir, allowed=gate.allowed, data_dir=gate.data_dir, start=True),
+    )
     config["model"] = SHELL
     with pytest.raises(ConfigError):
         check_config(config, Gate(gate.run_dir, start=True))
 
 
 def test_only_the_user_allows_their_model(gate):
-    config = recorded(model={"_target_": "mypkg.models.build", "classes": 3}, allowed=["mypkg"], trust=["mypkg"])
+    config = recorded(
+        model={"_target_": "mypkg.models.build", "classes": 3},
+        allowed=["mypkg"],
+        trust=["mypkg"],
+    )
     check_config(config, gate)
     for allowed in ((), ("mypk",), ("mypkg.mod",), ("mypkg.models.build.it",)):
         with pytest.raises(ConfigError, match=r"mypkg\.models\.build"):
             check_config(config, Gate(gate.run_dir, allowed=allowed))
     node = OmegaConf.create(config["model"])
     with strict(gate):
-        assert instantiate.build(node, "model")(__import__("numpy").zeros((2, 8))).shape == (2, 3)
+        assert instantiate.build(node, "model")(
+            __import__("numpy").zeros((2, 8))
+        ).shape == (2, 3)
 
 
 def test_the_whole_name_of_an_object_allows_it_wherever_it_is_defined(gate):
@@ -401,19 +754,34 @@ def test_the_whole_name_of_an_object_allows_it_wherever_it_is_defined(gate):
 
 
 def test_what_writes_is_left_out_unless_the_user_allows_it():
-    writers = {name.rpartition(".")[2]: {"_target_": name, "filename": "it"} for name in sorted(allowlist.WRITERS)}
+    writers = {
+        name.rpartition(".")[2]: {"_target_": name, "filename": "it"}
+        for name in sorted(allowlist.WRITERS)
+    }
     stop = {"_target_": "keras.callbacks.EarlyStopping"}
-    config = {"seed": 1, "training": {"epochs": 1, "callbacks": {**writers, "stop": stop}}}
+    config = {
+        "seed": 1,
+        "training": {"epochs": 1, "callbacks": {**writers, "stop": stop}},
+    }
     kept, dropped = drop_writers(config, [])
     assert kept == {"seed": 1, "training": {"epochs": 1, "callbacks": {"stop": stop}}}
-    assert dropped == {f"training.callbacks.{name}": node["_target_"] for name, node in writers.items()}
+    assert dropped == {
+        f"training.callbacks.{name}": node["_target_"] for name, node in writers.items()
+    }
     for allowed in (["keras.callbacks"], sorted(allowlist.WRITERS)):
         assert drop_writers(config, allowed) == (config, {})
     _, dropped = drop_writers(config, ["keras.callbacks.CSVLogger"])
     assert "training.callbacks.CSVLogger" not in dropped
-    for odd in ({}, {"training": None}, {"training": {"callbacks": []}}, {"training": {"callbacks": {"a": 1}}}):
+    for odd in (
+        {},
+        {"training": None},
+        {"training": {"callbacks": []}},
+        {"training": {"callbacks": {"a": 1}}},
+    ):
         assert drop_writers(odd, []) == (odd, {})
-    hidden = {"training": {"callbacks": {"a": {"_target_": ["keras.callbacks.CSVLogger"]}}}}
+    hidden = {
+        "training": {"callbacks": {"a": {"_target_": ["keras.callbacks.CSVLogger"]}}}
+    }
     assert drop_writers(hidden, []) == (hidden, {})
 
 
@@ -442,11 +810,19 @@ def test_nothing_is_downloaded_unless_the_user_says_so(gate, monkeypatch, tmp_pa
     def asked(*_: object) -> None:
         raise InterruptedError("it is asked for")
 
-    monkeypatch.setattr(tensorflow_datasets.core.DatasetBuilder, "download_and_prepare", asked)
+    monkeypatch.setattr(
+        tensorflow_datasets.core.DatasetBuilder, "download_and_prepare", asked
+    )
     name = "mnist:3.0.1"
-    with strict(gate), pytest.raises(ConfigError, match=r"prepared; dataset\.download=true allows"):
+    with (
+        strict(gate),
+        pytest.raises(ConfigError, match=r"prepared; dataset\.download=true allows"),
+    ):
         load.from_tfds(name, data_dir=str(tmp_path))
-    with strict(replace(gate, downloads=True)), pytest.raises(ConfigError, match="it is asked for"):
+    with (
+        strict(replace(gate, downloads=True)),
+        pytest.raises(ConfigError, match="it is asked for"),
+    ):
         load.from_tfds(name, data_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="it is asked for"):
         load.from_tfds(name, data_dir=str(tmp_path))
@@ -455,7 +831,9 @@ def test_nothing_is_downloaded_unless_the_user_says_so(gate, monkeypatch, tmp_pa
 def test_a_claimed_run_directory_leads_nowhere_else(gate):
     def check(path: str, claimed: str) -> dict:
         config = {"it": {"_target_": "pipeline.dataset.digits", "data_dir": path}}
-        moved = RecordedRun(None, config, {"run_dir": claimed}, {}, {}).moved(gate.run_dir)
+        moved = RecordedRun(None, config, {"run_dir": claimed}, {}, {}).moved(
+            gate.run_dir
+        )
         check_config(moved, gate)
         return moved
 
@@ -475,27 +853,53 @@ def test_confine(tmp_path, monkeypatch):
     gate = Gate(tmp_path / "in")
     for path in ("a/b", str(tmp_path / "in"), str(tmp_path / "in/out/in/x")):
         gate.confine(path, "data_dir")
-    for path in ("out/x", "loop/x", "../in/x", "", "a\0b", "C:/x", " file:///x", "\\\\host\\x", "~root"):
+    for path in (
+        "out/x",
+        "loop/x",
+        "../in/x",
+        "",
+        "a\0b",
+        "C:/x",
+        " file:///x",
+        "\\\\host\\x",
+        "~root",
+    ):
         with pytest.raises(ConfigError, match="data_dir must lie in"):
             gate.confine(path, "data_dir")
 
 
-def test_data_below_this_folder_or_given_again_are_the_users_own(gate, tmp_path, monkeypatch):
+def test_data_below_this_folder_or_given_again_are_the_users_own(
+    gate, tmp_path, monkeypatch
+):
     """Also a folder or file that an argument of the user's own dataset names, whatever its name."""
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     def at(key: str, path: str) -> dict:
-        return {key.split(".")[0]: {"_target_": "mypkg.models.build", key.split(".")[1]: path}}
+        return {
+            key.split(".")[0]: {
+                "_target_": "mypkg.models.build",
+                key.split(".")[1]: path,
+            }
+        }
 
     check_config(at("dataset.table", str(tmp_path / "elsewhere/x.csv")), gate)
-    check_config(at("dataset.table", "/etc/x y.csv"), replace(gate, given={"dataset.table": "/etc/x y.csv"}))
+    check_config(
+        at("dataset.table", "/etc/x y.csv"),
+        replace(gate, given={"dataset.table": "/etc/x y.csv"}),
+    )
     check_config(at("model.table", "/etc/passwd"), replace(gate, given={"model": None}))
     for key, path, given in (
         ("dataset.table", "/etc/x y.csv", {}),
-        ("dataset.table", "/etc/x y.csv", {"dataset.table": "/etc/other", "dataset.other": "/etc/x y.csv"}),
+        (
+            "dataset.table",
+            "/etc/x y.csv",
+            {"dataset.table": "/etc/other", "dataset.other": "/etc/x y.csv"},
+        ),
         ("model.table", str(tmp_path / "elsewhere/x.csv"), {"dataset": None}),
     ):
-        with pytest.raises(ConfigError, match="if the path is your own, give it again: ") as refused:
+        with pytest.raises(
+            ConfigError, match="if the path is your own, give it again: "
+        ) as refused:
             check_config(at(key, path), replace(gate, given=given))
         assert f"{key}={path}" in str(refused.value)
 
@@ -513,17 +917,30 @@ def test_every_keras_layer_that_reaches_out_is_on_a_list():
     known = set(allowlist.REFUSED) | set(allowlist.READERS)
     found = set()
     for name, layer in inspect.getmembers(keras.layers, inspect.isclass):
-        for cls in layer.__mro__[: layer.__mro__.index(keras.layers.Layer)] if issubclass(layer, keras.Layer) else ():
+        for cls in (
+            layer.__mro__[: layer.__mro__.index(keras.layers.Layer)]
+            if issubclass(layer, keras.Layer)
+            else ()
+        ):
             if _REACHES_OUT.search(inspect.getsource(cls)):
                 found.add(f"keras.layers.{name}")
-    assert {"keras.layers.StringLookup", "keras.layers.TFSMLayer", "keras.layers.Lambda"} <= found
-    assert found - known == {"keras.layers.Masking"}  # from a serialized object only, which no config may hold
+    assert {
+        "keras.layers.StringLookup",
+        "keras.layers.TFSMLayer",
+        "keras.layers.Lambda",
+    } <= found
+    assert found - known == {
+        "keras.layers.Masking"
+    }  # from a serialized object only, which no config may hold
 
 
 def test_every_keras_callback_is_known():
     import keras
 
-    names = {f"keras.callbacks.{name}" for name, _ in inspect.getmembers(keras.callbacks, inspect.isclass)}
+    names = {
+        f"keras.callbacks.{name}"
+        for name, _ in inspect.getmembers(keras.callbacks, inspect.isclass)
+    }
     refused = {f"keras.callbacks.{name}" for name in ("Callback", "CallbackList")}
     assert names == allowlist.CALLBACKS | allowlist.WRITERS | refused | {
         n for n in allowlist.REFUSED if "callbacks" in n

@@ -15,7 +15,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from pipeline.accumulation import Objective, Update, evaluation, gradient_sums, loss_sums, update
+from pipeline.accumulation import (
+    Objective,
+    Update,
+    evaluation,
+    gradient_sums,
+    loss_sums,
+    update,
+)
 from tests import refused
 
 TOKENS = np.random.default_rng(0).integers(1, 7, size=(12, 5))
@@ -27,12 +34,20 @@ TAIL = tuple(part[:5] for part in BATCH)
 def examples(data_dir):
     """The examples of both batches, as a dataset for the command, and the second again for its validation."""
     both = tuple(map(np.concatenate, zip(BATCH, TAIL, strict=True)))
-    return tf.data.Dataset.from_tensor_slices(both), tf.data.Dataset.from_tensor_slices(TAIL)
+    return tf.data.Dataset.from_tensor_slices(both), tf.data.Dataset.from_tensor_slices(
+        TAIL
+    )
 
 
 def masked():
     hidden = layers.Embedding(7, 4, mask_zero=True)
-    return keras.Sequential([keras.Input((5,), dtype="int64"), hidden, layers.Dense(3, kernel_regularizer="l2")])
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int64"),
+            hidden,
+            layers.Dense(3, kernel_regularizer="l2"),
+        ]
+    )
 
 
 def mean_of_means(patch):
@@ -40,7 +55,9 @@ def mean_of_means(patch):
 
     def means(*arguments):
         total, weight, _, examples = whole(*arguments)
-        return loss_sums.WeightedSum(total / weight, tf.ones_like(weight), None, examples)
+        return loss_sums.WeightedSum(
+            total / weight, tf.ones_like(weight), None, examples
+        )
 
     patch.setattr(loss_sums, "weighted_sum", means)
 
@@ -50,7 +67,9 @@ def lost_tail(patch, module=update):
 
     def without_tail(step, batch, size, *more):
         stop = module.examples_in(batch) // size * size
-        return whole(step, tf.nest.map_structure(lambda leaf: leaf[:stop], batch), size, *more)
+        return whole(
+            step, tf.nest.map_structure(lambda leaf: leaf[:stop], batch), size, *more
+        )
 
     patch.setattr(module, "sum_over_micro_batches", without_tail)
 
@@ -74,7 +93,10 @@ def clip_before_the_sum(patch):
     gradients = update.gradients_by
 
     def clipped(*arguments):
-        return tuple(tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g for g in gradients(*arguments))
+        return tuple(
+            tf.clip_by_norm(g, 0.05) if tf.is_tensor(g) else g
+            for g in gradients(*arguments)
+        )
 
     patch.setattr(update, "gradients_by", clipped)
 
@@ -82,7 +104,11 @@ def clip_before_the_sum(patch):
 def divide_by_replicas(patch):
     means = gradient_sums.means
     patch.setattr(
-        gradient_sums, "means", lambda *given: [loss_sums.divide(each, tf.constant(2.0)) for each in means(*given)]
+        gradient_sums,
+        "means",
+        lambda *given: [
+            loss_sums.divide(each, tf.constant(2.0)) for each in means(*given)
+        ],
     )
 
 
@@ -92,7 +118,11 @@ def dropped_mask(patch):
 
 def dropped_weights(patch):
     whole = loss_sums.weighted_sum
-    patch.setattr(loss_sums, "weighted_sum", lambda loss, y, outputs, weight, known: whole(loss, y, outputs))
+    patch.setattr(
+        loss_sums,
+        "weighted_sum",
+        lambda loss, y, outputs, weight, known: whole(loss, y, outputs),
+    )
 
 
 def doubled_regulariser(patch):
@@ -100,15 +130,22 @@ def doubled_regulariser(patch):
 
     class Twice:
         def __init__(self, model):
-            self.losses, self.trainable_variables = 2 * model.losses, model.trainable_variables
+            self.losses, self.trainable_variables = (
+                2 * model.losses,
+                model.trainable_variables,
+            )
 
-    patch.setattr(update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given))
+    patch.setattr(
+        update, "micro_batch_losses", lambda model, *given: whole(Twice(model), *given)
+    )
 
 
 def wrong_labels(patch):
     whole = Objective.update_metrics
     zeros = lambda y: tf.nest.map_structure(lambda labels: 0 * labels, y)  # noqa: E731
-    patch.setattr(Objective, "update_metrics", lambda goal, y, *more: whole(goal, zeros(y), *more))
+    patch.setattr(
+        Objective, "update_metrics", lambda goal, y, *more: whole(goal, zeros(y), *more)
+    )
 
 
 def stale_metric(patch):
@@ -154,10 +191,16 @@ if __name__ == "__main__":
     # Two replicas first: TensorFlow takes devices before its first operation alone.
     said = {}
     if "none" in sys.argv[1:]:
-        said["none"] = refused.run(f"{VERIFY} hardware.replicas={1 + (divide_by_replicas in asked)}")
+        said["none"] = refused.run(
+            f"{VERIFY} hardware.replicas={1 + (divide_by_replicas in asked)}"
+        )
     for mutation in asked:
         with pytest.MonkeyPatch.context() as patch:
             mutation(patch)
-            line = f"{VERIFY} hardware.replicas=2" if mutation is divide_by_replicas else VERIFY
+            line = (
+                f"{VERIFY} hardware.replicas=2"
+                if mutation is divide_by_replicas
+                else VERIFY
+            )
             said[mutation.__name__] = refused.run(line)
     print(json.dumps(said))

@@ -47,7 +47,9 @@ class Case:
     x: Any
     y: Any = None
     weights: Any = None
-    compiled: Callable[[], dict[str, Any]] = lambda: {"loss": keras.losses.MeanSquaredError()}
+    compiled: Callable[[], dict[str, Any]] = lambda: {
+        "loss": keras.losses.MeanSquaredError()
+    }
     optimizer: Callable[[], Any] = lambda: keras.optimizers.SGD(0.05, momentum=0.9)
     verified: bool = True  # whether also by the engine of `pipeline verify`
 
@@ -70,7 +72,12 @@ def check(case: Case, micro_batch_size: int) -> None:
     """Three updates, the last one of fewer examples, beside Keras' `fit` on whole batches."""
     theirs, ours = case.model(), case.model()
     parts = [part for part in (case.x, case.y, case.weights) if part is not None]
-    cut = lambda start, stop: tuple(tf.nest.map_structure(lambda a: a[start:stop], part) for part in parts)  # noqa: E731
+
+    def cut(start, stop):
+        return tuple(
+            tf.nest.map_structure(lambda a: a[start:stop], part) for part in parts
+        )
+
     batches = [cut(0, E), cut(0, E), cut(E, E + TAIL)]
     for model in (theirs, ours):
         if not model.built or not model.weights:
@@ -79,7 +86,9 @@ def check(case: Case, micro_batch_size: int) -> None:
     start = theirs.get_weights()
     for model in (theirs, ours):
         model.compile(case.optimizer(), **case.compiled())
-        model.optimizer.build(model.trainable_variables)  # in `fit` ScheduleFreeAdamW is built without its start
+        model.optimizer.build(
+            model.trainable_variables
+        )  # in `fit` ScheduleFreeAdamW is built without its start
     given = case.compiled()
     own = [metric for layer in ours.layers for metric in layer.metrics]
     objective = Objective(given.pop("loss", None), layer_metrics=own, **given)
@@ -88,24 +97,46 @@ def check(case: Case, micro_batch_size: int) -> None:
         (findings,) = engine.compare(update, batches[:1])
         assert [finding for finding in findings if not finding.holds] == []
     tensors = [tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in batches]
-    specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), tensors[0])
+    specs = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), tensors[0]
+    )
     step = tf.function(update, input_signature=[specs], autograph=False)
     epoch = tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *batches)
     expected: list[dict[str, float]] = []
     given = dict(zip(("x", "y", "sample_weight"), epoch, strict=False))
-    theirs.fit(**given, batch_size=E, shuffle=False, verbose=0, callbacks=[EachUpdate(expected)])
+    theirs.fit(
+        **given,
+        batch_size=E,
+        shuffle=False,
+        verbose=0,
+        callbacks=[EachUpdate(expected)],
+    )
     for batch, of_keras in zip(tensors, expected, strict=True):
         results = step(batch)
         found = {name: float(results[name]) for name in of_keras}
-        assert found == pytest.approx({name: float(value) for name, value in of_keras.items()}, rel=EXACT, abs=EXACT)
+        assert found == pytest.approx(
+            {name: float(value) for name, value in of_keras.items()},
+            rel=EXACT,
+            abs=EXACT,
+        )
     ours.optimizer.finalize_variable_values(ours.trainable_variables)  # as `fit` ends
     moved = [
-        np.abs(a - b).max() for a, b in zip(start, theirs.get_weights(), strict=True) if a.size and a.dtype.kind == "f"
+        np.abs(a - b).max()
+        for a, b in zip(start, theirs.get_weights(), strict=True)
+        if a.size and a.dtype.kind == "f"
     ]
     assert max(moved) > 1e-4
-    for variable, a, b in zip(ours.weights, ours.get_weights(), theirs.get_weights(), strict=True):
+    for variable, a, b in zip(
+        ours.weights, ours.get_weights(), theirs.get_weights(), strict=True
+    ):
         if a.dtype.kind == "f":
-            np.testing.assert_allclose(a, b, rtol=0, atol=EXACT * max(1.0, np.abs(b).max()), err_msg=variable.path)
+            np.testing.assert_allclose(
+                a,
+                b,
+                rtol=0,
+                atol=EXACT * max(1.0, np.abs(b).max()),
+                err_msg=variable.path,
+            )
 
 
 # Losses: an output for each
@@ -144,33 +175,68 @@ def heads(entries: dict[str, str | None]) -> keras.Model:
     inputs = keras.Input((6,))
     hidden = layers.Dense(7, "tanh")(inputs)
     return keras.Model(
-        inputs, {name: layers.Dense(3, activation, name=name)(hidden) for name, activation in entries.items()}
+        inputs,
+        {
+            name: layers.Dense(3, activation, name=name)(hidden)
+            for name, activation in entries.items()
+        },
     )
 
 
 @pytest.mark.slow  # in `make test` each is in tests/accumulation/test_weighting_and_slicing.py
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 def test_every_loss(micro_batch_size):
-    make = lambda: {name: getattr(keras.losses, name)(**arguments) for name, (arguments, _, _) in LOSSES.items()}  # noqa: E731
+    make = lambda: {  # noqa: E731
+        name: getattr(keras.losses, name)(**arguments)
+        for name, (arguments, _, _) in LOSSES.items()
+    }
     weights = {name: np.random.default_rng(1).uniform(0.1, 2, N) for name in LOSSES}
     y = {name: labels for name, (_, _, labels) in LOSSES.items()}
-    model = lambda: heads({name: activation for name, (_, activation, _) in LOSSES.items()})  # noqa: E731
-    check(Case(model, random(N, 6), y, weights, lambda: {"loss": make()}, verified=False), micro_batch_size)
+    model = lambda: heads(  # noqa: E731
+        {name: activation for name, (_, activation, _) in LOSSES.items()}
+    )
+    check(
+        Case(model, random(N, 6), y, weights, lambda: {"loss": make()}, verified=False),
+        micro_batch_size,
+    )
 
 
 # Metrics, by what their labels and outputs are
 
-THRESHOLDED = ("AUC", "BinaryAccuracy", "BinaryCrossentropy", "FalseNegatives", "FalsePositives", "Precision", "Recall")
+THRESHOLDED = (
+    "AUC",
+    "BinaryAccuracy",
+    "BinaryCrossentropy",
+    "FalseNegatives",
+    "FalsePositives",
+    "Precision",
+    "Recall",
+)
 METRICS: dict[str, dict[str, dict[str, Any]]] = {
     "binary": {
         **{key: {} for key in (*THRESHOLDED, "TrueNegatives", "TruePositives")},
-        **{key: {"_": 0.5} for key in ("SensitivityAtSpecificity", "SpecificityAtSensitivity", "PrecisionAtRecall")},
+        **{
+            key: {"_": 0.5}
+            for key in (
+                "SensitivityAtSpecificity",
+                "SpecificityAtSensitivity",
+                "PrecisionAtRecall",
+            )
+        },
         "RecallAtPrecision": {"_": 0.5},
         "BinaryIoU": {"target_class_ids": [0, 1]},
         "Accuracy": {},
     },
     "one_hot": {
-        **{key: {} for key in ("CategoricalAccuracy", "CategoricalCrossentropy", "KLDivergence", "F1Score")},
+        **{
+            key: {}
+            for key in (
+                "CategoricalAccuracy",
+                "CategoricalCrossentropy",
+                "KLDivergence",
+                "F1Score",
+            )
+        },
         "FBetaScore": {"average": "micro"},
         "F1Score": {"average": "macro"},
         "OneHotIoU": {"num_classes": 3, "target_class_ids": [0, 2]},
@@ -183,9 +249,28 @@ METRICS: dict[str, dict[str, dict[str, Any]]] = {
         "MeanIoU": {"num_classes": 3, "sparse_y_pred": False},
     },
     "number": {
-        **{key: {} for key in ("CosineSimilarity", "LogCoshError", "MeanAbsoluteError", "MeanAbsolutePercentageError")},
-        **{key: {} for key in ("MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson", "RootMeanSquaredError")},
-        **{key: {} for key in ("PearsonCorrelation", "ConcordanceCorrelation", "R2Score")},
+        **{
+            key: {}
+            for key in (
+                "CosineSimilarity",
+                "LogCoshError",
+                "MeanAbsoluteError",
+                "MeanAbsolutePercentageError",
+            )
+        },
+        **{
+            key: {}
+            for key in (
+                "MeanSquaredError",
+                "MeanSquaredLogarithmicError",
+                "Poisson",
+                "RootMeanSquaredError",
+            )
+        },
+        **{
+            key: {}
+            for key in ("PearsonCorrelation", "ConcordanceCorrelation", "R2Score")
+        },
     },
     "sign": {key: {} for key in ("Hinge", "SquaredHinge", "CategoricalHinge")},
 }
@@ -193,29 +278,69 @@ METRICS: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", CUTS)
-@pytest.mark.parametrize("kinds", [("sparse", "sign"), ("binary", "one_hot", "number")], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [("sparse", "sign"), ("binary", "one_hot", "number")], ids=str
+)
 def test_every_metric(kinds, micro_batch_size):
     groups = {kind: METRICS[kind] for kind in kinds}
 
     def make(name, arguments):
         first = [arguments["_"]] if "_" in arguments else []
-        return getattr(keras.metrics, name)(*first, **{k: v for k, v in arguments.items() if k != "_"}, name=name)
+        return getattr(keras.metrics, name)(
+            *first, **{k: v for k, v in arguments.items() if k != "_"}, name=name
+        )
 
     def compiled():
         loss = {name: keras.losses.MeanSquaredError() for name in groups}
-        sparse = {"sparse": keras.losses.SparseCategoricalCrossentropy()} if "sparse" in groups else {}
-        weighted = {"binary": [keras.metrics.AUC(name="weighted"), keras.metrics.Recall(name="recalled")]}
+        sparse = (
+            {"sparse": keras.losses.SparseCategoricalCrossentropy()}
+            if "sparse" in groups
+            else {}
+        )
+        weighted = {
+            "binary": [
+                keras.metrics.AUC(name="weighted"),
+                keras.metrics.Recall(name="recalled"),
+            ]
+        }
         return {
             "loss": loss | sparse,
-            "metrics": {output: [make(*entry) for entry in entries.items()] for output, entries in groups.items()},
+            "metrics": {
+                output: [make(*entry) for entry in entries.items()]
+                for output, entries in groups.items()
+            },
             **({"weighted_metrics": weighted} if "binary" in groups else {}),
         }
 
-    activations = {"binary": "sigmoid", "one_hot": "softmax", "sparse": "softmax", "number": "softplus", "sign": None}
-    y = {"binary": ONE_HOT, "one_hot": ONE_HOT, "sparse": classes(N), "number": 1 + np.abs(random(N, 3)), "sign": SIGNS}
-    activations, y = ({kind: of_kind[kind] for kind in kinds} for of_kind in (activations, y))
+    activations = {
+        "binary": "sigmoid",
+        "one_hot": "softmax",
+        "sparse": "softmax",
+        "number": "softplus",
+        "sign": None,
+    }
+    y = {
+        "binary": ONE_HOT,
+        "one_hot": ONE_HOT,
+        "sparse": classes(N),
+        "number": 1 + np.abs(random(N, 3)),
+        "sign": SIGNS,
+    }
+    activations, y = (
+        {kind: of_kind[kind] for kind in kinds} for of_kind in (activations, y)
+    )
     weights = np.random.default_rng(1).uniform(0.1, 2, N)
-    check(Case(lambda: heads(activations), random(N, 6), y, weights, compiled, verified=False), micro_batch_size)
+    check(
+        Case(
+            lambda: heads(activations),
+            random(N, 6),
+            y,
+            weights,
+            compiled,
+            verified=False,
+        ),
+        micro_batch_size,
+    )
 
 
 # Optimizers, regularisers and constraints
@@ -225,7 +350,12 @@ OPTIMIZERS = {
     "Adafactor": {"learning_rate": 0.05},
     "Adagrad": {"learning_rate": 0.05},
     "Adam": {"learning_rate": 0.01, "amsgrad": True, "global_clipnorm": 0.5},
-    "AdamW": {"learning_rate": 0.01, "weight_decay": 0.1, "use_ema": True, "ema_momentum": 0.9},
+    "AdamW": {
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "use_ema": True,
+        "ema_momentum": 0.9,
+    },
     "Adamax": {"learning_rate": 0.01, "clipnorm": 0.1},
     "Ftrl": {"learning_rate": 0.05},
     "Lamb": {"learning_rate": 0.01},
@@ -233,7 +363,12 @@ OPTIMIZERS = {
     "Muon": {"learning_rate": 0.01},
     "Nadam": {"learning_rate": 0.01, "clipvalue": 0.05},
     "RMSprop": {"learning_rate": 0.01, "momentum": 0.9, "centered": True},
-    "SGD": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "loss_scale_factor": 8.0},
+    "SGD": {
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+        "nesterov": True,
+        "loss_scale_factor": 8.0,
+    },
     "ScheduleFreeAdamW": {"learning_rate": 0.01},
 }
 
@@ -245,10 +380,15 @@ OPTIMIZERS = {
 def test_every_optimizer(name, micro_batch_size):
     def model():
         keras.utils.set_random_seed(1)
-        return keras.Sequential([keras.Input((6,)), layers.Dense(7, "tanh"), layers.Dense(1)])
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(7, "tanh"), layers.Dense(1)]
+        )
 
     optimizer = lambda: getattr(keras.optimizers, name)(**OPTIMIZERS[name])  # noqa: E731
-    check(Case(model, random(N, 6), random(N, 1), optimizer=optimizer, verified=False), micro_batch_size)
+    check(
+        Case(model, random(N, 6), random(N, 1), optimizer=optimizer, verified=False),
+        micro_batch_size,
+    )
 
 
 REGULARIZERS = {"L1": {}, "L2": {}, "L1L2": {"l1": 0.01, "l2": 0.02}}
@@ -265,12 +405,22 @@ CONSTRAINTS = {
 def test_every_regularizer_and_constraint(micro_batch_size):
     def model():
         inputs = keras.Input((6,))
-        given = [{"kernel_regularizer": getattr(keras.regularizers, n)(**a)} for n, a in REGULARIZERS.items()]
-        given += [
-            {"activity_regularizer": getattr(keras.regularizers, n)(**a)} for n, a in list(REGULARIZERS.items())[:3]
+        given = [
+            {"kernel_regularizer": getattr(keras.regularizers, n)(**a)}
+            for n, a in REGULARIZERS.items()
         ]
-        given += [{"kernel_constraint": getattr(keras.constraints, n)(**a)} for n, a in CONSTRAINTS.items()]
-        return keras.Model(inputs, layers.Add()([layers.Dense(3, **arguments)(inputs) for arguments in given]))
+        given += [
+            {"activity_regularizer": getattr(keras.regularizers, n)(**a)}
+            for n, a in list(REGULARIZERS.items())[:3]
+        ]
+        given += [
+            {"kernel_constraint": getattr(keras.constraints, n)(**a)}
+            for n, a in CONSTRAINTS.items()
+        ]
+        return keras.Model(
+            inputs,
+            layers.Add()([layers.Dense(3, **arguments)(inputs) for arguments in given]),
+        )
 
     check(Case(model, random(N, 6), random(N, 3), verified=False), micro_batch_size)
 
@@ -307,15 +457,33 @@ LAYERS: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {
     },
     (3, 4, 4, 4, 2): {"ConvLSTM3D": {"filters": 2, "kernel_size": 2}},
 }  # fmt: skip
-MERGING = ("Add", "Average", "Concatenate", "Dot", "Maximum", "Minimum", "Multiply", "Subtract")
-OF_SEQUENCES = ("Attention", "AdditiveAttention", "MultiHeadAttention", "GroupQueryAttention")
+MERGING = (
+    "Add",
+    "Average",
+    "Concatenate",
+    "Dot",
+    "Maximum",
+    "Minimum",
+    "Multiply",
+    "Subtract",
+)
+OF_SEQUENCES = (
+    "Attention",
+    "AdditiveAttention",
+    "MultiHeadAttention",
+    "GroupQueryAttention",
+)
 OF_TOKENS = ("Embedding", "ReversibleEmbedding")
 INSIDE = ("GRUCell", "LSTMCell", "SimpleRNNCell", "StackedRNNCells")
 
 
 def layer(name, arguments):
-    given = {key: value() if callable(value) else value for key, value in arguments.items()}
-    name = f"{name.replace('_Transpose', '')}Transpose" if "_Transpose" in name else name
+    given = {
+        key: value() if callable(value) else value for key, value in arguments.items()
+    }
+    name = (
+        f"{name.replace('_Transpose', '')}Transpose" if "_Transpose" in name else name
+    )
     return getattr(layers, name)(**given)
 
 
@@ -324,7 +492,10 @@ def layer(name, arguments):
     "shape",
     [
         pytest.param(
-            shape, marks={(6,): [], (5, 4): pytest.mark.slow, (6, 6, 2): pytest.mark.slow}.get(shape, pytest.mark.soak)
+            shape,
+            marks={(6,): [], (5, 4): pytest.mark.slow, (6, 6, 2): pytest.mark.slow}.get(
+                shape, pytest.mark.soak
+            ),
         )
         for shape in LAYERS
     ],
@@ -333,32 +504,64 @@ def layer(name, arguments):
 def test_every_layer(shape, micro_batch_size):
     def model():
         inputs = keras.Input(shape)
-        made = {name: layer(name, arguments)(inputs) for name, arguments in LAYERS[shape].items()}
-        outputs = {name: layers.Dense(1, name=name)(layers.Flatten()(output)) for name, output in made.items()}
-        return keras.Model(inputs, outputs if len(outputs) > 1 else next(iter(outputs.values())))
+        made = {
+            name: layer(name, arguments)(inputs)
+            for name, arguments in LAYERS[shape].items()
+        }
+        outputs = {
+            name: layers.Dense(1, name=name)(layers.Flatten()(output))
+            for name, output in made.items()
+        }
+        return keras.Model(
+            inputs, outputs if len(outputs) > 1 else next(iter(outputs.values()))
+        )
 
     y = {name: random(N, 1) for name in LAYERS[shape]}
-    check(Case(model, random(N, *shape), y if len(y) > 1 else random(N, 1), verified=False), micro_batch_size)
+    check(
+        Case(
+            model, random(N, *shape), y if len(y) > 1 else random(N, 1), verified=False
+        ),
+        micro_batch_size,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", CUTS)
 def test_every_merging_and_attending_layer(micro_batch_size):
     def model():
-        left, right = keras.Input((4, 3), name="left"), keras.Input((4, 3), name="right")
+        left, right = (
+            keras.Input((4, 3), name="left"),
+            keras.Input((4, 3), name="right"),
+        )
         tokens = keras.Input((4,), dtype="int64", name="tokens")
         both = [layers.Dense(3)(left), layers.Dense(3)(right)]
-        made = {name: getattr(layers, name)(**({"axes": -1} if name == "Dot" else {}))(both) for name in MERGING}
-        made |= {name: getattr(layers, name)()(both) for name in ("Attention", "AdditiveAttention")}
+        made = {
+            name: getattr(layers, name)(**({"axes": -1} if name == "Dot" else {}))(both)
+            for name in MERGING
+        }
+        made |= {
+            name: getattr(layers, name)()(both)
+            for name in ("Attention", "AdditiveAttention")
+        }
         made["MultiHeadAttention"] = layers.MultiHeadAttention(2, 2)(*both)
         made["GroupQueryAttention"] = layers.GroupQueryAttention(2, 2, 1)(*both)
         made |= {name: getattr(layers, name)(7, 3)(tokens) for name in OF_TOKENS}
-        outputs = {name: layers.Dense(1, name=name)(layers.Flatten()(output)) for name, output in made.items()}
+        outputs = {
+            name: layers.Dense(1, name=name)(layers.Flatten()(output))
+            for name, output in made.items()
+        }
         return keras.Model({"left": left, "right": right, "tokens": tokens}, outputs)
 
-    x = {"left": random(N, 4, 3), "right": random(N, 4, 3, seed=1), "tokens": classes(N, 4, of=7)}
+    x = {
+        "left": random(N, 4, 3),
+        "right": random(N, 4, 3, seed=1),
+        "tokens": classes(N, 4, of=7),
+    }
     names = (*MERGING, *OF_SEQUENCES, *OF_TOKENS)
-    check(Case(model, x, {name: random(N, 1) for name in names}, verified=False), micro_batch_size)
+    check(
+        Case(model, x, {name: random(N, 1) for name in names}, verified=False),
+        micro_batch_size,
+    )
 
 
 # Shapes of models
@@ -369,7 +572,11 @@ class Residual(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.unused = layers.Dense(6, "tanh"), layers.Dense(1), layers.Dense(2)
+        self.first, self.second, self.unused = (
+            layers.Dense(6, "tanh"),
+            layers.Dense(1),
+            layers.Dense(2),
+        )
 
     def call(self, x, training=False):
         return self.second(x + self.first(x))
@@ -385,7 +592,9 @@ class Tied(keras.Model):
         self.mix.build((*shape, 4))
 
     def call(self, x):
-        return keras.ops.matmul(self.mix(self.embedding(x)), keras.ops.transpose(self.embedding.embeddings))
+        return keras.ops.matmul(
+            self.mix(self.embedding(x)), keras.ops.transpose(self.embedding.embeddings)
+        )
 
 
 @keras.saving.register_keras_serializable()
@@ -401,7 +610,9 @@ class Penalised(layers.Layer):
 
 
 def sequential(*stack, shape=(6,), **options):
-    return lambda: keras.Sequential([keras.Input(shape, **options), *(make() for make in stack)])
+    return lambda: keras.Sequential(
+        [keras.Input(shape, **options), *(make() for make in stack)]
+    )
 
 
 def dense(units=1, activation=None, **options):
@@ -423,12 +634,21 @@ def frozen():
 def of_texts():
     words = layers.StringLookup(vocabulary=["a", "b", "c"])
     return sequential(
-        lambda: words, lambda: layers.Embedding(4, 3), lambda: layers.Flatten(), dense(), shape=(2,), dtype="string"
+        lambda: words,
+        lambda: layers.Embedding(4, 3),
+        lambda: layers.Flatten(),
+        dense(),
+        shape=(2,),
+        dtype="string",
     )()
 
 
 def token_loss():
-    return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")}
+    return {
+        "loss": keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
+    }
 
 
 TOKENS = classes(N, 5, of=7)
@@ -474,7 +694,9 @@ def test_every_shape_of_model(name, micro_batch_size):
 
 def exceptions() -> list[str]:
     """The names in the first column of the table in the documentation."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "exact.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "exact.md").read_text(
+        encoding="utf-8"
+    )
     rows = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`([\w.*]+)`", row)]
 
@@ -483,20 +705,35 @@ def test_the_catalogue_is_whole():
     covered = {f"losses.{name}" for name in LOSSES}
     covered |= {f"metrics.{name}" for entries in METRICS.values() for name in entries}
     covered |= {f"optimizers.{name}" for name in OPTIMIZERS}
-    covered |= {f"regularizers.{name}" for name in REGULARIZERS} | {f"constraints.{name}" for name in CONSTRAINTS}
+    covered |= {f"regularizers.{name}" for name in REGULARIZERS} | {
+        f"constraints.{name}" for name in CONSTRAINTS
+    }
     of_shapes = [name for entries in LAYERS.values() for name in entries]
-    names = [f"{name.replace('_Transpose', '')}Transpose" if "_Transpose" in name else name for name in of_shapes]
-    covered |= {f"layers.{name}" for name in (*names, *MERGING, *OF_SEQUENCES, *OF_TOKENS, *INSIDE)}
+    names = [
+        f"{name.replace('_Transpose', '')}Transpose" if "_Transpose" in name else name
+        for name in of_shapes
+    ]
+    covered |= {
+        f"layers.{name}"
+        for name in (*names, *MERGING, *OF_SEQUENCES, *OF_TOKENS, *INSIDE)
+    }
     public = {
         f"{kind}.{cls.__name__ if hasattr(getattr(keras, kind), cls.__name__) else name}"  # others are aliases
         for kind in KINDS
         for name, cls in vars(getattr(keras, kind)).items()
-        if inspect.isclass(cls) and issubclass(cls, keras.layers.Layer if kind == "layers" else _base(kind))
+        if inspect.isclass(cls)
+        and issubclass(cls, keras.layers.Layer if kind == "layers" else _base(kind))
     }
-    excepted = {name for name in public if any(fnmatch.fnmatch(name, pattern) for pattern in exceptions())}
+    excepted = {
+        name
+        for name in public
+        if any(fnmatch.fnmatch(name, pattern) for pattern in exceptions())
+    }
     assert public - covered - excepted == set()  # what Keras adds has to be classed
     assert covered - public == set()
-    print(f"{len(public)} entries: {len(public & covered)} equal, {len(excepted - covered)} in the table of exceptions")
+    print(
+        f"{len(public)} entries: {len(public & covered)} equal, {len(excepted - covered)} in the table of exceptions"
+    )
 
 
 def _base(kind):

@@ -41,25 +41,46 @@ def pooled(input_shape):
 def test_a_layer_that_looks_at_its_batch_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "centred.yaml").write_text("_target_: mine.centred\n")
-    said = pipeline("verify", "--config-dir", "conf", "model=centred", cwd=tmp_path, status=3)
+    (tmp_path / "conf" / "model" / "centred.yaml").write_text(
+        "_target_: mine.centred\n"
+    )
+    said = pipeline(
+        "verify", "--config-dir", "conf", "model=centred", cwd=tmp_path, status=3
+    )
     assert (
-        "different; at fault is in_the_middle (Centred): its output for an example depends on the other" in said.stdout
+        "different; at fault is in_the_middle (Centred): its output for an example depends on the other"
+        in said.stdout
     )
     assert "DIFFERENT" in said.stdout
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["conf", "mine.py"]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if path.name != "__pycache__"
+    ) == ["conf", "mine.py"]
 
 
 @pytest.mark.slow
 def test_a_certificate_is_logged(tmp_path):
     cut = ("accumulation.effective_batch_size=100", "accumulation.factor=3")
-    said = pipeline("verify", "model=mlp", "model.dropout=0.5", *cut, "--log", cwd=tmp_path)
+    said = pipeline(
+        "verify", "model=mlp", "model.dropout=0.5", *cut, "--log", cwd=tmp_path
+    )
     _, verdict, *rows = said.stdout.splitlines()
-    assert verdict == "an update by 3 micro-batches of 34 and one of the whole batch are equal within rounding"
+    assert (
+        verdict
+        == "an update by 3 micro-batches of 34 and one of the whole batch are equal within rounding"
+    )
     of_kinds = [row.split()[0] for row in rows[1:] if "float64" in row]
-    assert sorted(of_kinds) == ["count", "gradient", "loss", "metric", "val/loss", "weights"]  # one row each
+    assert sorted(of_kinds) == [
+        "count",
+        "gradient",
+        "loss",
+        "metric",
+        "val/loss",
+        "weights",
+    ]  # one row each
     assert any(re.match(r"  gradient \S+ \(float32\) ", row) for row in rows)
-    assert "not compared: the noise of dropout, which every micro-batch draws anew" in rows
+    assert (
+        "not compared: the noise of dropout, which every micro-batch draws anew" in rows
+    )
     run = Store(tmp_path).run()
     assert (run.info.status, run.info.run_name) == ("FINISHED", "verify")
     assert run.data.params["accumulation.factor"] == "3"
@@ -67,8 +88,13 @@ def test_a_certificate_is_logged(tmp_path):
     file = Path(unquote(urlsplit(run.info.artifact_uri).path)) / "certificate.json"
     first, last, other, evaluated, single = json.loads(file.read_text())
     assert all(entry["holds"] for entry in (*first, *last, *other, *evaluated, *single))
-    assert [entry["what"] for entry in evaluated] == ["metric val/accuracy", "loss val/loss"]
-    assert {"loss loss", "gradient dense/kernel", "weights dense/kernel"} < {e["what"] for e in first}
+    assert [entry["what"] for entry in evaluated] == [
+        "metric val/accuracy",
+        "loss val/loss",
+    ]
+    assert {"loss loss", "gradient dense/kernel", "weights dense/kernel"} < {
+        e["what"] for e in first
+    }
 
 
 @pytest.mark.slow
@@ -77,12 +103,18 @@ def test_a_certificate_is_logged(tmp_path):
     [
         (ROOT, ("experiment=quick",)),
         pytest.param(ROOT, ("experiment=exact",), marks=pytest.mark.slow),
-        pytest.param(ROOT, ("experiment=exact", "hardware.replicas=2"), marks=pytest.mark.soak),
         pytest.param(
-            ROOT / "examples/own_project", ("--config-dir", "conf", "experiment=moons"), marks=pytest.mark.slow
+            ROOT, ("experiment=exact", "hardware.replicas=2"), marks=pytest.mark.soak
         ),
         pytest.param(
-            ROOT / "examples/two_outputs", ("--config-dir", "conf", "experiment=tagger"), marks=pytest.mark.soak
+            ROOT / "examples/own_project",
+            ("--config-dir", "conf", "experiment=moons"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ROOT / "examples/two_outputs",
+            ("--config-dir", "conf", "experiment=tagger"),
+            marks=pytest.mark.soak,
         ),
     ],
 )
@@ -96,8 +128,17 @@ TOP = "keras.metrics.SparseTopKCategoricalAccuracy"
 
 @pytest.mark.slow
 def test_a_metric_that_does_not_run_in_float64_is_left_out_and_named(tmp_path):
-    said = pipeline("verify", "--all", "model=mlp", f"+training.metrics.top._target_={TOP}", cwd=tmp_path)
-    assert "not compared: training.metrics.top, which does not run in float64\n" in said.stdout
+    said = pipeline(
+        "verify",
+        "--all",
+        "model=mlp",
+        f"+training.metrics.top._target_={TOP}",
+        cwd=tmp_path,
+    )
+    assert (
+        "not compared: training.metrics.top, which does not run in float64\n"
+        in said.stdout
+    )
     assert "metric accuracy" in said.stdout
     assert "metric val/accuracy" in said.stdout
     assert said.stdout.splitlines()[1].endswith("are equal within rounding")
@@ -113,7 +154,9 @@ def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
         "~model.l2",
         "model._target_=mine.pooled",
     )
-    said = pipeline("verify", "model=mlp", *own, "training.epochs=1", cwd=tmp_path, status=2)
+    said = pipeline(
+        "verify", "model=mlp", *own, "training.epochs=1", cwd=tmp_path, status=2
+    )
     assert said.stderr == (
         "pipeline: model must run in float64, in which it is verified (InvalidArgumentError: Exception encountered "
         "when calling MaxPooling3D.call()).\n"
@@ -122,12 +165,17 @@ def test_a_layer_that_does_not_run_in_float64_is_refused_by_its_name(tmp_path):
 
 def test_a_wrong_config_is_refused(tmp_path):
     said = pipeline("verify", "accumulation.factor=0", cwd=tmp_path, status=2)
-    assert said.stderr == "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
+    assert (
+        said.stderr
+        == "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
+    )
 
 
 @pytest.mark.slow
 def test_code_of_the_run_that_exits_gives_no_verdict(tmp_path):
     (tmp_path / "mine.py").write_text("def leaving(**given):\n    exit(0)\n")
-    said = pipeline("verify", "model=mlp", "model._target_=mine.leaving", cwd=tmp_path, status=1)
+    said = pipeline(
+        "verify", "model=mlp", "model._target_=mine.leaving", cwd=tmp_path, status=1
+    )
     assert said.stdout == ""
     assert "code of the run has called exit(0)" in said.stderr

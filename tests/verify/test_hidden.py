@@ -30,10 +30,18 @@ class Own(layers.Layer):
 
     def build(self, shape):
         if self.start is not None:
-            self.kept = self.add_weight(shape=(), initializer=keras.initializers.Constant(self.start), trainable=False)
+            self.kept = self.add_weight(
+                shape=(),
+                initializer=keras.initializers.Constant(self.start),
+                trainable=False,
+            )
 
     def call(self, x):
-        made = self.function(x, self) if self.function.__code__.co_argcount > 1 else self.function(x)
+        made = (
+            self.function(x, self)
+            if self.function.__code__.co_argcount > 1
+            else self.function(x)
+        )
         return x if made is None else made
 
 
@@ -41,7 +49,10 @@ class Gated(layers.Layer):
     """Adds what depends on the batch behind two gates that begin closed: no gradient shows it."""
 
     def build(self, shape):
-        self.gates = [self.add_weight(shape=(), initializer="zeros", name=f"gate_{i}") for i in range(2)]
+        self.gates = [
+            self.add_weight(shape=(), initializer="zeros", name=f"gate_{i}")
+            for i in range(2)
+        ]
 
     def call(self, x):
         return x + self.gates[0] * self.gates[1] * (x - ops.mean(x, axis=0))
@@ -66,7 +77,11 @@ class Noisy(layers.Layer):
         self.rate, self.seed_generator = 2.0, keras.random.SeedGenerator(1)
 
     def call(self, x):
-        return x + keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed_generator) / self.rate
+        return (
+            x
+            + keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed_generator)
+            / self.rate
+        )
 
 
 class Counting(layers.Layer):
@@ -139,7 +154,9 @@ def time_major(x):
 
 
 OTHERS = "its output for an example depends on the other examples of the micro-batch"
-GRADIENT = "its gradient for an example depends on the other examples of the micro-batch"
+GRADIENT = (
+    "its gradient for an example depends on the other examples of the micro-batch"
+)
 NOISE = "it draws its own noise for every micro-batch"
 MEAN = "what it adds to the loss is not the mean of what its examples add"
 LOSS = "its loss of an example depends on the others"
@@ -160,10 +177,19 @@ BREAKING = {
         lambda: layers.SpectralNormalization(layers.Dense(4, name="inside")),
         "inside (Dense): its output",
     ),
-    "largest of the batch": (own(lambda x: x / (1 + ops.max(ops.abs(x)))), f"own (Own): {OTHERS}"),
-    "softmax over the batch": (own(lambda x: ops.softmax(x, axis=0)), f"own (Own): {OTHERS}"),
+    "largest of the batch": (
+        own(lambda x: x / (1 + ops.max(ops.abs(x)))),
+        f"own (Own): {OTHERS}",
+    ),
+    "softmax over the batch": (
+        own(lambda x: ops.softmax(x, axis=0)),
+        f"own (Own): {OTHERS}",
+    ),
     "sum up to here": (own(lambda x: ops.cumsum(x, axis=0)), f"own (Own): {OTHERS}"),
-    "flipped": (own(lambda x: x + ops.flip(x, axis=0)[:, ::-1]), f"own (Own): {OTHERS}"),
+    "flipped": (
+        own(lambda x: x + ops.flip(x, axis=0)[:, ::-1]),
+        f"own (Own): {OTHERS}",
+    ),
     "rolled": (own(lambda x: ops.roll(x, 1, axis=0)), f"own (Own): {OTHERS}"),
     "sorted": (own(lambda x: ops.sort(x, axis=0)), f"own (Own): {OTHERS}"),
     "attention over examples": (
@@ -178,10 +204,19 @@ BREAKING = {
         own(lambda x: ops.where(ops.shape(x)[0] > 8, x, 2 * x)),
         f"own (Own): {OTHERS}",
     ),
-    "sign of a sum": (own(lambda x: x * ops.sign(ops.sum(x[:1] * x))), f"own (Own): {OTHERS}"),
+    "sign of a sum": (
+        own(lambda x: x * ops.sign(ops.sum(x[:1] * x))),
+        f"own (Own): {OTHERS}",
+    ),
     "noise of its own": (Noisy, f"noisy (Noisy): {NOISE}"),
-    "adds a root of a mean": (own(adds(lambda x: ops.sqrt(ops.mean(ops.square(x))))), f"own: {MEAN}"),
-    "adds a variance": (own(adds(lambda x: ops.mean(ops.var(x, axis=0)))), f"own: {MEAN}"),
+    "adds a root of a mean": (
+        own(adds(lambda x: ops.sqrt(ops.mean(ops.square(x))))),
+        f"own: {MEAN}",
+    ),
+    "adds a variance": (
+        own(adds(lambda x: ops.mean(ops.var(x, axis=0)))),
+        f"own: {MEAN}",
+    ),
     "adds a sum": (own(adds(lambda x: ops.sum(ops.square(x)))), f"own: {MEAN}"),
     "clips its gradient to a norm": (
         own(with_gradient(lambda upstream: tf.clip_by_norm(upstream, 1e-3))),
@@ -191,8 +226,14 @@ BREAKING = {
         own(with_gradient(lambda upstream: upstream - tf.reduce_mean(upstream, 0))),
         f"own (Own): {GRADIENT}",
     ),
-    "the mean straight through": (own(straight_through(centred)), f"own (Own): {GRADIENT}"),
-    "clips the gradient of its weights": (ClippedWeight, f"(ClippedWeight): {GRADIENT}"),
+    "the mean straight through": (
+        own(straight_through(centred)),
+        f"own (Own): {GRADIENT}",
+    ),
+    "clips the gradient of its weights": (
+        ClippedWeight,
+        f"(ClippedWeight): {GRADIENT}",
+    ),
     "behind closed gates": (Gated, f"(Gated): {OTHERS}"),
     "keeps a mean": (own(kept_mean, 0.0), "own/variable"),
     "counts its calls": (partial(Counting, lambda x: 1), "the state "),
@@ -214,17 +255,27 @@ ONLY_LOOKING = {
     "group normalisation": lambda: layers.GroupNormalization(2),
     "frozen batch normalisation": lambda: layers.BatchNormalization(trainable=False),
     "centred over features": own(lambda x: x - ops.mean(x, axis=-1, keepdims=True)),
-    "pooled over features": own(lambda x: x / (1 + ops.max(ops.abs(x), axis=-1, keepdims=True))),
+    "pooled over features": own(
+        lambda x: x / (1 + ops.max(ops.abs(x), axis=-1, keepdims=True))
+    ),
     "time first, and back": own(lambda x: time_major(time_major(x[:, None]))[:, 0]),
-    "examples and time merged": own(lambda x: ops.reshape(ops.tanh(ops.reshape(x, (-1, 2))), (-1, 4))),
+    "examples and time merged": own(
+        lambda x: ops.reshape(ops.tanh(ops.reshape(x, (-1, 2))), (-1, 4))
+    ),
     "straight through": own(straight_through(lambda x: ops.round(x))),
     "scales its gradient": own(with_gradient(lambda upstream: 3 * upstream)),
-    "clips its gradient by element": own(with_gradient(lambda u: tf.clip_by_value(u, -1e-3, 1e-3))),
-    "dead": lambda: layers.Dense(4, "relu", bias_initializer=keras.initializers.Constant(-100.0)),
+    "clips its gradient by element": own(
+        with_gradient(lambda u: tf.clip_by_value(u, -1e-3, 1e-3))
+    ),
+    "dead": lambda: layers.Dense(
+        4, "relu", bias_initializer=keras.initializers.Constant(-100.0)
+    ),
     "dropout": lambda: layers.Dropout(0.5),
     "adds a mean": own(adds(lambda x: ops.mean(ops.square(x)))),
     "adds a value per example": own(adds(lambda x: ops.sum(ops.square(x), axis=-1))),
-    "regularised": lambda: layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l1"),
+    "regularised": lambda: layers.Dense(
+        4, kernel_regularizer="l2", activity_regularizer="l1"
+    ),
     "counts examples": partial(Counting, lambda x: tf.shape(x)[0]),
     "a sum as the loss": keras.losses.MeanSquaredError(reduction="sum"),
     "Dice over outputs": keras.losses.Dice(axis=(1,)),
@@ -241,26 +292,46 @@ def verified(given, added_losses="mean"):
         metrics = [Last()]
     else:
         middle = given()
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), middle, layers.Dense(1, "sigmoid")])
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(4, "tanh"), middle, layers.Dense(1, "sigmoid")]
+    )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     model.compile(optimizer, loss, metrics=metrics)
     optimizer.build(model.trainable_variables)
     random = np.random.default_rng(0)
     x = random.normal(size=(E // 2, 6))
     batch = np.repeat(x, 2, 0), np.tile([[1.0], [-1.0]], (E // 2, 1)) * 0.4
-    update = Update(model, Objective(loss, metrics=metrics, added_losses=added_losses), optimizer, MICRO)
+    update = Update(
+        model,
+        Objective(loss, metrics=metrics, added_losses=added_losses),
+        optimizer,
+        MICRO,
+    )
     before = [variable.numpy() for variable in model.variables]
     with without_noise(model):
         every = engine.compare(update, [batch], other_weights=True)
-        findings = next(filter(None, ([each for each in found if not each.holds] for found in every)), [])
+        findings = next(
+            filter(
+                None, ([each for each in found if not each.holds] for found in every)
+            ),
+            [],
+        )
         said = culprit(model, update.objective, batch, MICRO) if findings else ""
-    assert all(np.array_equal(a, b) for a, b in zip(before, (v.numpy() for v in model.variables), strict=True))
-    state = next((f"the state {found.what}" for found in findings if found.kind == "state"), "")
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(before, (v.numpy() for v in model.variables), strict=True)
+    )
+    state = next(
+        (f"the state {found.what}" for found in findings if found.kind == "state"), ""
+    )
     return findings, said or state
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(BREAKING, ["the mean straight through", "keeps a mean"], list(BREAKING)[::3])
+    "name",
+    mostly_slow(
+        BREAKING, ["the mean straight through", "keeps a mean"], list(BREAKING)[::3]
+    ),
 )
 def test_what_breaks_is_found_and_named(name):
     given, named = BREAKING[name]
@@ -270,7 +341,12 @@ def test_what_breaks_is_found_and_named(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(ONLY_LOOKING, ["nothing is left to learn", *list(ONLY_LOOKING)[::3]], []))
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ONLY_LOOKING, ["nothing is left to learn", *list(ONLY_LOOKING)[::3]], []
+    ),
+)
 def test_what_only_looks_so_is_no_fault(name):
     assert verified(ONLY_LOOKING[name]) == ([], "")
 
@@ -290,6 +366,11 @@ def test_a_dead_unit_is_no_difference_in_float32(precision):
     optimizer.build(model.trainable_variables)
     model.compile(optimizer, "mse")
     random = np.random.default_rng(0)
-    batch = random.normal(size=(8, 6)).astype("float32"), random.normal(size=(8, 1)).astype("float32")
-    (found,) = engine.compare(Update(model, keras.losses.MeanSquaredError(), optimizer, 3), [batch])
+    batch = (
+        random.normal(size=(8, 6)).astype("float32"),
+        random.normal(size=(8, 1)).astype("float32"),
+    )
+    (found,) = engine.compare(
+        Update(model, keras.losses.MeanSquaredError(), optimizer, 3), [batch]
+    )
     assert [each for each in found if not each.holds] == []

@@ -14,19 +14,40 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
     def _info(self) -> tfds.core.DatasetInfo:
         image = tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8)
-        features = tfds.features.FeaturesDict({"image": image, "label": tfds.features.ClassLabel(num_classes=10)})
-        return self.dataset_info_from_configs(description=self.__doc__, features=features)
+        features = tfds.features.FeaturesDict(
+            {"image": image, "label": tfds.features.ClassLabel(num_classes=10)}
+        )
+        return self.dataset_info_from_configs(
+            description=self.__doc__, features=features
+        )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        from sklearn.datasets import load_digits  # takes a second, needed only to prepare
+        from sklearn.datasets import (
+            load_digits,
+        )  # takes a second, needed only to prepare
         from sklearn.model_selection import train_test_split
 
         digits = load_digits()
-        train, rest = train_test_split(np.arange(1797), test_size=360, random_state=0, stratify=digits.target)
-        validation, test = train_test_split(rest, test_size=180, random_state=0, stratify=digits.target[rest])
+        train, rest = train_test_split(
+            np.arange(1797), test_size=360, random_state=0, stratify=digits.target
+        )
+        validation, test = train_test_split(
+            rest, test_size=180, random_state=0, stratify=digits.target[rest]
+        )
         splits = {"train": train, "validation": validation, "test": test}
-        return {name: self._generate_examples(digits, indices) for name, indices in splits.items()}
+        return {
+            name: self._generate_examples(digits, indices)
+            for name, indices in splits.items()
+        }
 
-    def _generate_examples(self, digits: Any, indices: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(
+        self, digits: Any, indices: np.ndarray
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         for index in sorted(indices.tolist()):
-            yield index, {"image": digits.images[index, ..., None].astype(np.uint8), "label": int(digits.target[index])}
+            yield (
+                index,
+                {
+                    "image": digits.images[index, ..., None].astype(np.uint8),
+                    "label": int(digits.target[index]),
+                },
+            )

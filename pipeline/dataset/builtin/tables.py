@@ -23,13 +23,28 @@ def diabetes() -> Data:
     return _split("diabetes", load_diabetes(scaled=False), np.float32)
 
 
-def _split(name: str, table: Any, kind: type, classes: np.ndarray | None = None) -> Data:
+def _split(
+    name: str, table: Any, kind: type, classes: np.ndarray | None = None
+) -> Data:
     from sklearn.model_selection import train_test_split
 
     x, y = table.data.astype(np.float32), table.target.astype(kind)[:, np.newaxis]
-    train, rest = train_test_split(np.arange(len(x)), test_size=0.4, random_state=0, stratify=classes)
+    train, rest = train_test_split(
+        np.arange(len(x)), test_size=0.4, random_state=0, stratify=classes
+    )
     of_rest = None if classes is None else classes[rest]
-    validation, test = train_test_split(rest, test_size=0.5, random_state=0, stratify=of_rest)
-    rows = {"train": np.sort(train), "validation": np.sort(validation), "test": np.sort(test)}
-    splits = {part: tf.data.Dataset.from_tensor_slices((x[found], y[found])) for part, found in rows.items()}
-    return Data(**splits, classes=None if classes is None else 2, name=name, version="1.0.0")
+    validation, test = train_test_split(
+        rest, test_size=0.5, random_state=0, stratify=of_rest
+    )
+    rows = {
+        "train": np.sort(train),
+        "validation": np.sort(validation),
+        "test": np.sort(test),
+    }
+    splits = {
+        part: tf.data.Dataset.from_tensor_slices((x[found], y[found]))
+        for part, found in rows.items()
+    }
+    return Data(
+        **splits, classes=None if classes is None else 2, name=name, version="1.0.0"
+    )
