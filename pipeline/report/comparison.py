@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def branches(self) -> bool:
-        """Return whether the jobs are `pipeline critical`'s branches of a checkpoint."""
+        """Return whether the jobs are branches of a checkpoint (`pipeline critical`)."""
         if self.name != CRITICAL:
             return False
         return any("start.update" in job.tags for job in self.jobs)
@@ -152,7 +152,10 @@ class Comparison:
 
     @property
     def quality(self) -> str | None:
-        """Return the metric that ranks the jobs: the first that is no loss, or a loss."""
+        """Return the metric that ranks the jobs: the first that is no loss.
+
+        If there are only losses, it is the last of them. It is None without metrics.
+        """
         for metric in self.metrics:
             if not metric.endswith("/loss"):
                 return metric
@@ -228,10 +231,10 @@ class Comparison:
 
     @cached_property
     def target(self) -> TargetLoss | None:
-        """Return the lowest loss that all finished jobs reach, or else the running ones.
+        """Return the lowest loss that all finished jobs reach.
 
-        Half of them suffice if that is no progress, as with a diverged job, whose loss
-        every job meets at its start.
+        Without finished jobs the running ones count. Half of them suffice if that is
+        no progress, as with a diverged job, whose loss every job meets at its start.
         """
         # The examples of a branch count from the start of the run that it leaves.
         if self.branches:

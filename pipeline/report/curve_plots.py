@@ -205,8 +205,8 @@ def difference_plot(sweep: Comparison) -> Plot:
     caption = (
         "How far the training losses of two jobs with equal effective batch, seed and "
         "config are apart, relative to their value. Rounding starts it and training "
-        "amplifies it. Updates without any difference are left out; where there is none "
-        "at all, 1e-17 is drawn."
+        "amplifies it. Updates without any difference are left out; where there is "
+        "none at all, 1e-17 is drawn."
     )
     layout = {
         "xaxis": axis("updates"),

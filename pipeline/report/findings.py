@@ -111,7 +111,7 @@ def _name_and_failure(job: JobResult) -> str:
 
 
 def shared_device_caveat(sweep: Comparison) -> str:
-    """Return a caveat about seconds if jobs ran at the same time, else an empty text."""
+    """Return a caveat about seconds; empty unless jobs ran at the same time."""
     starts_and_ends = []
     for job in sweep.jobs:
         if job.started:

@@ -1,4 +1,4 @@
-"""The latest run of each job of a sweep, with its settings, its sizes and its curves."""
+"""The latest run of each job of a sweep, with its settings, sizes and curves."""
 
 import math
 import re
@@ -86,8 +86,7 @@ class JobResult:
         Each batch may have its own best rate.
         """
         keys = {"seed", *SIZES}
-        # A rate is a number; the key `scaling.rate`, whose value is a word, is also
-        # shortened to `rate`.
+        # In names `rate` is the learning rate, a number, or `scaling.rate`, a word.
         if isinstance(self.setting("rate"), float):
             keys.add("rate")
         return self.without(keys)

@@ -42,7 +42,7 @@ class BatchLosses:
 
     @property
     def edge(self) -> str | None:
-        """Return which edge of the tried rates has the lowest mean; None for neither."""
+        """Return the edge of the tried rates that has the lowest mean, if any."""
         if self.lowest == 0:
             return "smallest"
         if self.lowest == len(self.log_rates) - 1:
@@ -152,9 +152,10 @@ def loss_metric(sweep: Comparison) -> str:
 
 
 def _losses_by_recipe(sweep: Comparison) -> dict[str, list[BatchLosses]]:
-    """Return the final losses by recipe; a batch needs three rates, a recipe two batches.
+    """Return the final losses by recipe.
 
-    A rate at which a seed diverged, or failed, is left out: it is no best one.
+    A recipe needs two batches, and each of these three rates. A rate at which a seed
+    diverged, or failed, is left out: it is no best one.
     """
     metric = loss_metric(sweep)
     tried = []
@@ -329,8 +330,8 @@ def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
     told_apart = farthest_of_least < nearest_of_next
     chance = "" if told_apart else ", though not by more than chance may do"
     text = (
-        f"The best rate moves least with {names[0]}{chance}: in octaves per doubling of "
-        f"the batch, {joined(texts)}. Within the seeds it stays where it is with "
+        f"The best rate moves least with {names[0]}{chance}: in octaves per doubling "
+        f"of the batch, {joined(texts)}. Within the seeds it stays where it is with "
         f"{joined(still) or 'none of them'}."
     )
     figures = {"order": names, "still": still}

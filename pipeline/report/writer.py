@@ -92,7 +92,7 @@ class Report:
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Write the report of a sweep from what MLflow recorded: findings, a table and plots."""
+    """Write a sweep's report from what MLflow recorded: findings, a table and plots."""
     parser = Parser(
         prog="pipeline report", description=report.__doc__, allow_abbrev=False
     )
