@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def branches(self) -> bool:
-        """Return whether the jobs are branches of a checkpoint (`pipeline critical`)."""
+        """Return whether the jobs are the branches of `pipeline critical`."""
         if self.name != CRITICAL:
             return False
         return any("start.update" in job.tags for job in self.jobs)

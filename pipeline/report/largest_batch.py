@@ -139,9 +139,9 @@ def _why_it_pays(costs: BatchCosts, largest: int) -> str:
     return (
         f"{costs.prefix}The largest effective batch that still pays is {largest}: it "
         f"reached the target with {costs.ratios[largest]:.2f} times the fewest "
-        f"examples ({costs.examples[cheapest].text()}, at {cheapest}), where up to {PAYS:g} "
-        "times counts as paying (the critical batch size of McCandlish et al. 2018), "
-        f"and with fewer updates than any smaller batch ({updates}, "
+        f"examples ({costs.examples[cheapest].text()}, at {cheapest}), where up to "
+        f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et "
+        f"al. 2018), and with fewer updates than any smaller batch ({updates}, "
         f"{updates_of_smallest} at {smallest})."
     )
 
