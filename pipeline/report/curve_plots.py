@@ -41,6 +41,7 @@ _FAINT = {"mode": "lines", "opacity": 0.4, "hoverinfo": "skip", "hovertemplate":
 
 
 def metric_plots(sweep: Comparison) -> list[Plot]:
+    """Plot each metric along updates, examples and seconds."""
     plots = []
     for metric in sweep.metrics:
         section = "Loss" if metric.endswith("/loss") else "Metric"
@@ -50,6 +51,7 @@ def metric_plots(sweep: Comparison) -> list[Plot]:
 
 
 def rate_plot(sweep: Comparison) -> Plot:
+    """Plot the learning rate along updates."""
     caption = (
         "The rate that each update used; groups that share a schedule lie on one line."
     )
@@ -57,6 +59,7 @@ def rate_plot(sweep: Comparison) -> Plot:
 
 
 def noise_plot(sweep: Comparison) -> Plot:
+    """Plot the gradient noise scale along examples."""
     caption = (
         "In examples, smoothed by the run. It grows while the loss falls: later "
         "training bears larger batches."

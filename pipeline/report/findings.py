@@ -201,7 +201,7 @@ def _trajectory(job: JobResult) -> tuple | None:
 
 
 def same_trajectory(sweep: Comparison) -> list[SweepFinding]:
-    """Return, for each precision, whether the cut of a batch leaves the trajectory."""
+    """Return, for each precision, whether all cuts of a batch train one trajectory."""
     pairs = trajectory_pairs(sweep)
     if not pairs:
         why = "it takes two runs"

@@ -102,7 +102,7 @@ class Drift:
 
     @property
     def stays(self) -> bool:
-        """Return whether the interval has no drift in it."""
+        """Return whether the interval includes a drift of 0."""
         if self.interval is None:
             return False
         low, high = self.interval
@@ -126,8 +126,8 @@ def drifts(sweep: Comparison) -> list[Drift]:
     ]
 
 
-def plot_key(index: int) -> str:
-    """Return the key of the plot for the drift of that index."""
+def loss_by_rate_key(index: int) -> str:
+    """Return the key of the plot of the drift with this index in `drifts`."""
     return f"loss_by_rate_{index}"
 
 
@@ -136,7 +136,7 @@ def findings(sweep: Comparison) -> Iterable[SweepFinding]:
     judged = []
     for index, drift in enumerate(drifts(sweep)):
         text = _sentence(drift)
-        yield SweepFinding("rate_drift", text, drift.figures(), plot_key(index))
+        yield SweepFinding("rate_drift", text, drift.figures(), loss_by_rate_key(index))
         if drift.interval is not None:
             judged.append(drift)
 

@@ -150,9 +150,12 @@ def cost_plots(sweep: Comparison) -> list[Plot]:
 
 
 def loss_by_rate_plots(sweep: Comparison) -> list[Plot]:
+    """Plot the final loss by rate, a plot for each recipe with a drift."""
     plots = []
     for index, drift in enumerate(rate_drift.drifts(sweep)):
-        plots.append(_loss_by_rate_plot(sweep, drift, rate_drift.plot_key(index)))
+        plots.append(
+            _loss_by_rate_plot(sweep, drift, rate_drift.loss_by_rate_key(index))
+        )
     return plots
 
 
@@ -184,6 +187,7 @@ def _loss_by_rate_plot(sweep: Comparison, drift: Drift, key: str) -> Plot:
 
 
 def noise_by_batch_plot(sweep: Comparison) -> Plot:
+    """Plot the noise scale by batch, with the diagonal on which both are equal."""
     quantity = _Quantity(
         measure=lambda job: noise_scale(job, sweep),
         key="noise_by_batch",

@@ -37,7 +37,8 @@ BUDGETS = {"seconds": "time", "examples": "examples"}
 # seeds.
 MOST_ADDED_SEEDS = 10
 
-# The states of a verdict: the first of them that holds for a budget is the verdict.
+# The states of a verdict. Of the states at the budgets, the one that stands first here
+# is the verdict; it `depends` if one budget pays and the other does not.
 _HEADLINES = {
     "depends": "Accumulate by {factor} only if {scarce} is what you lack",
     "pays": "Accumulate by {factor}",
@@ -69,10 +70,11 @@ class BudgetContrast:
     Attributes:
         axis: the axis of the budget, one of `BUDGETS`.
         budget: where the first of the jobs ends, in units of the axis.
-        state: one of `_HEADLINES` but `depends`.
+        state: one of `_HEADLINES` other than `depends`.
         base: the best setting with factor 1.
         other: the best setting with the factor that is compared.
-        contrast: the difference of their losses; its interval holds for all factors.
+        loss_contrast: the difference of their losses; its interval holds for all
+            factors at once.
         seeds: the fewest seeds of any factor.
         more_seeds: how many more seeds of each factor would tell; 0 unless the state
             is `few`.
@@ -83,7 +85,7 @@ class BudgetContrast:
     state: str
     base: Setting
     other: Setting
-    contrast: Contrast
+    loss_contrast: Contrast
     seeds: int
     more_seeds: int
 
@@ -104,8 +106,8 @@ class BudgetContrast:
             "factor": self.other.factor,
             "seeds": self.seeds,
             "more": self.more_seeds,
-            "difference": self.contrast.difference,
-            "half": self.contrast.half_width,
+            "difference": self.loss_contrast.difference,
+            "half": self.loss_contrast.half_width,
             "budget": self.budget,
             "groups": [self.base.group, self.other.group],
         }
@@ -177,19 +179,13 @@ def _verdict(
     state = chosen.state
     if {"pays", "not"} <= {contrast.state for contrast in contrasts}:
         state = "depends"
-    # The first budget is time: what to take is decided by it if it can be.
-    take = None
-    decided = [contrast for contrast in contrasts if contrast.decided]
-    if decided:
-        take = decided[0].better.group
-
     memory_ratio = _memory_ratio(jobs, chosen)
     figures: dict[str, Any] = {
         "recipe": jobs[0].recipe,
         "micro": jobs[0].micro,
         "state": state,
         "memory": memory_ratio,
-        "take": take,
+        "take": _group_to_take(contrasts),
     }
     clauses = []
     for contrast in contrasts:
@@ -205,6 +201,17 @@ def _verdict(
     )
     text += shared_device_caveat(sweep) + remark
     return SweepFinding("verdict", text, figures)
+
+
+def _group_to_take(contrasts: list[BudgetContrast]) -> str | None:
+    """Return the better group; None if no contrast is decided.
+
+    The first budget is time, which decides if it can.
+    """
+    for contrast in contrasts:
+        if contrast.decided:
+            return contrast.better.group
+    return None
 
 
 def _prefix(jobs: list[JobResult]) -> str:
@@ -239,9 +246,9 @@ def _peak_memory(job: JobResult) -> float:
 
 def _clause(contrast: BudgetContrast, metric: str) -> str:
     """Return how the losses compare at one budget."""
-    difference = contrast.contrast.difference
+    difference = contrast.loss_contrast.difference
     distance = abs(difference)
-    half_width = contrast.contrast.half_width
+    half_width = contrast.loss_contrast.half_width
     factor = contrast.other.factor
 
     direction = "lower" if difference < 0 else "higher"
@@ -286,9 +293,10 @@ def _contrast(
         return None
 
     contrasts = contrasts_with_first([setting.losses for setting in best])
-    lower = [contrast for contrast in contrasts if contrast.upper < 0]
-    closest = min(lower or contrasts, key=lambda contrast: contrast.difference)
-    if lower:
+    clearly_lower = [contrast for contrast in contrasts if contrast.upper < 0]
+    candidates = clearly_lower or contrasts
+    best_contrast = min(candidates, key=lambda contrast: contrast.difference)
+    if clearly_lower:
         state = "pays"
     elif all(contrast.lower > 0 for contrast in contrasts):
         state = "not"
@@ -297,8 +305,8 @@ def _contrast(
 
     seeds = min(len(setting.losses) for setting in best)
     more_seeds = 0
-    if state == "same" and not closest.equal:
-        more_seeds = _more_seeds(closest, seeds, len(best))
+    if state == "same" and not best_contrast.equal:
+        more_seeds = _more_seeds(best_contrast, seeds, len(best))
     if more_seeds:
         state = "few"
     return BudgetContrast(
@@ -306,8 +314,8 @@ def _contrast(
         budget=budget,
         state=state,
         base=best[0],
-        other=best[1 + contrasts.index(closest)],
-        contrast=closest,
+        other=best[1 + contrasts.index(best_contrast)],
+        loss_contrast=best_contrast,
         seeds=seeds,
         more_seeds=more_seeds,
     )
