@@ -1,12 +1,11 @@
-"""Reads a sweep from MLflow: jobs with their curves, in groups that differ only by the seed, and the loss to reach."""
+"""A sweep as read from MLflow: its jobs with their curves, and the loss to reach."""
 
 import json
 import math
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -15,20 +14,30 @@ from pipeline.config.plain import short
 from pipeline.report import statistics
 from pipeline.report.job_results import (
     AXES,
+    LOSS,
     SIZES,
     Curve,
     JobResult,
+    by_group,
+    by_setting,
     comparable_jobs,
-    grouped,
+    finished_jobs,
     job_result,
     pooled,
 )
 from pipeline.report.statistics import Spread
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord, listed
 
-EVALUATIONS = 5  # the fewest points of a validation loss between which a crossing is worth interpolating
-PROGRESS = 0.5  # the least share of the way from the first to the best loss at which a target may be
-FELL = 1e-6  # the least relative fall of a loss; a smaller one is rounding
+VALIDATION_LOSS = "val/loss"
+
+# The fewest points of a validation loss between which a crossing is worth
+# interpolating.
+EVALUATIONS = 5
+# The least share of the way from the first to the best loss at which a target may be.
+PROGRESS = 0.5
+# The least relative fall of a loss; a smaller one is rounding.
+FELL = 1e-6
+
 _COST = re.compile(
     r"loss|error|perplex|entropy|divergence|hinge|poisson|logcosh|^(r?mse|mae|mape)$",
     re.IGNORECASE,
@@ -37,225 +46,314 @@ _COST = re.compile(
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """A loss to reach, chosen from the data of a sweep, and the cost of reaching it for each job."""
+    """A loss to reach, chosen from the data of a sweep, and each job's cost of it.
 
-    metric: (
-        str  # `val/loss`, or `train/loss` averaged over `Comparison.window` examples
-    )
+    Attributes:
+        metric: `val/loss`, or `train/loss` averaged over `Comparison.window` examples.
+        value: the loss.
+        judged: the names of the jobs from which it was chosen.
+        all_reach: whether all of these reach it; otherwise half of them do.
+        costs: what each job that reached it needed, by the job's name and axis of
+            `AXES`, interpolated between two points.
+    """
+
+    metric: str
     value: float
-    judged: list[str]  # names of the jobs from which it was chosen
-    all_reach: bool  # otherwise half of them reach it
-    costs: dict[
-        str, dict[str, float]
-    ]  # by job that reached it and axis of `AXES`, interpolated between two points
+    judged: list[str]
+    all_reach: bool
+    costs: dict[str, dict[str, float]]
 
     def spread(self, jobs: list[JobResult], axis: str) -> Spread | None:
-        """Return the costs of the judged jobs among `jobs`; None unless all of these reached the target."""
+        """Return the costs of the judged jobs among `jobs`.
+
+        Return None unless all of these reached the target.
+        """
         judged = [job for job in jobs if job.name in self.judged]
-        reached = all(job.name in self.costs for job in judged)
-        return (
-            pooled(judged, lambda job: self.costs[job.name][axis]) if reached else None
-        )
+        if not all(job.name in self.costs for job in judged):
+            return None
+        return pooled(judged, lambda job: self.costs[job.name][axis])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep with all of its jobs, in the order of the plan."""
+    """A sweep with all of its jobs.
 
-    uri: str  # of its store
+    Attributes:
+        uri: the address of the sweep's store.
+        run_id: the parent run.
+        name: the name of the sweep.
+        status: MLflow's status of the parent run.
+        varied: the keys that the sweep varies.
+        jobs: the jobs in the order of the plan.
+        best: the settings with the lowest loss, if the sweep was a search.
+        question: the question in the header of the sweep file.
+    """
+
+    uri: str
     run_id: str
     name: str
     status: str
     varied: list[str]
     jobs: list[JobResult]
-    best: str = ""  # settings with the lowest loss, if the sweep was a search
-    question: str = ""  # of the sweep file
+    best: str = ""
+    question: str = ""
 
     @property
     def branches(self) -> bool:
-        """Return whether the jobs are branches of a checkpoint, of `pipeline critical`."""
-        return self.name == CRITICAL and any(
-            "start.update" in job.tags for job in self.jobs
-        )
+        """Return whether the jobs are the branches of `pipeline critical`."""
+        if self.name != CRITICAL:
+            return False
+        return any("start.update" in job.tags for job in self.jobs)
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
-        return grouped(self.jobs, "group")
+        """Return the jobs by group; the jobs of a group differ only in the seed."""
+        return by_group(self.jobs)
 
     @cached_property
     def axes(self) -> list[str]:
-        """Return the swept keys: `factor` and `batch` if they vary, then all others but the seed; else `group`."""
-        named = dict.fromkeys(
-            key
-            for job in self.jobs
-            for key, _ in job.settings
-            if key not in {"seed", *SIZES}
-        )
-        by = {
-            key: grouped(self.jobs, partial(JobResult.setting, key=key))
-            for key in ("factor", "batch", *named)
-        }
-        return [key for key, found in by.items() if len(found) > 1] or ["group"]
+        """Return the swept keys over which results are drawn.
+
+        These are `factor` and `batch` if they vary, then all others but the seed. If
+        nothing varies, it is `group`.
+        """
+        keys = {"factor": None, "batch": None}
+        for job in self.jobs:
+            for key, _ in job.settings:
+                if key not in {"seed", *SIZES}:
+                    keys[key] = None
+        varied = [key for key in keys if len(by_setting(self.jobs, key)) > 1]
+        return varied or ["group"]
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Return the losses, then the user's validation metrics, or training metrics if there are none."""
-        names = sorted(
-            {
-                name
-                for job in self.jobs
-                for name in job.curves
-                if not name.startswith("perf/")
-            }
-        )
-        users = [name for name in names if name.partition("/")[2] not in UPDATE_METRICS]
-        validation = [name for name in users if name.startswith("val/")]
-        return [name for name in ("train/loss", "val/loss") if name in names] + (
-            validation or users
-        )
+        """Return the losses, then the user's metrics.
+
+        These are the validation metrics, or the training metrics if there are none.
+        """
+        names: set[str] = set()
+        for job in self.jobs:
+            names.update(job.curves)
+
+        losses = []
+        validation = []
+        training = []
+        for name in sorted(names):
+            prefix, _, rest = name.partition("/")
+            if name in (LOSS, VALIDATION_LOSS):
+                losses.append(name)
+            elif prefix == "perf" or rest in UPDATE_METRICS:
+                continue
+            elif prefix == "val":
+                validation.append(name)
+            else:
+                training.append(name)
+        return losses + (validation or training)
 
     @property
     def quality(self) -> str | None:
-        """Return the metric that ranks the jobs: the first that is not a loss, else a loss."""
-        return next(
-            iter(
-                [m for m in self.metrics if not m.endswith("/loss")]
-                + self.metrics[::-1]
-            ),
-            None,
-        )
+        """Return the metric that ranks the jobs: the first that is no loss.
+
+        If there are only losses, it is the last of them. It is None without metrics.
+        """
+        for metric in self.metrics:
+            if not metric.endswith("/loss"):
+                return metric
+        if self.metrics:
+            return self.metrics[-1]
+        return None
 
     def lower_is_better(self, metric: str) -> bool:
-        """Return whether the metric is a cost, judged by its name and its class's name."""
+        """Return whether the metric is a cost, judged by its name and its class."""
         name = metric.split("/", 1)[1]
-        targets = [
-            job.params.get(f"training.metrics.{name}._target_", "") for job in self.jobs
-        ]
-        return any(
-            _COST.search(text)
-            for text in (name, *(target.rsplit(".", 1)[-1] for target in targets))
-        )
+        if _COST.search(name):
+            return True
+        for job in self.jobs:
+            target = job.params.get(f"training.metrics.{name}._target_", "")
+            class_name = target.rsplit(".", 1)[-1]
+            if _COST.search(class_name):
+                return True
+        return False
 
     @cached_property
     def ends(self) -> dict[str, Spread]:
-        """Return the last values of `quality`, by group with a job that finished with one."""
-        measure = partial(self.final, metric=self.quality or "")
-        finals = {
-            group: [measure(job) for job in jobs if job.finished]
-            for group, jobs in self.groups.items()
-        }
-        return {
-            group: found
-            for group, values in finals.items()
-            if (found := statistics.spread(values))
-        }
+        """Return the spread of the last values of `quality`, by group.
+
+        A group without a job that finished with such a value is left out.
+        """
+        metric = self.quality or ""
+        ends = {}
+        for group, jobs in self.groups.items():
+            finals = [self.final(job, metric) for job in finished_jobs(jobs)]
+            spread = statistics.spread(finals)
+            if spread is not None:
+                ends[group] = spread
+        return ends
 
     @property
     def window(self) -> int:
-        """Return the number of examples over which training metrics are averaged: the largest batch."""
+        """Return the number of examples over which training metrics are averaged.
+
+        It is the largest batch of the sweep.
+        """
         return max((job.batch or 1 for job in self.jobs), default=1)
 
     def smooth(self, job: JobResult, metric: str) -> Curve | None:
-        """Return the job's curve; a training metric is averaged over the last `window` examples."""
-        if (curve := job.curves.get(metric)) is None or not metric.startswith("train/"):
+        """Return the job's curve; None if it has none.
+
+        A training metric is averaged over the last `window` examples.
+        """
+        curve = job.curves.get(metric)
+        if curve is None or not metric.startswith("train/"):
             return curve
         examples = job.along("examples", curve.steps)
         if not np.isfinite(examples).all():
             return curve
-        return Curve(
-            curve.steps, statistics.trailing_mean(examples, curve.values, self.window)
-        )
+        means = statistics.trailing_mean(examples, curve.values, self.window)
+        return Curve(curve.steps, means)
 
     def final(self, job: JobResult, metric: str) -> float:
-        return (
-            float(curve.values[-1]) if (curve := self.smooth(job, metric)) else math.nan
-        )
+        """Return the last value of the job's smooth curve; NaN without one."""
+        curve = self.smooth(job, metric)
+        if curve is None:
+            return math.nan
+        return float(curve.values[-1])
 
     def cost(self, job: JobResult, axis: str) -> float:
-        """Return what the job needed to reach the target, in units of an axis of `AXES`; NaN if it did not."""
-        return (
-            self.target.costs.get(job.name, {}).get(axis, math.nan)
-            if self.target
-            else math.nan
-        )
+        """Return what the job needed to reach the target; NaN if it did not.
+
+        The unit is that of `axis`, one of `AXES`.
+        """
+        if self.target is None:
+            return math.nan
+        costs = self.target.costs.get(job.name, {})
+        return costs.get(axis, math.nan)
 
     @cached_property
     def target(self) -> TargetLoss | None:
-        """Return the lowest loss that all finished jobs, or else the running ones, reach.
+        """Return the lowest loss that all finished jobs reach.
 
-        Half of them suffice if that is no progress, as with a diverged job, whose loss every job meets at its start.
+        Without finished jobs the running ones count. Half of them suffice if that is
+        no progress, as with a diverged job, whose loss every job meets at its start.
         """
-        if self.branches:  # their examples count from the other run's start
+        # The examples of a branch count from the start of the run that it leaves.
+        if self.branches:
             return None
-        jobs = comparable_jobs(
-            [job for job in self.jobs if job.status in ("FINISHED", "RUNNING")]
-        )
-        for metric, fewest in (("val/loss", EVALUATIONS), ("train/loss", 0)):
-            curves = {
-                job.name: curve
-                for job in jobs
-                if (curve := self.smooth(job, metric)) is not None
-            }
-            if curves and min(len(curve.steps) for curve in curves.values()) >= fewest:
-                break
-        else:
-            return None
-        finite = [curve.values[np.isfinite(curve.values)] for curve in curves.values()]
-        best = sorted(float(values.min(initial=np.inf)) for values in finite)
-        lowest, value = best[0], best[-1]
+
+        jobs = [job for job in self.jobs if job.status in ("FINISHED", "RUNNING")]
+        jobs = comparable_jobs(jobs)
+        for metric, fewest_points in ((VALIDATION_LOSS, EVALUATIONS), (LOSS, 0)):
+            curves = self._smooth_curves(jobs, metric)
+            if not curves:
+                continue
+            if min(len(curve.steps) for curve in curves.values()) >= fewest_points:
+                return self._target_loss(metric, curves)
+        return None
+
+    def _smooth_curves(self, jobs: list[JobResult], metric: str) -> dict[str, Curve]:
+        """Return the curves of the jobs that have the metric, by the job's name."""
+        curves = {}
+        for job in jobs:
+            curve = self.smooth(job, metric)
+            if curve is not None:
+                curves[job.name] = curve
+        return curves
+
+    def _target_loss(
+        self, metric: str, judged_curves: Mapping[str, Curve]
+    ) -> TargetLoss | None:
+        """Choose a target from the curves; None if no loss has fallen."""
+        minima = []
+        starts = []
+        for curve in judged_curves.values():
+            finite = curve.values[np.isfinite(curve.values)]
+            minima.append(float(finite.min(initial=np.inf)))
+            if finite.size:
+                starts.append(finite[0])
+        minima.sort()
+        lowest = minima[0]
+        reached_by_all = minima[-1]
         if not np.isfinite(lowest):
             return None
-        start = float(np.median([values[0] for values in finite if values.size]))
-        if start - lowest <= FELL * abs(start):
+
+        start = float(np.median(starts))
+        fall = start - lowest
+        if fall <= FELL * abs(start):
             return None
-        all_reach = start - value >= PROGRESS * (start - lowest)
-        value = value if all_reach else best[(len(best) - 1) // 2]
+
+        all_reach = start - reached_by_all >= PROGRESS * fall
+        reached_by_half = minima[(len(minima) - 1) // 2]
+        value = reached_by_all if all_reach else reached_by_half
+        costs = self._costs(metric, value)
+        return TargetLoss(metric, value, list(judged_curves), all_reach, costs)
+
+    def _costs(self, metric: str, target: float) -> dict[str, dict[str, float]]:
+        """Return what each job that reached the target needed, by name and axis."""
         costs: dict[str, dict[str, float]] = {}
         for job in self.jobs:
-            if (curve := self.smooth(job, metric)) is not None and (
-                curve.values <= value
-            ).any():
-                along = {axis: job.along(axis, curve.steps) for axis in AXES}
-                costs[job.name] = {
-                    axis: statistics.reached(x, curve.values, value)
-                    for axis, x in along.items()
-                }
-        return TargetLoss(metric, value, list(curves), all_reach, costs)
+            curve = self.smooth(job, metric)
+            if curve is None or not (curve.values <= target).any():
+                continue
+            costs[job.name] = {}
+            for axis in AXES:
+                x = job.along(axis, curve.steps)
+                costs[job.name][axis] = statistics.reached(x, curve.values, target)
+        return costs
 
 
 def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> Comparison:
-    """Read a sweep in any state, given its run ID, the start of it, or its run name; else raise a `ConfigError`."""
+    """Read a sweep in any state.
+
+    Args:
+        uri: the address of its store.
+        sweep: its run ID, the start of it, or its run name.
+        allow: the places where its artifacts may be.
+
+    Raises:
+        ConfigError: the store does not exist, or does not have exactly one such sweep.
+    """
     store = ForeignStore.open(uri, allow)
-    client, parent = store.client(), store.sweep(sweep)
-    tags, info = parent.data.tags, parent.info
-    runs = SweepRecord(uri, info.run_id, info.experiment_id).children()
-    jobs = [
-        job_result(client, name, runs.get(name))
-        for name in dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
-    ]
-    if (
-        tags["sweep.name"] == CRITICAL
-    ):  # the batch of their last stage; the recorded factor is of the first one
-        jobs = [
-            replace(
-                job,
-                factor=None,
-                batch=int(dict(job.settings).get("batch", job.batch or 0)),
-            )
-            for job in jobs
-        ]
-    best, varied, question = (
-        "",
-        listed(tags, "sweep.varied"),
-        tags.get("sweep.question", ""),
-    )
-    with suppress(
-        KeyError, TypeError, ValueError, RecursionError
-    ):  # no search, or the tag was changed
-        best = " ".join(
-            short(*text.split("=", 1))
-            for text in json.loads(tags["sweep.best"])["overrides"]
-        )
+    client = store.client()
+    parent = store.sweep(sweep)
+    run_id = parent.info.run_id
+    tags = parent.data.tags
+
+    # The jobs of the plan, in its order; then those that the plan does not have.
+    runs = SweepRecord(uri, run_id, parent.info.experiment_id).children()
+    names = dict.fromkeys([*listed(tags, "sweep.jobs"), *runs])
+    jobs = []
+    for name in names:
+        job = job_result(client, name, runs.get(name))
+        if tags["sweep.name"] == CRITICAL:
+            job = _with_last_stage(job)
+        jobs.append(job)
+
     return Comparison(
-        uri, info.run_id, tags["sweep.name"], info.status, varied, jobs, best, question
+        uri=uri,
+        run_id=run_id,
+        name=tags["sweep.name"],
+        status=parent.info.status,
+        varied=listed(tags, "sweep.varied"),
+        jobs=jobs,
+        best=_best_settings(tags),
+        question=tags.get("sweep.question", ""),
     )
+
+
+def _with_last_stage(branch: JobResult) -> JobResult:
+    """Return the branch with the batch of its last stage, which its name has.
+
+    The recorded sizes are those of the first stage.
+    """
+    batch = dict(branch.settings).get("batch", branch.batch or 0)
+    return replace(branch, factor=None, batch=int(batch))
+
+
+def _best_settings(tags: Mapping[str, str]) -> str:
+    """Return the best settings of a search; empty for another sweep."""
+    try:
+        overrides = json.loads(tags["sweep.best"])["overrides"]
+        return " ".join(short(*text.split("=", 1)) for text in overrides)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        # The sweep was no search, or somebody changed the tag.
+        return ""

@@ -1,28 +1,38 @@
-"""Findings about a sweep: sentences with the figures behind them."""
+"""Findings about a sweep: sentences with the figures behind them.
+
+This file has what a finding is, the states of the jobs, and whether jobs that should
+train one trajectory do so. Each other topic has a file of its own.
+"""
 
 import math
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pipeline.report import statistics
 from pipeline.report.comparison import Comparison
-from pipeline.report.job_results import NO_RUN, Curve, JobResult, grouped, pooled
-from pipeline.report.statistics import Scale, Spread, count, joined, number
+from pipeline.report.job_results import (
+    LOSS,
+    NO_RUN,
+    Curve,
+    JobResult,
+    grouped,
+    jobs_with,
+)
+from pipeline.report.statistics import count, joined, number
 
-EQUAL = 1e-6  # relative difference below which float32 results count as equal
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
-LOSS, PRECISION = "train/loss", "hardware.precision"
-# The relative differences of losses that rounding explains: at the first update, where both jobs have the same weights
-# and training has not amplified it yet, and the largest of all. For comparison, the machine epsilon of float64 is
-# 2.2e-16, of float32 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
+PRECISION = "hardware.precision"
+# The relative differences of losses that rounding explains: at the first update,
+# where both jobs have the same weights and training has not amplified it yet, and the
+# largest of all. For comparison, the machine epsilon of float64 is 2.2e-16, of float32
+# 1.2e-7, of float16 9.8e-4, of bfloat16 7.8e-3.
 ROUNDING = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 ROUNDING |= {"mixed_float16": (1e-2, 5e-3), "mixed_bfloat16": (1e-1, 5e-2)}
-# Params that may differ within a trajectory: how a batch is cut, where it runs, what is logged when.
+# Params that may differ within a trajectory: how a batch is cut, where it runs, what
+# is logged when.
 _CUT = {
     f"{group}.{key}"
     for group in ("accumulation", "derived")
@@ -41,385 +51,341 @@ _FREE = (
     "training.checkpoint_every",
 )
 
+# Tags of a run that list its layers whose output depends on the micro-batch.
+_LAYER_TAGS = ("model.batch_dependent_layers", "model.cut_dependent_noise")
+
 
 @dataclass(frozen=True)
-class Finding:
-    """One finding."""
+class SweepFinding:
+    """What a report says about one topic; `findings.json` has these four fields.
 
-    topic: str  # may occur once for each family of jobs
+    Attributes:
+        topic: its heading is in `writer.TOPICS`; it may occur once for each family.
+        text: one or several sentences.
+        figures: the numbers in the text, by name; empty if there is no result.
+        plot: the key of the plot that shows it.
+    """
+
+    topic: str
     text: str
-    figures: dict[str, Any] = field(
-        default_factory=dict
-    )  # numbers in the text; empty if there is no result
-    plot: str | None = None  # key of the plot that shows it
+    figures: dict[str, Any] = field(default_factory=dict)
+    plot: str | None = None
 
 
-def job_states(sweep: Comparison) -> Finding:
+def job_states(sweep: Comparison) -> SweepFinding:
     """Return how many jobs finished, and which did not and why."""
-    states = grouped(sweep.jobs, "status")
+    jobs_by_status = grouped(sweep.jobs, lambda job: job.status)
+    figures = {"planned": len(sweep.jobs)}
+    for status, jobs in jobs_by_status.items():
+        figures[status] = len(jobs)
+
+    finished = figures.get("FINISHED", 0)
+    text = f"{finished} of {count(len(sweep.jobs), 'job')} finished."
+    for status, jobs in jobs_by_status.items():
+        if status != "FINISHED":
+            names = [_name_and_failure(job) for job in jobs]
+            state = _state(status, sweep)
+            text += f" {len(jobs)} {state}: {joined(names)}."
+    return SweepFinding("jobs", text, figures)
+
+
+def _state(status: str, sweep: Comparison) -> str:
+    """Return the words for the status of a job."""
+    if status == NO_RUN and sweep.status == "RUNNING":
+        return "not started yet"
     words = {
-        "FINISHED": "finished",
         "FAILED": "failed",
         "KILLED": "killed",
         "RUNNING": "still running",
-    }
-    words |= {
-        NO_RUN: "not started yet" if sweep.status == "RUNNING" else "without a run",
+        NO_RUN: "without a run",
         "SCHEDULED": "not started",
     }
-    figures = {"planned": len(sweep.jobs)} | {
-        status: len(jobs) for status, jobs in states.items()
-    }
-    text = f"{figures.get('FINISHED', 0)} of {count(len(sweep.jobs), 'job')} finished."
-    for status, jobs in states.items():
-        if status != "FINISHED":
-            why = {
-                job.name: job.tags.get("failure", "").strip().partition("\n")[0]
-                for job in jobs
-            }
-            which = [
-                f"{name} ({textwrap.shorten(reason, 160)})" if reason else name
-                for name, reason in why.items()
-            ]
-            text += (
-                f" {len(jobs)} {words.get(status, status.lower())}: {joined(which)}."
-            )
-    return Finding("jobs", text, figures)
+    return words.get(status, status.lower())
+
+
+def _name_and_failure(job: JobResult) -> str:
+    reason = job.tags.get("failure", "").strip().partition("\n")[0]
+    if not reason:
+        return job.name
+    return f"{job.name} ({textwrap.shorten(reason, 160)})"
+
+
+def shared_device_caveat(sweep: Comparison) -> str:
+    """Return a caveat about seconds; empty unless jobs ran at the same time."""
+    starts_and_ends = []
+    for job in sweep.jobs:
+        if job.started:
+            starts_and_ends.append((job.started, 1))
+            if job.ended:
+                starts_and_ends.append((job.ended, -1))
+
+    running = 0
+    most_at_once = 0
+    for _, change in sorted(starts_and_ends):
+        running += change
+        most_at_once = max(most_at_once, running)
+    if most_at_once < 2:
+        return ""
+    return (
+        f" Up to {most_at_once} jobs ran at the same time: where they shared a device, "
+        "their seconds say less."
+    )
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Two jobs that should train one trajectory, and the relative difference of their training losses."""
+class TrajectoryPair:
+    """Two jobs that should train one trajectory.
 
-    base: JobResult  # with the smallest factor
+    Attributes:
+        base: the job with the smallest factor.
+        other: the other job.
+        precision: the precision of both.
+        curve: the relative difference of their training losses, at each update that
+            both logged.
+    """
+
+    base: JobResult
     other: JobResult
     precision: str
-    curve: Curve  # the difference at each update that both logged
+    curve: Curve
+
+    @property
+    def largest(self) -> float:
+        return float(self.curve.values.max())
+
+    @property
+    def first(self) -> float:
+        """Return the difference at the first update that both logged."""
+        return float(self.curve.values[0])
 
 
-def partings(sweep: Comparison) -> list[Parting]:
-    """Pair each job with the one of smallest factor among those of equal effective batch, seed and config."""
-    found = []
+def trajectory_pairs(sweep: Comparison) -> list[TrajectoryPair]:
+    """Pair the jobs that should train one trajectory.
+
+    These have equal effective batch, seed and config. Each of them is paired with the
+    one of the smallest factor.
+    """
+    pairs = []
     for jobs in grouped(sweep.jobs, _trajectory).values():
         base, *others = sorted(jobs, key=lambda job: job.factor or 0)
         for other in others:
-            left, right = base.curves[LOSS], other.curves[LOSS]
-            steps, of_left, of_right = np.intersect1d(
-                left.steps, right.steps, return_indices=True
-            )
-            if steps.size:
-                differences = statistics.relative_difference(
-                    left.values[of_left], right.values[of_right]
-                )
-                found.append(
-                    Parting(
-                        base,
-                        other,
-                        base.params.get(PRECISION, "float32"),
-                        Curve(steps, differences),
-                    )
-                )
-    return found
+            curve = _difference(base.curves[LOSS], other.curves[LOSS])
+            if curve.steps.size:
+                precision = base.params.get(PRECISION, "float32")
+                pairs.append(TrajectoryPair(base, other, precision, curve))
+    return pairs
+
+
+def _difference(first: Curve, second: Curve) -> Curve:
+    """Return the relative difference of two curves at the steps of both."""
+    steps, in_first, in_second = np.intersect1d(
+        first.steps, second.steps, return_indices=True
+    )
+    differences = statistics.relative_difference(
+        first.values[in_first], second.values[in_second]
+    )
+    return Curve(steps, differences)
 
 
 def _trajectory(job: JobResult) -> tuple | None:
+    """Return what jobs of one trajectory have in common; None without a loss."""
     if job.batch is None or LOSS not in job.curves:
         return None
-    kept = {
-        key: value
-        for key, value in job.params.items()
-        if not key.startswith(_FREE) and key not in _CUT
-    }
-    kept |= {
-        "derived.effective_batch_size": str(job.batch),
-        PRECISION: job.params.get(PRECISION, "float32"),
-    }
-    return tuple(sorted(kept.items()))
+    settings = {}
+    for key, value in job.params.items():
+        if not key.startswith(_FREE) and key not in _CUT:
+            settings[key] = value
+    settings["derived.effective_batch_size"] = str(job.batch)
+    settings[PRECISION] = job.params.get(PRECISION, "float32")
+    return tuple(sorted(settings.items()))
 
 
-def same_trajectory(sweep: Comparison) -> list[Finding]:
-    """Return, for each precision, whether jobs that differ only in how a batch is cut train the same trajectory."""
-    if not (pairs := partings(sweep)):
-        runs = sum(LOSS in job.curves for job in sweep.jobs)
-        why = (
-            "no two jobs share effective batch, seed and the rest of the config"
-            if runs > 1
-            else "it takes two runs"
-        )
-        return [Finding("trajectories", f"Trajectories cannot be compared: {why}.")]
-    precisions = dict.fromkeys(pair.precision for pair in pairs)
-    return [
-        _parting([pair for pair in pairs if pair.precision == precision], precision)
-        for precision in precisions
-    ]
+def same_trajectory(sweep: Comparison) -> list[SweepFinding]:
+    """Return, for each precision, whether all cuts of a batch train one trajectory."""
+    pairs = trajectory_pairs(sweep)
+    if not pairs:
+        why = "it takes two runs"
+        if len(jobs_with(sweep.jobs, LOSS)) > 1:
+            why = "no two jobs share effective batch, seed and the rest of the config"
+        text = f"Trajectories cannot be compared: {why}."
+        return [SweepFinding("trajectories", text)]
+
+    pairs_by_precision: dict[str, list[TrajectoryPair]] = {}
+    for pair in pairs:
+        pairs_by_precision.setdefault(pair.precision, []).append(pair)
+    findings = []
+    for precision, pairs_of_precision in pairs_by_precision.items():
+        differences = PairDifferences(precision, pairs_of_precision)
+        findings.append(_trajectory_finding(differences))
+    return findings
 
 
-def _parting(pairs: list[Parting], precision: str) -> Finding:
-    at_first, at_most = ROUNDING.get(precision, ROUNDING["float32"])
-    worst = max(pairs, key=lambda pair: pair.curve.values.max())
-    steps, differences = worst.curve.steps, worst.curve.values
-    first, largest = (
-        max(float(pair.curve.values[0]) for pair in pairs),
-        float(differences.max()),
-    )
-    at = int(steps[differences.argmax()])
-    beyond = {
-        level: [p.curve.steps[p.curve.values > float(level)] for p in pairs]
-        for level in LEVELS
-    }
-    above = {
-        level: min((int(of[0]) for of in found if of.size), default=None)
-        for level, found in beyond.items()
-    }
-    parted = [pair for pair in pairs if pair.curve.values.max() > at_most]
-    early = [
-        pair
-        for pair in parted
-        if pair.curve.steps[0] == 1 and pair.curve.values[0] > at_first
-    ]
-    figures = {
-        "precision": precision,
-        "pairs": len(pairs),
-        "updates": int(steps.size),
-        "agree": not parted,
-    }
-    figures |= {
-        "first": first,
-        "largest": largest,
-        "at": at,
-        "above": above,
-        "by_rounding": len(parted) - len(early),
-    }
-    jobs = len(pairs) + len({pair.base.name for pair in pairs})
-    subject = f"{count(jobs, 'job')} of equal effective batch, seed and config"
-    params = [(pair.base.params, pair.other.params) for pair in pairs]
-    differing = {
-        key
-        for base, other in params
-        for key in base | other
-        if base.get(key) != other.get(key)
-    } - _CUT
-    if shown := sorted(key for key in differing if not key.startswith("tracking.")):
-        subject += f" (but for {joined(shown)})"
-    who = f"{worst.base.name} and {worst.other.name}"
-    if not parted:
-        text = f"In {precision}, {subject} train the same trajectory to floating point: their training losses differ "
-        text += f"by at most {number(largest)} of their value, over {count(steps.size, 'update')}."
-        return Finding("trajectories", text, figures, "difference")
-    levels = "; ".join(
-        f"above {level} from update {step}"
-        for level, step in above.items()
-        if step is not None
-    )
-    text = f"In {precision}, the trajectories of {subject} part: their training losses differ by "
-    begin = (
-        "the first update"
-        if steps[0] == 1
-        else f"update {steps[0]}, the first that was logged"
-    )
-    text += f"at most {number(first)} of their value at {begin}; {levels or 'never above 1e-6'}; "
-    finite = f"at most {number(largest)}, at update {at} ({who})."
-    text += (
-        finite
-        if math.isfinite(largest)
-        else f"from update {at} only one of {who} is finite."
-    )
-    if early:
-        tags = ("model.batch_dependent_layers", "model.cut_dependent_noise")
-        named = {
-            job.tags.get(tag, "none")
-            for pair in early
-            for job in (pair.base, pair.other)
-            for tag in tags
+@dataclass(frozen=True)
+class PairDifferences:
+    """How far the training losses of pairs of jobs differ, in one precision."""
+
+    precision: str
+    pairs: list[TrajectoryPair]
+
+    @property
+    def worst(self) -> TrajectoryPair:
+        return max(self.pairs, key=lambda pair: pair.largest)
+
+    @property
+    def first(self) -> float:
+        """Return the largest difference at the first update that a pair logged."""
+        return max(pair.first for pair in self.pairs)
+
+    @property
+    def largest_at(self) -> int:
+        """Return the update with the largest difference."""
+        curve = self.worst.curve
+        return int(curve.steps[curve.values.argmax()])
+
+    @property
+    def first_update_above(self) -> dict[str, int | None]:
+        """Return the first update with a difference above each of `LEVELS`, if any."""
+        updates: dict[str, int | None] = {}
+        for level in LEVELS:
+            first_steps = []
+            for pair in self.pairs:
+                steps = pair.curve.steps[pair.curve.values > float(level)]
+                if steps.size:
+                    first_steps.append(int(steps[0]))
+            updates[level] = min(first_steps, default=None)
+        return updates
+
+    @property
+    def parted(self) -> list[TrajectoryPair]:
+        """Return the pairs that do not agree to floating point."""
+        _, largest_by_rounding = self._rounding
+        return [pair for pair in self.pairs if pair.largest > largest_by_rounding]
+
+    @property
+    def more_than_rounding(self) -> list[TrajectoryPair]:
+        """Return the parted pairs that rounding does not explain.
+
+        At the first update training has amplified nothing yet.
+        """
+        first_by_rounding, _ = self._rounding
+        return [
+            pair
+            for pair in self.parted
+            if pair.curve.steps[0] == 1 and pair.first > first_by_rounding
+        ]
+
+    @property
+    def _rounding(self) -> tuple[float, float]:
+        return ROUNDING.get(self.precision, ROUNDING["float32"])
+
+    def figures(self) -> dict[str, Any]:
+        parted = self.parted
+        return {
+            "precision": self.precision,
+            "pairs": len(self.pairs),
+            "updates": int(self.worst.curve.steps.size),
+            "agree": not parted,
+            "first": self.first,
+            "largest": self.worst.largest,
+            "at": self.largest_at,
+            "above": self.first_update_above,
+            "by_rounding": len(parted) - len(self.more_than_rounding),
         }
-        layers = ", ".join(sorted(named - {"none"}))
-        text += " That is more than rounding, which cannot have been amplified yet at the first update: "
-        other = "the jobs compute different things, as with dropout, of which each micro-batch draws its own."
+
+
+def _trajectory_finding(differences: PairDifferences) -> SweepFinding:
+    figures = differences.figures()
+    if figures["agree"]:
+        text = _agreement(differences)
+        return SweepFinding("trajectories", text, figures, "difference")
+
+    text = _how_far_they_part(differences)
+    worst = differences.worst
+    early = differences.more_than_rounding
+    if early:
+        text += _why_more_than_rounding(early)
+    elif worst.curve.steps[0] == 1 and math.isfinite(worst.largest):
+        differs = worst.curve.values > 0
+        update = int(worst.curve.steps[differs][0])
+        begin = float(worst.curve.values[differs][0])
+        figures["amplified"] = worst.largest / begin
         text += (
-            f"what these layers do depends on the micro-batch: {layers}."
-            if layers
-            else other
+            f" Rounding set {worst.base.name} and {worst.other.name} apart by "
+            f"{number(begin)} at update {update}, and training amplified that "
+            f"{number(worst.largest / begin)} times."
         )
-    elif steps[0] == 1 and math.isfinite(largest):
-        step, apart = (
-            int(steps[differences > 0][0]),
-            float(differences[differences > 0][0]),
-        )
-        figures["amplified"] = largest / apart
-        text += f" Rounding set {who} apart by {number(apart)} at update {step}, and training amplified that "
-        text += f"{number(largest / apart)} times."
-    return Finding(
-        "trajectories", text, {**figures, "rounding": not early}, "difference"
+    figures["rounding"] = not early
+    return SweepFinding("trajectories", text, figures, "difference")
+
+
+def _agreement(differences: PairDifferences) -> str:
+    updates = count(differences.worst.curve.steps.size, "update")
+    return (
+        f"In {differences.precision}, {_compared_jobs(differences.pairs)} train the "
+        "same trajectory to floating point: their training losses differ by at most "
+        f"{number(differences.worst.largest)} of their value, over {updates}."
     )
 
 
-def final_result(sweep: Comparison) -> Finding:
-    """Return which group ends best, and whether chance explains its lead."""
-    metric, spreads = sweep.quality, sweep.ends
-    if metric is None or not spreads:
-        return Finding(
-            "final",
-            "There is no final metric to compare: no job has finished with one.",
-        )
-    sign = 1 if sweep.lower_is_better(metric) else -1
-    words, figures = _ranked(
-        spreads, sign, statistics.PLAIN, "ends best, at", "worst, at"
-    )
-    best = spreads[figures["best"]]
-    if len(spreads) > 1 and all(
-        abs(best.mean - spread.mean) <= EQUAL * abs(best.mean)
-        for spread in spreads.values()
-    ):
-        text = f"Final {metric}: all {len(spreads)} groups end at {best.text()}."
-        return Finding(
-            "final",
-            text,
-            {"metric": metric, "equal": True, "groups": figures["groups"]},
-            "final_by_factor",
-        )
-    where = (
-        f", where {'lower' if sign > 0 else 'higher'} is better"
-        if len(spreads) > 1
-        else f" of {figures['best']}"
-    )
-    figures |= {"metric": metric, "value": best.mean}
-    return Finding(
-        "final", f"Final {metric}{where}: {words}", figures, f"final_by_{sweep.axes[0]}"
+def _how_far_they_part(differences: PairDifferences) -> str:
+    worst = differences.worst
+    begin = "the first update"
+    first_step = worst.curve.steps[0]
+    if first_step != 1:
+        begin = f"update {first_step}, the first that was logged"
+
+    levels = []
+    for level, update in differences.first_update_above.items():
+        if update is not None:
+            levels.append(f"above {level} from update {update}")
+    rise = "; ".join(levels) or "never above 1e-6"
+
+    who = f"{worst.base.name} and {worst.other.name}"
+    update = differences.largest_at
+    if math.isfinite(worst.largest):
+        end = f"at most {number(worst.largest)}, at update {update} ({who})."
+    else:
+        end = f"from update {update} only one of {who} is finite."
+    return (
+        f"In {differences.precision}, the trajectories of "
+        f"{_compared_jobs(differences.pairs)} part: their training losses differ by at "
+        f"most {number(differences.first)} of their value at {begin}; {rise}; {end}"
     )
 
 
-def _ranked(
-    spreads: dict[str, Spread], sign: int, scale: Scale, leads: str, trails: str
-) -> tuple[str, dict[str, Any]]:
-    """Describe the best group, the worst, and whether chance explains the lead; with `sign` 1 the lowest is best."""
-    order = sorted(spreads, key=lambda group: sign * spreads[group].mean)
-    best, last = spreads[order[0]], spreads[order[-1]]
-    figures: dict[str, Any] = {
-        "best": order[0],
-        "deviation": best.deviation,
-        "seeds": best.count,
-    }
-    figures["groups"] = {group: spreads[group].mean for group in order}
-    text = f"{best.text(scale)} ({count(best.count, 'seed')})"
-    if len(order) == 1:
-        return f"{text}.", figures
-    text = f"{order[0]} {leads} {text}, {order[-1]} {trails} {last.text(scale)}. "
-    second = spreads[order[1]]
-    interval, by = statistics.difference(best, second), abs(second.mean - best.mean)
-    apart = interval is not None and by > interval[1]
-    figures |= {"worst": order[-1], "difference": interval, "told_apart": apart}
-    if min(best.count, second.count) < 2:
-        return f"{text}With one seed, chance is not told from effect.", figures
-    if by <= EQUAL * abs(best.mean):
-        return f"{text}{order[1]} does just as well.", figures
-    behind = f"{number(by, scale)} behind; as neither varies over its seeds, chance is not known"
-    if interval is not None:
-        verdict = "so they differ" if apart else "so the data do not tell them apart"
-        behind = (
-            f"{Spread(by, interval[1], 2).text(scale)} behind (95%, Welch), {verdict}"
-        )
-    return f"{text}The next is {order[1]}, {behind}.", figures
+def _compared_jobs(pairs: list[TrajectoryPair]) -> str:
+    """Return the subject of a sentence: how many jobs, and what differs among them."""
+    bases = {pair.base.name for pair in pairs}
+    jobs = count(len(pairs) + len(bases), "job")
+    subject = f"{jobs} of equal effective batch, seed and config"
+
+    differing: set[str] = set()
+    for pair in pairs:
+        for key in pair.base.params | pair.other.params:
+            if pair.base.params.get(key) != pair.other.params.get(key):
+                differing.add(key)
+    shown = [key for key in sorted(differing - _CUT) if not key.startswith("tracking.")]
+    if shown:
+        subject += f" (but for {joined(shown)})"
+    return subject
 
 
-def time_to_target(sweep: Comparison) -> Finding:
-    """Return which group reaches the target first, and whether chance explains its lead."""
-    if (target := sweep.target) is None:
-        goes = any(job.status in ("FINISHED", "RUNNING") for job in sweep.jobs)
-        why = "no job has a loss that has fallen" if goes else "no job has finished"
-        return Finding("time_to_target", f"No target can be chosen: {why}.")
-    times = {
-        group: spread
-        for group, jobs in sweep.groups.items()
-        if (spread := target.spread(jobs, "seconds"))
-    }
-    whose = (
-        "that finished" if any(job.finished for job in sweep.jobs) else "still running"
-    )
-    reach = (
-        f"the lowest that all of the {count(len(target.judged), 'job')} {whose} reached"
-    )
-    reach = (
-        reach
-        if target.all_reach
-        else "reached by half of the jobs, as others did not get near"
-    )
-    over = (
-        f" (means over {count(sweep.window, 'example')})"
-        if target.metric == LOSS
-        else ""
-    )
-    text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}{over}"
-    figures: dict[str, Any] = {
-        "metric": target.metric,
-        "target": target.value,
-        "all_reach": target.all_reach,
-    }
-    if not times:
-        return Finding(
-            "time_to_target",
-            f"{text}; no group reached it with all of its seeds.",
-            figures,
-        )
-    words, ranked = _ranked(
-        times, 1, statistics.SECONDS, "gets there first, after", "last, after"
-    )
-    figures |= {**ranked, "seconds": times[ranked["best"]].mean}
-    text += f". {words if len(times) > 1 else f'It is reached after {words}'}"
-    return Finding("time_to_target", text + shared(sweep), figures, "time_to_target")
+def _why_more_than_rounding(pairs: list[TrajectoryPair]) -> str:
+    layers: set[str] = set()
+    for pair in pairs:
+        for job in (pair.base, pair.other):
+            for tag in _LAYER_TAGS:
+                layers.add(job.tags.get(tag, "none"))
+    layers.discard("none")
 
-
-def shared(sweep: Comparison) -> str:
-    """Return a caveat about seconds if jobs ran at the same time, else an empty text."""
-    edges = [
-        (at, by)
-        for job in sweep.jobs
-        if job.started
-        for at, by in ((job.started, 1), (job.ended, -1))
-        if at
-    ]
-    at_once = max(np.cumsum([change for _, change in sorted(edges)]), default=0)
-    caveat = f" Up to {at_once} jobs ran at the same time: where they shared a device, their seconds say less."
-    return caveat if at_once > 1 else ""
-
-
-def cost_of_the_factor(sweep: Comparison) -> Iterable[Finding]:
-    """Yield, for each family, the cost of the largest factor compared with the smallest."""
-    measured = (
-        ("update_seconds", "an update takes", statistics.SECONDS, JobResult.typical),
-        (
-            "examples_per_second",
-            "examples per second",
-            statistics.PLAIN,
-            JobResult.typical,
-        ),
-        ("peak_memory_bytes", "peak memory", statistics.SIZE, JobResult.last),
+    text = (
+        " That is more than rounding, which cannot have been amplified yet at the "
+        "first update: "
     )
-    for family, jobs in grouped(sweep.jobs, "family").items():
-        factors = sorted(
-            {
-                job.factor
-                for job in jobs
-                if job.factor and "perf/update_seconds" in job.curves
-            }
-        )
-        if len(factors) < 2:
-            continue
-        figures: dict[str, Any] = {"family": family, "factors": factors}
-        ends, parts = (
-            [
-                [job for job in jobs if job.factor == factor]
-                for factor in (factors[0], factors[-1])
-            ],
-            [],
-        )
-        for name, words, scale, value in measured:
-            low, high = (
-                pooled(of, partial(value, metric=f"perf/{name}")) for of in ends
-            )
-            if low and high and low.mean:
-                parts.append(
-                    f"{words} {low.text(scale)} → {high.text(scale)} (×{high.mean / low.mean:.2f})"
-                )
-                figures[name] = (low.mean, high.mean)
-        text = f"{family + ': f' if family else 'F'}rom factor {factors[0]} to {factors[-1]}, {'; '.join(parts)}."
-        yield Finding("cost", text + shared(sweep), figures, "update_seconds")
+    if layers:
+        named = ", ".join(sorted(layers))
+        return f"{text}what these layers do depends on the micro-batch: {named}."
+    return (
+        f"{text}the jobs compute different things, as with dropout, of which each "
+        "micro-batch draws its own."
+    )

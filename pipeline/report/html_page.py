@@ -1,14 +1,19 @@
-"""A self-contained HTML page with plots of Plotly, which it includes; its template adds the colors of a theme."""
+"""A self-contained HTML page with plots of Plotly.
+
+The page includes Plotly. Its template, `report.html`, adds the colors of a theme.
+"""
 
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Wong 2011, Nature Methods 8:441, with the lightness adjusted to a contrast of 3:1 with the background (WCAG 2.2,
-# 1.4.11). Both themes have the same hues, so a description of a plot fits both.
+# Wong 2011, Nature Methods 8:441, with the lightness adjusted to a contrast of 3:1 with
+# the background (WCAG 2.2, 1.4.11). Both themes have the same hues, so a description of
+# a plot fits both.
 LIGHT = (
     "#0072b2",
     "#c44e00",
@@ -41,82 +46,133 @@ DASHES = (
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
 
+Trace = dict[str, Any]  # a trace as Plotly has it
+
+RESULT = "Trajectory and result"  # a section of plots
+
+
 @dataclass(frozen=True)
 class Plot:
-    """One plot: `data` has traces of `trace`, `layout` is Plotly's, `key` is the ID on the page."""
+    """One plot of a page.
+
+    Attributes:
+        key: the ID on the page.
+        section: the heading under which it stands.
+        title: its title.
+        caption: the text below it.
+        data: its traces, as `trace` returns them.
+        layout: its layout, as Plotly has it.
+    """
 
     key: str
     section: str
     title: str
     caption: str
-    data: list[dict[str, Any]]
+    data: list[Trace]
     layout: dict[str, Any]
+
+    def has_points(self) -> bool:
+        return any(drawn["x"] for drawn in self.data)
+
+
+def plot_key(name: str) -> str:
+    """Return the name with only those characters that an ID on the page may have."""
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def trace(
     name: str,
     x: Iterable[Any],
     y: Iterable[float],
-    colour: int = 0,
+    color: int = 0,
     mode: str = "lines",
     error: Sequence[float] = (),
-) -> dict[str, Any]:
-    """Return a Plotly trace of y over x, numbers or labels; `error` is half the length of each error bar."""
-    name = html.escape(name, quote=False)  # Plotly interprets some tags
-    where = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
-    made: dict[str, Any] = {
+) -> Trace:
+    """Return a Plotly trace of y over x.
+
+    Args:
+        name: the name in the legend.
+        x: numbers, or labels.
+        y: numbers.
+        color: the index of the color, which depends on the theme.
+        mode: Plotly's mode, such as `lines+markers`.
+        error: half the length of each error bar.
+    """
+    # Plotly interprets some HTML tags.
+    name = html.escape(name, quote=False)
+    point = "%{xaxis.title.text} %{x}<br>%{yaxis.title.text} %{y:.6g}"
+    drawn: Trace = {
         "type": "scatter",
         "mode": mode,
-        # A screen shows fewer than seven digits; all digits would make the page a third longer.
-        "x": [
-            html.escape(value, quote=False)
-            if isinstance(value, str)
-            else float(f"{value:.7g}")
-            for value in x
-        ],
-        "y": [float(f"{value:.7g}") for value in y],
+        "x": [_coordinate(value) for value in x],
+        "y": [_seven_digits(value) for value in y],
         "name": name,
-        "showlegend": True,  # also of a plot's only trace
-        "line": {"dash": DASHES[colour % len(DASHES)], "width": 2.2},
-        "marker": {"symbol": MARKS[colour % len(MARKS)], "size": 8},
-        "hovertemplate": f"{name}<br>{where}<extra></extra>",
-        "meta": {"colour": colour},
+        # Plotly shows no legend for a plot's only trace unless it is told to.
+        "showlegend": True,
+        "line": {"dash": DASHES[color % len(DASHES)], "width": 2.2},
+        "marker": {"symbol": MARKS[color % len(MARKS)], "size": 8},
+        "hovertemplate": f"{name}<br>{point}<extra></extra>",
+        "meta": {"colour": color},
     }
     if any(error):
-        made["error_y"] = {
+        drawn["error_y"] = {
             "type": "data",
             "array": list(error),
             "thickness": 1.6,
             "width": 5,
         }
-    return made
+    return drawn
+
+
+def _coordinate(value: Any) -> str | float:
+    if isinstance(value, str):
+        return html.escape(value, quote=False)
+    return _seven_digits(value)
+
+
+def _seven_digits(value: float) -> float:
+    """Round a number to seven digits.
+
+    A screen shows fewer; all digits would make the page a third longer.
+    """
+    return float(f"{value:.7g}")
 
 
 def axis(title: str, log: bool = False, ticks: Sequence[float] = ()) -> dict[str, Any]:
     """Return a Plotly axis; `ticks` replace the default ones."""
-    more = (
-        {"tickvals": list(ticks)}
-        if ticks
-        else {"exponentformat": "power", "minor": {"showgrid": False}}
-    )
-    made = {"title": {"text": html.escape(title)}, "type": "log" if log else "linear"}
-    return made | (more if ticks or log else {})
+    kind = "log" if log else "linear"
+    drawn: dict[str, Any] = {"title": {"text": html.escape(title)}, "type": kind}
+    if ticks:
+        drawn["tickvals"] = list(ticks)
+    elif log:
+        drawn["exponentformat"] = "power"
+        drawn["minor"] = {"showgrid": False}
+    return drawn
 
 
 def render(
     title: str, about: str, plots: Sequence[Plot], footer: str, **sweep: Any
 ) -> str:
-    """Render the template `report.html`, which escapes all text; its first lines list the variables in `sweep`."""
+    """Render the template `report.html`, which escapes all text.
+
+    The first lines of the template list the variables in `sweep`.
+    """
     from jinja2 import Environment, FileSystemLoader
     from plotly.offline import get_plotlyjs
 
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True
-    ).get_template("report.html")
-    drawn = finite([asdict(plot) for plot in plots])
-    look = {"light": LIGHT, "dark": DARK, "dashes": DASHES, "plotly": get_plotlyjs()}
+    folder = Path(__file__).parent
+    environment = Environment(loader=FileSystemLoader(folder), autoescape=True)
+    template = environment.get_template("report.html")
     return template.render(
-        title=title, about=about, plots=drawn, footer=footer, **look, **sweep
+        title=title,
+        about=about,
+        plots=finite([asdict(plot) for plot in plots]),
+        footer=footer,
+        light=LIGHT,
+        dark=DARK,
+        dashes=DASHES,
+        plotly=get_plotlyjs(),
+        **sweep,
     )
 
 
@@ -126,6 +182,6 @@ def finite(value: Any) -> Any:
         return {str(key): finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
-    return (
-        str(value) if isinstance(value, float) and not math.isfinite(value) else value
-    )
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,9 +1,8 @@
-"""The latest run of each job of a sweep: its settings, its sizes and its curves, as MLflow has them."""
+"""The latest run of each job of a sweep, with its settings, sizes and curves."""
 
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,18 +14,29 @@ from pipeline.config import former_names
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
 
+# What a loss may be drawn over, and the label of that axis.
 AXES = {
     "updates": "updates",
     "examples": "examples seen",
     "seconds": "seconds in updates",
 }
+LOSS = "train/loss"
+LEARNING_RATE = "train/learning_rate"
+UPDATE_SECONDS = "perf/update_seconds"
+EXAMPLES_PER_SECOND = "perf/examples_per_second"
+PEAK_MEMORY = "perf/peak_memory_bytes"
+EXAMPLES_SEEN = "train/examples_seen"
+
 NO_RUN = "NO RUN"  # status of a planned job without a run
 SIZES = {"factor", "batch", "micro", "effective_batch_size", "micro_batch_size"}
+
+# SQL stores hold the largest double, about 1.797e308, in place of infinity.
+_STORED_INFINITY = 1.7e308
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The history of a metric: `values` after `steps` completed updates, in ascending order."""
+    """The history of a metric: `values` after `steps` completed updates, ascending."""
 
     steps: NDArray[np.int64]
     values: Array
@@ -41,8 +51,8 @@ class JobResult:
     status: str = NO_RUN  # or MLflow's status of the run
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
-    started: int | None = None  # ms since the epoch
+    curves: dict[str, Curve] = field(default_factory=dict)  # by metric
+    started: int | None = None  # milliseconds since the epoch
     ended: int | None = None
     factor: int | None = None
     batch: int | None = None  # the effective batch, in examples
@@ -53,169 +63,246 @@ class JobResult:
         return self.status == "FINISHED"
 
     @property
+    def seed(self) -> str | None:
+        return self.params.get("seed")
+
+    @property
     def group(self) -> str:
         """Return the name without the seed; jobs of one group are repetitions."""
         return self.without({"seed"}) or "all jobs"
 
     @property
     def family(self) -> str:
-        """Return the name without seed and batch sizes; jobs of one family show the effect of factor and batch."""
+        """Return the name without seed and batch sizes.
+
+        The jobs of one family show the effect of factor and batch.
+        """
         return self.without({"seed", *SIZES})
 
     @property
     def recipe(self) -> str:
-        """Return the name without seed, batch sizes and learning rate, as each batch may have its own best rate."""
-        rate = (
-            {"rate"} if isinstance(self.setting("rate"), float) else set[str]()
-        )  # `scaling.rate` is a word
-        return self.without({"seed", *SIZES} | rate)
+        """Return the name without seed, batch sizes and learning rate.
+
+        Each batch may have its own best rate.
+        """
+        keys = {"seed", *SIZES}
+        # In names `rate` is the learning rate, a number, or `scaling.rate`, a word.
+        if isinstance(self.setting("rate"), float):
+            keys.add("rate")
+        return self.without(keys)
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
         """Return the keys and values in the name, such as `rate` and `0.1`."""
         # Jobs with equal values end in a number: they are repetitions too.
-        words = re.split(r" (?=[^\s=]+=)", re.sub(r" #\d+$", "", self.name))
-        return [
-            (key, value) for key, _, value in (word.partition("=") for word in words)
-        ]
+        name = re.sub(r" #\d+$", "", self.name)
+        settings = []
+        for word in re.split(r" (?=[^\s=]+=)", name):
+            key, _, value = word.partition("=")
+            settings.append((key, value))
+        return settings
 
     def setting(self, key: str) -> Any:
-        """Return the value of a swept key: a number where it is one; None without it."""
+        """Return the value of a swept key: a number if it is one; None without it."""
         if key in ("factor", "batch", "group"):
             return getattr(self, key)
-        value = dict(self.settings).get(key)
-        with suppress(TypeError, ValueError):
-            return float(value)  # type: ignore[arg-type]
-        return value
+        text = dict(self.settings).get(key)
+        if text is None:
+            return None
+        try:
+            return float(text)
+        except ValueError:
+            return text
 
     def without(self, keys: set[str]) -> str:
         """Return the name without the settings of `keys`."""
-        return " ".join(
-            f"{key}={value}" if value else key
-            for key, value in self.settings
-            if key not in keys
-        )
+        words = []
+        for key, value in self.settings:
+            if key in keys:
+                continue
+            if value:
+                words.append(f"{key}={value}")
+            else:
+                words.append(key)
+        return " ".join(words)
 
     @cached_property
     def seconds(self) -> Curve | None:
-        """Return the cumulative time spent in updates, without evaluation, checkpoints, start-up and first tracing."""
-        if (curve := self.curves.get("perf/update_seconds")) is None:
+        """Return the cumulative time spent in updates.
+
+        It has no evaluation, checkpoints, start-up and tracing of the first update.
+        """
+        curve = self.curves.get(UPDATE_SECONDS)
+        if curve is None:
             return None
-        each = np.where(
-            curve.steps == 1, self.typical("perf/update_seconds"), curve.values
-        )
-        # If only some updates were logged, each row stands for all updates since the previous row.
-        return Curve(curve.steps, np.cumsum(each * np.diff(curve.steps, prepend=0)))
+        is_first = curve.steps == 1
+        update_seconds = np.where(is_first, self.typical(UPDATE_SECONDS), curve.values)
+        # If only some updates were logged, each row stands for all updates since the
+        # previous row.
+        updates = np.diff(curve.steps, prepend=0)
+        return Curve(curve.steps, np.cumsum(update_seconds * updates))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
         """Convert `steps` to an axis of `AXES`; NaN beyond what the run logged."""
         if axis == "updates":
             return steps.astype(float)
-        curve = (
-            self.seconds
-            if axis == "seconds"
-            else self.curves.get("train/examples_seen")
-        )
+        if axis == "seconds":
+            curve = self.seconds
+        else:
+            curve = self.curves.get(EXAMPLES_SEEN)
         if curve is None:
             return np.full(len(steps), np.nan)
-        known = np.interp(
-            steps, np.append(0, curve.steps), np.append(0.0, curve.values), right=np.nan
-        )
-        return np.asarray(known, float)
+        logged_steps = np.append(0, curve.steps)
+        logged_values = np.append(0.0, curve.values)
+        converted = np.interp(steps, logged_steps, logged_values, right=np.nan)
+        return np.asarray(converted, float)
 
     def last(self, metric: str) -> float:
-        return (
-            float(curve.values[-1]) if (curve := self.curves.get(metric)) else math.nan
-        )
+        """Return the last value of the metric; NaN without it."""
+        curve = self.curves.get(metric)
+        if curve is None:
+            return math.nan
+        return float(curve.values[-1])
 
     def typical(self, metric: str) -> float:
-        """Return the median over all rows but the first update's, which includes tracing."""
-        if (curve := self.curves.get(metric)) is None:
+        """Return the median over all rows; NaN without the metric.
+
+        The first update's row does not count unless it is the only one, since it
+        includes tracing.
+        """
+        curve = self.curves.get(metric)
+        if curve is None:
             return math.nan
         later = curve.values[curve.steps > 1]
-        return float(np.median(later if later.size else curve.values))
+        if later.size:
+            return float(np.median(later))
+        return float(np.median(curve.values))
+
+
+Measure = Callable[[JobResult], float]  # It returns NaN for a job without the value.
 
 
 def grouped(
-    jobs: Sequence[JobResult], key: str | Callable[[JobResult], Any]
+    jobs: Sequence[JobResult], key: Callable[[JobResult], Any]
 ) -> dict[Any, list[JobResult]]:
-    """Group the jobs by their attribute `key` or by what it returns, in order; jobs with None are left out."""
-    found: dict[Any, list[JobResult]] = {}
+    """Group the jobs by what `key` returns, in the order in which it first occurs.
+
+    Jobs for which it returns None are left out.
+    """
+    jobs_by_value: dict[Any, list[JobResult]] = {}
     for job in jobs:
-        if (value := key(job) if callable(key) else getattr(job, key)) is not None:
-            found.setdefault(value, []).append(job)
-    return found
+        value = key(job)
+        if value is not None:
+            jobs_by_value.setdefault(value, []).append(job)
+    return jobs_by_value
 
 
-Measure = Callable[[JobResult], float]  # NaN for a job without the value
+def by_group(jobs: Sequence[JobResult]) -> dict[str, list[JobResult]]:
+    """Group the jobs that differ only in the seed."""
+    return grouped(jobs, lambda job: job.group)
+
+
+def by_family(jobs: Sequence[JobResult]) -> dict[str, list[JobResult]]:
+    """Group the jobs that differ only in the seed and the batch sizes."""
+    return grouped(jobs, lambda job: job.family)
+
+
+def by_setting(jobs: Sequence[JobResult], key: str) -> dict[Any, list[JobResult]]:
+    """Group the jobs by their value of a swept key."""
+    return grouped(jobs, lambda job: job.setting(key))
+
+
+def jobs_with(jobs: Sequence[JobResult], metric: str) -> list[JobResult]:
+    """Return the jobs that logged the metric."""
+    return [job for job in jobs if metric in job.curves]
+
+
+def finished_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
+    """Return the jobs that finished."""
+    return [job for job in jobs if job.finished]
 
 
 def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
-    """Return the finished jobs, else the running ones, else all: a job that ended early would distort the mean."""
-    found = grouped(jobs, "status")
-    return found.get("FINISHED") or found.get("RUNNING") or list(jobs)
+    """Return the finished jobs, or else the running ones, or else all.
 
-
-def pooled(jobs: Sequence[JobResult], value: Measure) -> Spread | None:
-    """Return the spread of `value` over the seeds of one group; for several groups, the mean of their means.
-
-    The latter has no deviation, since groups do not differ by chance, and counts the fewest seeds of a group.
+    A job that ended early would distort the mean.
     """
-    groups = grouped(jobs, "group").values()
-    spreads = [
-        found
-        for group in groups
-        if (found := statistics.spread([value(job) for job in group])) is not None
-    ]
-    if len(spreads) < 2:
-        return spreads[0] if spreads else None
-    return Spread(
-        float(np.mean([s.mean for s in spreads])), None, min(s.count for s in spreads)
-    )
+    running = [job for job in jobs if job.status == "RUNNING"]
+    return finished_jobs(jobs) or running or list(jobs)
+
+
+def pooled(jobs: Sequence[JobResult], measure: Measure) -> Spread | None:
+    """Return the spread of a value over the seeds of one group.
+
+    For several groups it is the mean of their means. That one has no deviation, since
+    groups do not differ by chance, and counts the fewest seeds of a group.
+    """
+    spreads = []
+    for group_jobs in by_group(jobs).values():
+        spread = statistics.spread([measure(job) for job in group_jobs])
+        if spread is not None:
+            spreads.append(spread)
+
+    if not spreads:
+        return None
+    if len(spreads) == 1:
+        return spreads[0]
+    mean = float(np.mean([spread.mean for spread in spreads]))
+    return Spread(mean, None, min(spread.count for spread in spreads))
 
 
 def job_result(client: Any, name: str, run: Any) -> JobResult:
-    """Return the result of the job `name`, whose run is None if it has not begun."""
+    """Return the result of the job `name`.
+
+    Args:
+        client: MLflow's client of the sweep's store.
+        name: the job's name, unique in its sweep.
+        run: the latest run of the job in MLflow; None if it has not begun.
+    """
     if run is None:
         return JobResult(name)
-    info, tags = run.info, run.data.tags
-    params = {
-        key: former_names.current(value) for key, value in run.data.params.items()
-    }
-    metrics = [
-        key for key in run.data.metrics if key.startswith(("train/", "val/", "perf/"))
-    ]
-    curves = {
-        key: _curve(client.get_metric_history(info.run_id, key)) for key in metrics
-    }
-    # As derived, or as configured if the run ended before it was derived.
-    keys = [
-        (f"derived.{key}", f"accumulation.{key}")
-        for key in ("factor", "effective_batch_size", "micro_batch_size")
-    ]
-    sizes = [
-        next((int(params[key]) for key in both if params.get(key, "").isdigit()), None)
-        for both in keys
-    ]
+    run_id = run.info.run_id
+
+    params = {}
+    for key, value in run.data.params.items():
+        params[key] = former_names.current(value)
+
+    curves = {}
+    for metric in run.data.metrics:
+        if metric.startswith(("train/", "val/", "perf/")):
+            curves[metric] = _curve(client.get_metric_history(run_id, metric))
+
     return JobResult(
-        name,
-        info.run_id,
-        info.status,
-        params,
-        tags,
-        curves,
-        info.start_time,
-        info.end_time,
-        *sizes,
+        name=name,
+        run_id=run_id,
+        status=run.info.status,
+        params=params,
+        tags=run.data.tags,
+        curves=curves,
+        started=run.info.start_time,
+        ended=run.info.end_time,
+        factor=_size(params, "factor"),
+        batch=_size(params, "effective_batch_size"),
+        micro=_size(params, "micro_batch_size"),
     )
 
 
+def _size(params: dict[str, str], key: str) -> int | None:
+    """Return a size as derived, or as configured if the run ended before that."""
+    for group in ("derived", "accumulation"):
+        text = params.get(f"{group}.{key}", "")
+        if text.isdigit():
+            return int(text)
+    return None
+
+
 def _curve(points: Sequence[Any]) -> Curve:
-    by_step = {
-        point.step: point.value
-        for point in sorted(points, key=lambda point: (point.step, point.timestamp))
-    }
-    values = np.array(list(by_step.values()), float)
-    # SQL stores hold the largest double in place of infinity.
-    values = np.where(np.abs(values) > 1.7e308, np.copysign(np.inf, values), values)
-    return Curve(np.array(list(by_step), np.int64), values)
+    """Return the curve of a metric's history in MLflow: the latest value of a step."""
+    value_by_step = {}
+    for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
+        value_by_step[point.step] = point.value
+
+    values = np.array(list(value_by_step.values()), float)
+    is_infinite = np.abs(values) > _STORED_INFINITY
+    values = np.where(is_infinite, np.copysign(np.inf, values), values)
+    return Curve(np.array(list(value_by_step), np.int64), values)

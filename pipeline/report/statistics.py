@@ -1,4 +1,8 @@
-"""Statistics of a report: differences, spreads, crossings and fits; and how their numbers are written."""
+"""The statistics of a report, and how a report writes numbers.
+
+Differences and their intervals, spreads over seeds, crossings and fits. A confidence
+interval is always a 95% interval.
+"""
 
 import math
 import re
@@ -9,141 +13,274 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Scale = tuple[
-    tuple[float, float, str], ...
-]  # units: the least value that each is for, its divisor, its name
-PLAIN: Scale = ((0, 1.0, ""),)
+
+# Results whose relative difference is below this count as equal: it is about ten
+# times the machine epsilon of float32.
+EQUAL = 1e-6
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit in which a number is written."""
+
+    least: float  # The unit is for absolute values from here on.
+    divisor: float
+    name: str
+
+
+Scale = tuple[Unit, ...]  # The largest unit stands first; the last one is for all.
+
+PLAIN: Scale = (Unit(0, 1.0, ""),)
 SECONDS: Scale = (
-    (7200, 3600.0, " h"),
-    (300, 60.0, " min"),
-    (1, 1.0, " s"),
-    (1e-3, 1e-3, " ms"),
-    (0, 1e-6, " µs"),
+    Unit(7200, 3600.0, " h"),
+    Unit(300, 60.0, " min"),
+    Unit(1, 1.0, " s"),
+    Unit(1e-3, 1e-3, " ms"),
+    Unit(0, 1e-6, " µs"),
 )
-SIZE: Scale = ((1000 * 2**20, 2.0**30, " GiB"), (0, 2.0**20, " MiB"))
-
-
-def _unit(value: float, scale: Scale) -> tuple[float, str]:
-    return next((by, unit) for least, by, unit in scale if abs(value) >= least)
+SIZE: Scale = (Unit(1000 * 2**20, 2.0**30, " GiB"), Unit(0, 2.0**20, " MiB"))
 
 
 def number(value: float, scale: Scale = PLAIN) -> str:
-    """Return `value` with four significant digits and its unit; integers are not rounded."""
+    """Return `value` with four significant digits and its unit.
+
+    An integer of up to six digits is not rounded.
+    """
     if not math.isfinite(value):
         return str(value)
-    by, unit = _unit(value, scale)
-    value /= by
+
+    unit = _unit(value, scale)
+    value /= unit.divisor
     if value == int(value) and abs(value) < 1e6:
-        return f"{int(value)}{unit}"
+        return f"{int(value)}{unit.name}"
     if 1000 <= abs(value) < 1e6:
-        return f"{value:.0f}{unit}"
-    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}") + unit
+        return f"{value:.0f}{unit.name}"
+    short_exponent = re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}")
+    return short_exponent + unit.name
+
+
+def _unit(value: float, scale: Scale) -> Unit:
+    for unit in scale:
+        if abs(value) >= unit.least:
+            return unit
+    raise ValueError(f"no unit of the scale is for {value}")
 
 
 def count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    """Return `n` and the noun, in the plural unless `n` is 1."""
+    if n == 1:
+        return f"{n} {noun}"
+    return f"{n} {noun}s"
 
 
 def joined(names: list[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    """Return the first `most` names with commas, and how many more there are."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over `count` seeds, and the sample standard deviation (n − 1): None for one value."""
+    """The mean over seeds, and how far the seeds vary."""
 
     mean: float
-    deviation: float | None
-    count: int
+    deviation: float | None  # sample standard deviation (n − 1); None for one value
+    count: int  # number of seeds
 
     def text(self, scale: Scale = PLAIN) -> str:
-        """Return `mean ± deviation` with two digits of the deviation, or just the mean of one value."""
+        """Return `mean ± deviation`, with two digits of the deviation.
+
+        Return just the mean if the deviation is unknown.
+        """
         if self.deviation is None or not math.isfinite(self.deviation):
             return number(self.mean, scale)
-        by, unit = _unit(self.mean, scale)
-        mean, deviation = self.mean / by, self.deviation / by
-        digits = 1 - math.floor(math.log10(deviation)) if deviation > 0 else -1
+
+        unit = _unit(self.mean, scale)
+        mean = self.mean / unit.divisor
+        deviation = self.deviation / unit.divisor
+        digits = -1
+        if deviation > 0:
+            digits = 1 - math.floor(math.log10(deviation))
         if 0 <= digits <= 8 and abs(mean) < 1e6:
-            return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit}"
-        return f"{number(mean)} ± {number(deviation)}{unit}"
+            return f"{mean:.{digits}f} ± {deviation:.{digits}f}{unit.name}"
+        return f"{number(mean)} ± {number(deviation)}{unit.name}"
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return mean and deviation of the finite values; None without any."""
-    if not (finite := [value for value in values if math.isfinite(value)]):
+    """Return the mean and the deviation of the finite values; None without any."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return None
     deviation = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
     return Spread(float(np.mean(finite)), deviation, len(finite))
 
 
-def difference(one: Spread, other: Spread) -> tuple[float, float] | None:
-    """Return `other.mean − one.mean` and the half-width of its 95% interval, in the unit of the values.
+def student_quantile(freedom: float, probability: float) -> float:
+    """Return the quantile of Student's t distribution with `freedom` degrees."""
+    # scipy.stats has it too, but takes seconds to import.
+    from scipy.special import stdtrit
 
-    Welch's interval (Welch 1947, Biometrika 34): the variances need not be equal. None if either has a single value or
-    neither varies, as the variance is then unknown.
+    return float(stdtrit(freedom, probability))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two means, with its 95% interval: `value ± half_width`."""
+
+    value: float
+    half_width: float
+
+
+def welch_difference(first: Spread, second: Spread) -> Difference | None:
+    """Return `second.mean − first.mean` with Welch's interval, in the values' unit.
+
+    The variances of the two need not be equal (Welch 1947, Biometrika 34). With the
+    squared standard errors `a` = s₁² / n₁ and `b` = s₂² / n₂, the half-width is
+    t · √(a + b), where t is Student's quantile with
+    (a + b)² / (a² / (n₁ − 1) + b² / (n₂ − 1)) degrees of freedom.
+
+    The result is None if either has a single value or neither varies, since the
+    variance is then unknown.
     """
-    if one.deviation is None or other.deviation is None:
+    if first.deviation is None or second.deviation is None:
         return None
-    from scipy.special import (
-        stdtrit,
-    )  # Student's quantile; scipy.stats takes seconds to import
-
-    a, b = one.deviation**2 / one.count, other.deviation**2 / other.count
+    a = first.deviation**2 / first.count
+    b = second.deviation**2 / second.count
     if a + b == 0:
         return None
-    freedom = (a + b) ** 2 / (a**2 / (one.count - 1) + b**2 / (other.count - 1))
-    return other.mean - one.mean, float(stdtrit(freedom, 0.975) * math.sqrt(a + b))
+    freedom = (a + b) ** 2 / (a**2 / (first.count - 1) + b**2 / (second.count - 1))
+    half_width = student_quantile(freedom, 0.975) * math.sqrt(a + b)
+    return Difference(second.mean - first.mean, half_width)
 
 
-def differences(
-    groups: Sequence[Sequence[float]], draws: int = 2000
-) -> tuple[Array, Array, float]:
-    """Return how far the means of the later groups are from that of the first, their standard errors, and a quantile.
+@dataclass(frozen=True)
+class Contrast:
+    """How far the mean of a group is from that of the first group.
 
-    Each difference ± quantile · error is a 95% interval, all at once (Dunnett 1955). The quantile is that of the
-    largest studentized difference of groups that are drawn, with a fixed seed, from the deviations of all groups: three
-    values of one would give too narrow ones. It is infinite if the data leave chance unknown.
+    The 95% intervals of all groups hold at once.
     """
-    values = [np.asarray(group, float) for group in groups]
-    pool = np.concatenate([group - group.mean() for group in values])
+
+    difference: float
+    error: float  # standard error of the difference
+    half_width: float  # of the interval; infinite if the data leave chance unknown
+    equal: bool  # whether both means are equal within `EQUAL`
+
+    @property
+    def lower(self) -> float:
+        return self.difference - self.half_width
+
+    @property
+    def upper(self) -> float:
+        return self.difference + self.half_width
+
+
+def contrasts_with_first(groups: Sequence[Sequence[float]]) -> list[Contrast]:
+    """Return the contrast of each later group with the first one.
+
+    The intervals are `difference ± quantile · error`, with one quantile for all of
+    them (Dunnett 1955).
+    """
+    quantile = simultaneous_quantile(groups)
+    arrays = [np.asarray(group, float) for group in groups]
+    negligible = EQUAL * abs(float(np.mean(arrays[0])))
+
+    contrasts = []
+    for difference, error in _differences_from_first(arrays):
+        equal = bool(abs(difference) <= negligible)
+        if error > 0:
+            half_width = float(error * quantile)
+        elif equal:
+            half_width = 0.0
+        else:
+            # No group varies, and yet their means differ: chance is unknown.
+            half_width = math.inf
+        contrasts.append(Contrast(float(difference), float(error), half_width, equal))
+    return contrasts
+
+
+def simultaneous_quantile(
+    groups: Sequence[Sequence[float]], draws: int = 2000
+) -> float:
+    """Return the quantile with which all intervals around the differences hold at once.
+
+    It is the 95% quantile of the largest studentized difference of groups that are
+    drawn, with a fixed seed, from the pooled deviations of all groups (a bootstrap):
+    the three values of a single group would give too narrow intervals. The result is
+    infinite if the data leave chance unknown.
+    """
+    deviations = []
+    sizes = []
+    for group in groups:
+        array = np.asarray(group, float)
+        deviations.append(array - array.mean())
+        sizes.append(len(array))
+    pool = np.concatenate(deviations)
     rows = np.random.default_rng(0).choice(pool, (draws, len(pool)))
-    drawn = np.split(rows, np.cumsum([len(group) for group in values])[:-1], axis=1)
+    drawn_groups = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
+
     with np.errstate(all="ignore"):
-        largest = np.max([abs(by) / error for by, error in _contrasts(drawn)], axis=0)
-    quantile = np.quantile(
-        np.where(np.isnan(largest), np.inf, largest), 0.95, method="higher"
-    )
-    return (*np.transpose(_contrasts(values)), float(quantile))
+        studentized = []
+        for difference, error in _differences_from_first(drawn_groups):
+            studentized.append(abs(difference) / error)
+        largest = np.max(studentized, axis=0)
+    known = np.where(np.isnan(largest), np.inf, largest)
+    return float(np.quantile(known, 0.95, method="higher"))
 
 
-def _contrasts(groups: Sequence[Array]) -> list[tuple[Array, Array]]:
-    """Return each mean − the first, and its standard error by the common variance, or by Welch's if that is larger."""
-    freedom = max(sum(group.shape[-1] - 1 for group in groups), 1)
-    common = sum(group.var(axis=-1) * group.shape[-1] for group in groups) / freedom
-    of = [
-        (g.mean(axis=-1), g.shape[-1], g.var(axis=-1) / max(g.shape[-1] - 1, 1))
-        for g in groups
-    ]
-    (mean, n, own), *others = of
-    return [
-        (m - mean, np.sqrt(np.maximum(common * (1 / n + 1 / k), own + w)))
-        for m, k, w in others
-    ]
+def _differences_from_first(groups: Sequence[Array]) -> list[tuple[Array, Array]]:
+    """Return the mean of each later group minus the first, and its standard error.
+
+    The last axis of each group has its seeds. The error is by the variance that all
+    groups have in common, or by Welch's formula where that is larger.
+    """
+    first = groups[0]
+    freedom = 0
+    squares = np.zeros(first.shape[:-1])
+    for group in groups:
+        freedom += group.shape[-1] - 1
+        squares += group.var(axis=-1) * group.shape[-1]
+    common_variance = squares / max(freedom, 1)
+
+    differences = []
+    for group in groups[1:]:
+        shares = 1 / first.shape[-1] + 1 / group.shape[-1]
+        by_welch = _squared_error(first) + _squared_error(group)
+        error = np.sqrt(np.maximum(common_variance * shares, by_welch))
+        differences.append((group.mean(axis=-1) - first.mean(axis=-1), error))
+    return differences
 
 
-def relative_difference(one: Array, other: Array) -> Array:
-    """Return |a − b| / max(|a|, |b|), elementwise: 0 if equal or both NaN, infinite if only one is finite."""
+def _squared_error(group: Array) -> Array:
+    """Return the squared standard error of the mean over the last axis."""
+    squared: Array = group.var(axis=-1) / max(group.shape[-1] - 1, 1)
+    return squared
+
+
+def relative_difference(first: Array, second: Array) -> Array:
+    """Return |a − b| / max(|a|, |b|) of the elements a of `first` and b of `second`.
+
+    It is 0 if both are equal or NaN, and infinite if only one is finite.
+    """
     with np.errstate(all="ignore"):
-        result = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
-    result = np.where(np.isfinite(one) & np.isfinite(other), result, np.inf)
-    return np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, result)
+        larger = np.maximum(np.abs(first), np.abs(second))
+        relative = np.abs(first - second) / larger
+    both_finite = np.isfinite(first) & np.isfinite(second)
+    relative = np.where(both_finite, relative, np.inf)
+    same = (first == second) | (np.isnan(first) & np.isnan(second))
+    return np.where(same, 0.0, relative)
 
 
 def reached(x: Array, y: Array, target: float) -> float:
-    """Return the x at which `y` is first at or below `target`, interpolated linearly; NaN if it never is."""
-    if not (below := y <= target).any():
+    """Return the x at which `y` is first at or below `target`; NaN if it never is.
+
+    It is interpolated linearly between two points.
+    """
+    below = y <= target
+    if not below.any():
         return math.nan
+
     index = int(below.argmax())
     if index == 0 or not math.isfinite(y[index - 1]) or y[index] == target:
         return float(x[index])
@@ -152,31 +289,56 @@ def reached(x: Array, y: Array, target: float) -> float:
 
 
 def trailing_mean(examples: Array, values: Array, window: float) -> Array:
-    """Return the mean of `values` over the last `window` examples, or over all if there are fewer.
+    """Return the mean of `values` over the last `window` examples.
 
-    `examples` are seen after each value, ascending; a value is a mean over those since the previous one, and a part of
-    them has the same mean.
+    At the start, where fewer examples were seen, it is the mean over all of them.
+
+    Args:
+        examples: the number of examples seen after each value, ascending.
+        values: each is a mean over the examples since the previous one; a part of
+            these counts with the same mean.
+        window: a number of examples.
     """
-    seen, sums = (
-        np.append(0.0, examples),
-        np.append(0.0, np.cumsum(np.diff(examples, prepend=0.0) * values)),
-    )
+    sums = np.cumsum(np.diff(examples, prepend=0.0) * values)
+    seen_from_0 = np.append(0.0, examples)
+    sums_from_0 = np.append(0.0, sums)
+
     start = np.maximum(examples - window, 0.0)
-    return (sums[1:] - np.interp(start, seen, sums)) / (examples - start)
+    sums_before = np.interp(start, seen_from_0, sums_from_0)
+    return (sums_from_0[1:] - sums_before) / (examples - start)
 
 
-def tradeoff(
-    batches: Sequence[float], examples: Sequence[float]
-) -> tuple[float, float] | None:
-    """Fit (S/S_min − 1)(E/E_min − 1) = 1 of McCandlish et al. 2018, arXiv:1812.06162, section 2.
+@dataclass(frozen=True)
+class Tradeoff:
+    """The trade-off of examples against updates, fitted by `tradeoff`."""
 
-    With E = B·S it is the line E = E_min + S_min·B, fitted by least squares of the relative residuals. E are the
-    `examples` until the target, B the effective `batches`. Returns E_min and S_min, the fewest examples and updates
-    that reach the target; at the critical batch of E_min / S_min both are twice that. None with fewer than three
-    batches, or without a trade-off.
+    fewest_examples: float  # E_min
+    fewest_updates: float  # S_min
+
+    @property
+    def critical_batch(self) -> float:
+        """Return E_min / S_min, where examples and updates are twice the fewest."""
+        return self.fewest_examples / self.fewest_updates
+
+
+def tradeoff(batches: Sequence[float], examples: Sequence[float]) -> Tradeoff | None:
+    """Fit (S / S_min − 1)(E / E_min − 1) = 1 of McCandlish et al. 2018, section 2.
+
+    See arXiv:1812.06162. With E = B · S it is the line E = E_min + S_min · B, fitted
+    by least squares of the relative residuals.
+
+    Args:
+        batches: the effective batches B.
+        examples: the examples E until the target, for each batch.
+
+    Returns:
+        None with fewer than three batches, or if there is no trade-off.
     """
     if len(set(batches)) < 3:
         return None
-    x, y = np.asarray(batches, float), np.asarray(examples, float)
-    updates, fewest = np.polyfit(x, y, 1, w=1 / y)
-    return (float(fewest), float(updates)) if updates > 0 and fewest > 0 else None
+    x = np.asarray(batches, float)
+    y = np.asarray(examples, float)
+    fewest_updates, fewest_examples = np.polyfit(x, y, 1, w=1 / y)
+    if fewest_updates <= 0 or fewest_examples <= 0:
+        return None
+    return Tradeoff(float(fewest_examples), float(fewest_updates))

@@ -1,19 +1,44 @@
-"""Does accumulating pay: the loss with factors over 1 against that with factor 1, at the memory of one micro-batch."""
+"""Does accumulating pay? The loss with factors over 1 against that with factor 1.
+
+Both have micro-batches of one size, so both need the same memory. They are compared at
+an equal budget: the examples, and the time, that the shortest of the jobs has.
+"""
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeline.report import statistics
-from pipeline.report.comparison import Comparison
-from pipeline.report.findings import EQUAL, Finding, shared
-from pipeline.report.job_results import JobResult, grouped, pooled
-from pipeline.report.statistics import count, joined, number
+from pipeline.report.comparison import Comparison, TargetLoss
+from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report.job_results import (
+    PEAK_MEMORY,
+    JobResult,
+    by_group,
+    finished_jobs,
+    grouped,
+    pooled,
+)
+from pipeline.report.statistics import (
+    Contrast,
+    contrasts_with_first,
+    count,
+    joined,
+    number,
+)
 
-BUDGETS = {"seconds": "time", "examples": "examples"}  # axes of `AXES`
-MOST = 10  # additional seeds; where more would be needed, there is no difference within the seeds
+# The axes of `AXES` along which a budget is equal, and their words.
+BUDGETS = {"seconds": "time", "examples": "examples"}
+
+# If more than so many additional seeds were needed, there is no difference within the
+# seeds.
+MOST_ADDED_SEEDS = 10
+
+# The states of a verdict. Of the states at the budgets, the one that stands first here
+# is the verdict; it `depends` if one budget pays and the other does not.
 _HEADLINES = {
     "depends": "Accumulate by {factor} only if {scarce} is what you lack",
     "pays": "Accumulate by {factor}",
@@ -23,177 +48,329 @@ _HEADLINES = {
 }
 
 
-def findings(sweep: Comparison) -> Iterable[Finding]:
-    """Yield a verdict for each recipe (such as a scaling rule) and micro-batch, if the sweep is over factors."""
-    if len({job.factor for job in sweep.jobs} - {None}) < 2:
+@dataclass(frozen=True)
+class Setting:
+    """A group of jobs with one factor, and its losses at the budget."""
+
+    group: str
+    factor: int
+    losses: list[float]  # one for each seed
+
+    def all_finite(self) -> bool:
+        return bool(np.isfinite(self.losses).all())
+
+    def mean_loss(self) -> float:
+        return float(np.mean(self.losses))
+
+
+@dataclass(frozen=True)
+class BudgetContrast:
+    """The best factor above 1 against factor 1, at an equal budget.
+
+    Attributes:
+        axis: the axis of the budget, one of `BUDGETS`.
+        budget: where the first of the jobs ends, in units of the axis.
+        state: one of `_HEADLINES` other than `depends`.
+        base: the best setting with factor 1.
+        other: the best setting with the factor that is compared.
+        loss_contrast: the difference of their losses; its interval holds for all
+            factors at once.
+        seeds: the fewest seeds of any factor.
+        more_seeds: how many more seeds of each factor would tell; 0 unless the state
+            is `few`.
+    """
+
+    axis: str
+    budget: float
+    state: str
+    base: Setting
+    other: Setting
+    loss_contrast: Contrast
+    seeds: int
+    more_seeds: int
+
+    @property
+    def decided(self) -> bool:
+        return self.state in ("pays", "not")
+
+    @property
+    def better(self) -> Setting:
+        """Return the setting to take, if the contrast is decided."""
+        if self.state == "pays":
+            return self.other
+        return self.base
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "factor": self.other.factor,
+            "seeds": self.seeds,
+            "more": self.more_seeds,
+            "difference": self.loss_contrast.difference,
+            "half": self.loss_contrast.half_width,
+            "budget": self.budget,
+            "groups": [self.base.group, self.other.group],
+        }
+
+
+def findings(sweep: Comparison) -> Iterable[SweepFinding]:
+    """Yield a verdict for each recipe and micro-batch, if the sweep is over factors.
+
+    A recipe is what the jobs share apart from sizes and rate, such as a scaling rule.
+    """
+    if len(_factors(sweep.jobs) - {None}) < 2:
         return
-    # A setting with which a seed diverged, or failed, is none to recommend.
-    left_out = [
-        group
-        for group, jobs in sweep.groups.items()
-        if not all(job.finished for job in jobs)
-    ]
-    whole = [job for job in sweep.jobs if job.group not in left_out and job.micro]
-    more = (
-        f" Left out, as not every seed finished: {joined(left_out)}."
-        if left_out
-        else ""
-    )
-    every = grouped(whole, lambda job: (job.recipe, job.micro)).values()
-    pairs = [jobs for jobs in every if {1} < {job.factor for job in jobs}]
-    yield from (
-        found := [verdict for jobs in pairs if (verdict := _verdict(sweep, jobs, more))]
-    )
-    if not found:
-        why = "it takes jobs with factor 1 and with a larger factor, of one micro-batch size, that finished with a loss"
-        yield Finding(
-            "verdict", f"Whether accumulating pays cannot be said: {why}.{more}"
+
+    # A setting with a seed that diverged, or failed, is none to recommend.
+    left_out = []
+    for group, jobs in sweep.groups.items():
+        if len(finished_jobs(jobs)) < len(jobs):
+            left_out.append(group)
+    remark = ""
+    if left_out:
+        remark = f" Left out, as not every seed finished: {joined(left_out)}."
+
+    verdicts = []
+    for jobs in _jobs_of_equal_memory(sweep, left_out):
+        verdict = _verdict(sweep, jobs, remark)
+        if verdict is not None:
+            verdicts.append(verdict)
+    yield from verdicts
+
+    if not verdicts:
+        text = (
+            "Whether accumulating pays cannot be said: it takes jobs with factor 1 and "
+            "with a larger factor, of one micro-batch size, that finished with a loss."
         )
+        yield SweepFinding("verdict", text + remark)
 
 
-def _verdict(sweep: Comparison, jobs: list[JobResult], more: str) -> Finding | None:
-    found = {
-        axis: contrast for axis in BUDGETS if (contrast := _contrast(sweep, jobs, axis))
-    }
-    if sweep.target is None or not found:
+def _jobs_of_equal_memory(
+    sweep: Comparison, left_out: list[str]
+) -> Iterable[list[JobResult]]:
+    """Yield the jobs of each recipe and micro-batch that has factor 1 and another."""
+    jobs = [job for job in sweep.jobs if job.group not in left_out and job.micro]
+    for alike in grouped(jobs, lambda job: (job.recipe, job.micro)).values():
+        factors = _factors(alike)
+        if 1 in factors and len(factors) > 1:
+            yield alike
+
+
+def _factors(jobs: list[JobResult]) -> set[int | None]:
+    return {job.factor for job in jobs}
+
+
+def _verdict(
+    sweep: Comparison, jobs: list[JobResult], remark: str
+) -> SweepFinding | None:
+    """Return the verdict on jobs of one recipe and micro-batch; None without losses."""
+    if sweep.target is None:
         return None
-    axis, chosen = min(
-        found.items(), key=lambda item: [*_HEADLINES].index(item[1]["state"])
-    )
-    state = (
-        "depends"
-        if {"pays", "not"} <= {of["state"] for of in found.values()}
-        else chosen["state"]
-    )
-    decided = next(
-        (of for of in found.values() if of["state"] in ("pays", "not")), None
-    )  # by time, if that is
-    memory = {
-        g: pooled(of, lambda job: job.last("perf/peak_memory_bytes"))
-        for g, of in grouped(jobs, "group").items()
-    }
-    base, other = (memory[group] for group in chosen["groups"])
-    ratio = other.mean / base.mean if base and other and base.mean else math.nan
-    text = f"{jobs[0].recipe}: " if jobs[0].recipe else ""
-    text += _HEADLINES[state].format(factor=chosen["factor"], scarce=BUDGETS[axis])
-    peak = "" if math.isnan(ratio) else f", peak ×{ratio:.2f}"
-    text += f": compared with factor 1 at equal memory (micro-batches of {jobs[0].micro}{peak}), "
-    text += " and ".join(
-        _clause(of, BUDGETS[axis], sweep.target.metric) for axis, of in found.items()
-    )
-    text += f" ({count(chosen['seeds'], 'seed')}, bootstrap).{shared(sweep)}{more}"
-    take = decided["groups"][decided["state"] == "pays"] if decided else None
-    figures = {
+    contrasts = []
+    for axis in BUDGETS:
+        contrast = _contrast(sweep, sweep.target, jobs, axis)
+        if contrast is not None:
+            contrasts.append(contrast)
+    if not contrasts:
+        return None
+
+    order = list(_HEADLINES)
+    chosen = min(contrasts, key=lambda contrast: order.index(contrast.state))
+    state = chosen.state
+    if {"pays", "not"} <= {contrast.state for contrast in contrasts}:
+        state = "depends"
+    memory_ratio = _memory_ratio(jobs, chosen)
+    figures: dict[str, Any] = {
         "recipe": jobs[0].recipe,
         "micro": jobs[0].micro,
         "state": state,
-        "memory": ratio,
-        "take": take,
+        "memory": memory_ratio,
+        "take": _group_to_take(contrasts),
     }
-    return Finding("verdict", text, figures | found)
+    clauses = []
+    for contrast in contrasts:
+        figures[contrast.axis] = contrast.figures()
+        clauses.append(_clause(contrast, sweep.target.metric))
+
+    headline = _HEADLINES[state].format(
+        factor=chosen.other.factor, scarce=BUDGETS[chosen.axis]
+    )
+    text = (
+        f"{_prefix(jobs)}{headline}: {_equal_memory(jobs, memory_ratio)}, "
+        f"{' and '.join(clauses)} ({count(chosen.seeds, 'seed')}, bootstrap)."
+    )
+    text += shared_device_caveat(sweep) + remark
+    return SweepFinding("verdict", text, figures)
 
 
-def _clause(contrast: dict[str, Any], word: str, metric: str) -> str:
-    by, half, factor = contrast["difference"], contrast["half"], contrast["factor"]
-    known = (
-        f"95%: {number(abs(by) - half)} to {number(abs(by) + half)}"
-        if half < math.inf
-        else "chance unknown"
+def _group_to_take(contrasts: list[BudgetContrast]) -> str | None:
+    """Return the better group; None if no contrast is decided.
+
+    The first budget is time, which decides if it can.
+    """
+    for contrast in contrasts:
+        if contrast.decided:
+            return contrast.better.group
+    return None
+
+
+def _prefix(jobs: list[JobResult]) -> str:
+    recipe = jobs[0].recipe
+    if not recipe:
+        return ""
+    return f"{recipe}: "
+
+
+def _equal_memory(jobs: list[JobResult], memory_ratio: float) -> str:
+    """Return with what the factors are compared, and that they need equal memory."""
+    peak = ""
+    if not math.isnan(memory_ratio):
+        peak = f", peak ×{memory_ratio:.2f}"
+    micro = jobs[0].micro
+    return f"compared with factor 1 at equal memory (micro-batches of {micro}{peak})"
+
+
+def _memory_ratio(jobs: list[JobResult], contrast: BudgetContrast) -> float:
+    """Return the peak memory of the factor over that of factor 1; NaN if unknown."""
+    jobs_by_group = by_group(jobs)
+    base = pooled(jobs_by_group[contrast.base.group], _peak_memory)
+    other = pooled(jobs_by_group[contrast.other.group], _peak_memory)
+    if base is None or other is None or base.mean == 0:
+        return math.nan
+    return other.mean / base.mean
+
+
+def _peak_memory(job: JobResult) -> float:
+    return job.last(PEAK_MEMORY)
+
+
+def _clause(contrast: BudgetContrast, metric: str) -> str:
+    """Return how the losses compare at one budget."""
+    difference = contrast.loss_contrast.difference
+    distance = abs(difference)
+    half_width = contrast.loss_contrast.half_width
+    factor = contrast.other.factor
+
+    direction = "lower" if difference < 0 else "higher"
+    certainty = "chance unknown"
+    if half_width < math.inf:
+        least = number(distance - half_width)
+        most = number(distance + half_width)
+        certainty = f"95%: {least} to {most}"
+    if contrast.state == "few":
+        seeds = count(contrast.more_seeds, "more seed")
+        certainty += f"; {seeds} of factors 1 and {factor} would tell"
+    if contrast.state == "same":
+        certainty += ", within chance"
+
+    word = BUDGETS[contrast.axis]
+    return (
+        f"at equal {word} {metric} with factor {factor}, the best above 1, is "
+        f"{direction} by {number(distance)} ({certainty})"
     )
-    few = (
-        f"; {count(contrast['more'], 'more seed')} of factors 1 and {factor} would tell"
-    )
-    known += {"few": few, "same": ", within chance"}.get(contrast["state"], "")
-    text = f"at equal {word} {metric} with factor {factor}, the best above 1, is "
-    return f"{text}{'lower' if by < 0 else 'higher'} by {number(abs(by))} ({known})"
 
 
 def _contrast(
-    sweep: Comparison, jobs: list[JobResult], axis: str
-) -> dict[str, Any] | None:
-    """Compare the losses where the first of the jobs ends; each factor is taken at its best rate.
+    sweep: Comparison, target: TargetLoss, jobs: list[JobResult], axis: str
+) -> BudgetContrast | None:
+    """Compare the losses where the first of the jobs ends.
 
-    `half` of the width of the 95% interval of the difference to factor 1 holds for all factors at once.
+    Return None unless factor 1 and a larger one have losses there.
     """
-    curves = (
-        [(job, sweep.smooth(job, sweep.target.metric)) for job in jobs]
-        if sweep.target
-        else []
-    )
-    along = [
-        (job, job.along(axis, curve.steps), curve.values)
-        for job, curve in curves
-        if curve is not None
-    ]
-    along = [
-        (job, x[known], y[known])
-        for job, x, y in along
-        if (known := np.isfinite(x)).any()
-    ]
-    budget = min((x[-1] for _, x, _ in along), default=math.nan)
-    losses: dict[int, dict[str, list[float]]] = {}
-    for job, x, y in along:
-        loss = float(np.interp(budget, x, y, left=math.nan))
-        losses.setdefault(job.factor or 0, {}).setdefault(job.group, []).append(loss)
-    finite = {
-        f: [(g, of) for g, of in at.items() if np.isfinite(of).all()]
-        for f, at in sorted(losses.items())
-    }
-    best = {
-        factor: min(at, key=lambda item: float(np.mean(item[1])))
-        for factor, at in finite.items()
-        if at
-    }
-    factors, values = [*best], [of for _, of in best.values()]
-    if factors[:1] != [1] or len(factors) < 2:
+    budget, settings = _settings_at_budget(sweep, target.metric, jobs, axis)
+
+    # Each factor is represented by its best setting, as each batch may have its own
+    # best learning rate.
+    best_by_factor: dict[int, Setting] = {}
+    for setting in sorted(settings, key=lambda setting: setting.factor):
+        if not setting.all_finite():
+            continue
+        best_yet = best_by_factor.get(setting.factor)
+        if best_yet is None or setting.mean_loss() < best_yet.mean_loss():
+            best_by_factor[setting.factor] = setting
+    best = list(best_by_factor.values())
+    if len(best) < 2 or best[0].factor != 1:
         return None
-    by, errors, quantile = statistics.differences(values)
-    equal = np.abs(by) <= EQUAL * abs(float(np.mean(values[0])))
-    halves = np.where(errors > 0, errors, 1) * np.where(
-        errors > 0, quantile, np.where(equal, 0.0, math.inf)
+
+    contrasts = contrasts_with_first([setting.losses for setting in best])
+    clearly_lower = [contrast for contrast in contrasts if contrast.upper < 0]
+    candidates = clearly_lower or contrasts
+    best_contrast = min(candidates, key=lambda contrast: contrast.difference)
+    if clearly_lower:
+        state = "pays"
+    elif all(contrast.lower > 0 for contrast in contrasts):
+        state = "not"
+    else:
+        state = "same"
+
+    seeds = min(len(setting.losses) for setting in best)
+    more_seeds = 0
+    if state == "same" and not best_contrast.equal:
+        more_seeds = _more_seeds(best_contrast, seeds, len(best))
+    if more_seeds:
+        state = "few"
+    return BudgetContrast(
+        axis=axis,
+        budget=budget,
+        state=state,
+        base=best[0],
+        other=best[1 + contrasts.index(best_contrast)],
+        loss_contrast=best_contrast,
+        seeds=seeds,
+        more_seeds=more_seeds,
     )
-    better = np.flatnonzero(by + halves < 0).tolist()
-    i = min(better or range(len(by)), key=lambda i: by[i])
-    state, seeds = (
-        "pays" if better else "not" if (by - halves > 0).all() else "same",
-        min(map(len, values)),
-    )
-    more = (
-        _more_seeds(abs(by[i]), errors[i], seeds, len(values))
-        if state == "same" and not equal[i]
-        else 0
-    )
-    figures = {
-        "state": "few" if more else state,
-        "factor": factors[i + 1],
-        "seeds": seeds,
-        "more": more,
-    }
-    figures |= {
-        "difference": float(by[i]),
-        "half": float(halves[i]),
-        "budget": float(budget),
-    }
-    return figures | {"groups": [best[1][0], best[factors[i + 1]][0]]}
 
 
-def _more_seeds(by: float, error: float, seeds: int, groups: int) -> int:
-    """Return how many more seeds of each group would tell, if mean and variance stay; 0 if it is more than `MOST`."""
-    from scipy.special import (
-        stdtrit,
-    )  # Student's quantile; scipy.stats takes seconds to import
+def _settings_at_budget(
+    sweep: Comparison, metric: str, jobs: list[JobResult], axis: str
+) -> tuple[float, list[Setting]]:
+    """Return the budget, and the loss of each job there, by setting.
 
-    if not error:
-        return max(3 - seeds, 1)  # chance is unknown
-    quantile = {
-        n: stdtrit(groups * (n - 1), 1 - 0.025 / (groups - 1))
-        for n in range(seeds + 1, seeds + MOST + 1)
-    }
-    return next(
-        (
-            n - seeds
-            for n in quantile
-            if quantile[n] * error * math.sqrt(seeds / n) < by
-        ),
-        0,
-    )
+    The budget is where the first of the jobs ends. A loss is interpolated linearly
+    between two points, and NaN before the first.
+    """
+    curves = []
+    budget = math.inf
+    for job in jobs:
+        curve = sweep.smooth(job, metric)
+        if curve is None:
+            continue
+        x = job.along(axis, curve.steps)
+        known = np.isfinite(x)
+        if known.any():
+            curves.append((job, x[known], curve.values[known]))
+            budget = min(budget, float(x[known][-1]))
+
+    losses_by_setting: dict[tuple[str, int], list[float]] = {}
+    for job, x, y in curves:
+        loss = float(np.interp(budget, x, y, left=math.nan))
+        key = (job.group, job.factor or 0)
+        losses_by_setting.setdefault(key, []).append(loss)
+
+    settings = []
+    for (group, factor), losses in losses_by_setting.items():
+        settings.append(Setting(group, factor, losses))
+    return budget, settings
+
+
+def _more_seeds(contrast: Contrast, seeds: int, groups: int) -> int:
+    """Return how many more seeds of each group would tell.
+
+    Mean and variance are taken to stay as they are. With n seeds of each of the
+    g groups, the half-width is then t · error · √(seeds / n), where t is Student's
+    quantile for 1 − 0.025 / (g − 1) with g (n − 1) degrees of freedom: Bonferroni's
+    bound (Dunn 1961) on the quantile for g − 1 intervals at once.
+
+    Returns:
+        A number of seeds; 0 if more than `MOST_ADDED_SEEDS` would be needed.
+    """
+    if contrast.error == 0:
+        # Chance is unknown: three seeds show some, or else one more.
+        return max(3 - seeds, 1)
+    for n in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):
+        freedom = groups * (n - 1)
+        quantile = statistics.student_quantile(freedom, 1 - 0.025 / (groups - 1))
+        half_width = quantile * contrast.error * math.sqrt(seeds / n)
+        if half_width < abs(contrast.difference):
+            return n - seeds
+    return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,66 +11,80 @@ from plotly import graph_objects
 
 from pipeline.report import plots, rate_drift
 from pipeline.report.comparison import Comparison
+from pipeline.report.findings import SweepFinding
 from tests import synthetic
 
-RATES, BATCHES = [2.0**exponent for exponent in range(-9, -2)], (16, 64, 256)
+RATES = [2.0**exponent for exponent in range(-9, -2)]
+BATCHES = (16, 64, 256)
 
 
 def sweep_of(
     drifts: dict[str, float], seeds: int = 3, noise: float = 0.0, rng_seed: int = 0
 ) -> Comparison:
-    """Return a sweep in which the best rate is 2^-6.3 at a batch of 64, and moves by the drift of each recipe."""
-    rng, jobs = np.random.default_rng(rng_seed), []
+    """Return a sweep in which the best rate is 2^-6.3 at a batch of 64.
+
+    Args:
+        drifts: how many octaves it moves per doubling of the batch, by recipe.
+        seeds: the number of seeds.
+        noise: the standard deviation of a loss over seeds.
+        rng_seed: the seed of the noise.
+    """
+    rng = np.random.default_rng(rng_seed)
+    jobs = []
     for recipe, drift in drifts.items():
         for batch in BATCHES:
+            best = -6.3 + drift * math.log2(batch / 64)
             for rate in RATES:
-                loss = (
-                    2
-                    + 0.05
-                    * (math.log2(rate) + 6.3 - drift * math.log2(batch / 64)) ** 2
-                )
+                mean = 2 + 0.05 * (math.log2(rate) - best) ** 2
                 for seed in range(seeds):
                     name = f"{recipe} batch={batch} rate={rate} seed={seed}".strip()
-                    jobs.append(
-                        synthetic.job(
-                            name, loss + noise * rng.standard_normal(), batch=batch
-                        )
-                    )
+                    loss = mean + noise * rng.standard_normal()
+                    jobs.append(synthetic.job(name, loss, batch=batch))
     return synthetic.swept(jobs)
 
 
-def drift_of(sweep: Comparison) -> dict:
-    return next(iter(rate_drift.findings(sweep))).figures
+def first_finding(sweep: Comparison) -> SweepFinding:
+    return next(iter(rate_drift.findings(sweep)))
+
+
+def drift_of(sweep: Comparison) -> dict[str, Any]:
+    return first_finding(sweep).figures
 
 
 def test_the_vertex_by_hand():
     rates = np.array([-8.0, -7, -5, -4])  # uneven steps
-    losses = np.stack([(rates - at) ** 2 for at in (-5.3, -6.6, -9, -3)])
-    assert rate_drift.vertex(rates, losses).tolist() == pytest.approx(
-        [-5.3, -6.6, -8, -4]
-    )
-    assert rate_drift.vertex(
-        rates, np.array([[3.0, 1, 1, 3], [2, 1, 1, 1]])
-    ).tolist() == pytest.approx([-6, -6.0], abs=0.4)
+    losses = np.stack([(rates - best) ** 2 for best in (-5.3, -6.6, -9, -3)])
+    vertices = rate_drift.vertex(rates, losses).tolist()
+    assert vertices == pytest.approx([-5.3, -6.6, -8, -4])
+
+    flat = np.array([[3.0, 1, 1, 3], [2, 1, 1, 1]])
+    vertices = rate_drift.vertex(rates, flat).tolist()
+    assert vertices == pytest.approx([-6, -6.0], abs=0.4)
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.5, -0.5])
 def test_a_known_drift_is_found(drift):
     figures = drift_of(sweep_of({"": drift}))
     assert figures["drift"] == pytest.approx(drift, abs=1e-9)
-    assert figures["rates"] == pytest.approx(
-        {b: 2 ** (-6.3 + drift * math.log2(b / 64)) for b in BATCHES}
-    )
+    best_rates = {}
+    for batch in BATCHES:
+        best_rates[batch] = 2 ** (-6.3 + drift * math.log2(batch / 64))
+    assert figures["rates"] == pytest.approx(best_rates)
 
 
 @pytest.mark.slow
 def test_the_interval_has_the_drift_in_nearly_all_sweeps_and_not_another():
-    covered, excluded, drifts, widths = 0, 0, [], []
+    covered = 0
+    excluded = 0
+    drifts = []
+    widths = []
     for number in range(60):
         figures = drift_of(sweep_of({"": 0.5}, noise=0.01, rng_seed=number))
         low, high = figures["interval"]
-        covered += low <= 0.5 <= high
-        excluded += not low <= 0.0 <= high
+        if low <= 0.5 <= high:
+            covered += 1
+        if not low <= 0.0 <= high:
+            excluded += 1
         drifts.append(figures["drift"])
         widths.append(high - low)
     assert covered >= 0.88 * 60
@@ -78,15 +93,13 @@ def test_the_interval_has_the_drift_in_nearly_all_sweeps_and_not_another():
 
 
 def test_a_best_rate_at_an_edge_claims_no_drift():
-    finding = next(iter(rate_drift.findings(sweep_of({"": 1.5}))))
-    assert (finding.figures["drift"], finding.figures["edges"]) == (
-        None,
-        {16: "smallest", 256: "largest"},
-    )
+    finding = first_finding(sweep_of({"": 1.5}))
+    assert finding.figures["drift"] is None
+    assert finding.figures["edges"] == {16: "smallest", 256: "largest"}
     assert (
-        "of the rates that every seed ended with, the smallest rate is the best at 16, the largest"
-        in finding.text
-    )
+        "of the rates that every seed ended with, the smallest rate is the best at 16, "
+        "the largest"
+    ) in finding.text
 
 
 def test_a_rate_that_diverged_is_no_neighbor():
@@ -98,33 +111,29 @@ def test_a_rate_that_diverged_is_no_neighbor():
 
 
 def test_a_rate_at_which_one_seed_diverged_is_not_the_best():
-    """Without it the mean of the others would be."""
+    """Without that seed the mean of the others would be the best."""
     sweep = sweep_of({"": 0.0})
     for job in sweep.jobs:
         if job.name.endswith("seed=1") and job.setting("rate") > 2**-6.5:
             job.curves["val/loss"].values[-1] = math.inf
     figures = drift_of(sweep)
-    assert (figures["drift"], set(figures["edges"].values())) == (None, {"largest"})
+    assert figures["drift"] is None
+    assert set(figures["edges"].values()) == {"largest"}
     assert max(figures["rates"].values()) <= 2**-6.5
 
 
-def test_one_seed_has_no_interval_and_two_batches_with_three_rates_are_needed():
-    finding = next(iter(rate_drift.findings(sweep_of({"": 0.5}, seeds=1))))
+def test_one_seed_has_no_interval():
+    finding = first_finding(sweep_of({"": 0.5}, seeds=1))
     assert finding.figures["interval"] is None
-    assert "+0.50 octaves per doubling of the batch (one seed): 0.00" in finding.text
-    sweep = sweep_of({"": 0.5})
-    assert not list(
-        rate_drift.findings(
-            synthetic.swept([job for job in sweep.jobs if job.batch == 16])
-        )
-    )
-    assert not list(
-        rate_drift.findings(
-            synthetic.swept(
-                [job for job in sweep.jobs if job.setting("rate") < 2**-7.5]
-            )
-        )
-    )
+    assert ("+0.50 octaves per doubling of the batch (one seed): 0.00") in finding.text
+
+
+def test_two_batches_with_three_rates_are_needed():
+    jobs = sweep_of({"": 0.5}).jobs
+    one_batch = [job for job in jobs if job.batch == 16]
+    assert not list(rate_drift.findings(synthetic.swept(one_batch)))
+    two_rates = [job for job in jobs if job.setting("rate") < 2**-7.5]
+    assert not list(rate_drift.findings(synthetic.swept(two_rates)))
 
 
 def test_the_rule_that_keeps_the_best_rate_still():
@@ -134,30 +143,28 @@ def test_the_rule_that_keeps_the_best_rate_still():
     assert last.figures["still"] == ["scaling=sqrt"]
     assert (
         "moves least with scaling=sqrt: in octaves per doubling of the batch, "
-        in last.text
-    )
-    *_, last = rate_drift.findings(
-        sweep_of({"scaling=none": 0.24, "scaling=sqrt": -0.26}, noise=0.01)
-    )
+    ) in last.text
+
+    about_equal = {"scaling=none": 0.24, "scaling=sqrt": -0.26}
+    *_, last = rate_drift.findings(sweep_of(about_equal, noise=0.01))
     assert last.figures["still"] == []
     assert "though not by more than chance may do: in octaves" in last.text
 
 
 def test_a_plot_for_each_rule_with_a_curve_for_each_batch_and_the_best_rates():
-    drawn = [
-        p
-        for p in plots.draw(sweep_of({"scaling=none": 0.5, "scaling=sqrt": 0.0}))
-        if "loss_by_rate" in p.key
-    ]
-    assert [plot.title for plot in drawn] == [
-        "scaling=none val/loss by rate",
-        "scaling=sqrt val/loss by rate",
-    ]
-    for plot in drawn:
-        graph_objects.Figure(plot.data, plot.layout)  # refuses what it does not know
-    *curves, best = drawn[0].data
-    assert [curve["x"] for curve in curves] == [pytest.approx(RATES)] * 3
-    assert [curve["name"] for curve in curves] == [
-        f"scaling=none batch={batch}" for batch in BATCHES
-    ]
+    drifts = {"scaling=none": 0.5, "scaling=sqrt": 0.0}
+    all_plots = plots.draw(sweep_of(drifts))
+    of_none, of_sqrt = (plot for plot in all_plots if "loss_by_rate" in plot.key)
+    assert of_none.title == "scaling=none val/loss by rate"
+    assert of_sqrt.title == "scaling=sqrt val/loss by rate"
+    for plot in (of_none, of_sqrt):
+        # Plotly rejects what it does not know.
+        graph_objects.Figure(plot.data, plot.layout)
+
+    *curves, best = of_none.data
+    names = []
+    for curve in curves:
+        assert curve["x"] == pytest.approx(RATES)
+        names.append(curve["name"])
+    assert names == [f"scaling=none batch={batch}" for batch in BATCHES]
     assert best["x"] == pytest.approx([2**-7.3, 2**-6.3, 2**-5.3])

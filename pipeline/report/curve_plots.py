@@ -1,0 +1,219 @@
+"""Plots of curves: a metric over the training, with a color for each group."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.report.comparison import Comparison
+from pipeline.report.findings import trajectory_pairs
+from pipeline.report.html_page import RESULT, Plot, Trace, axis, plot_key, trace
+from pipeline.report.job_results import (
+    AXES,
+    LEARNING_RATE,
+    JobResult,
+    comparable_jobs,
+    jobs_with,
+)
+from pipeline.report.noise_scale import NOISE
+from pipeline.report.statistics import Array
+
+POINTS = 600  # the most points of a curve; a longer one is drawn as means
+FEW_POINTS = 30  # A curve of fewer points has markers.
+# Ratio of the largest to the smallest value above which a cost has a logarithmic axis.
+FALLS = 20.0
+
+# The axes of `AXES` over which a metric is drawn, with the caption of each.
+CAPTIONS = {
+    "updates": "Equal effective batches lie on one line where accumulation is exact.",
+    "examples": (
+        "What it costs in data: a line further left learns more from each example."
+    ),
+    "seconds": (
+        "What it costs in time; evaluation, start-up and the tracing of the first "
+        "update are left out."
+    ),
+}
+
+# The look of a repetition behind the mean of its group.
+_FAINT = {"mode": "lines", "opacity": 0.4, "hoverinfo": "skip", "hovertemplate": None}
+
+
+def metric_plots(sweep: Comparison) -> list[Plot]:
+    """Plot each metric along updates, examples and seconds."""
+    plots = []
+    for metric in sweep.metrics:
+        section = "Loss" if metric.endswith("/loss") else "Metric"
+        for along, caption in CAPTIONS.items():
+            plots.append(_curve_plot(sweep, metric, along, section, caption))
+    return plots
+
+
+def rate_plot(sweep: Comparison) -> Plot:
+    """Plot the learning rate along updates."""
+    caption = (
+        "The rate that each update used; groups that share a schedule lie on one line."
+    )
+    return _curve_plot(sweep, LEARNING_RATE, "updates", RESULT, caption)
+
+
+def noise_plot(sweep: Comparison) -> Plot:
+    """Plot the gradient noise scale along examples."""
+    caption = (
+        "In examples, smoothed by the run. It grows while the loss falls: later "
+        "training bears larger batches."
+    )
+    return _curve_plot(sweep, NOISE, "examples", "Noise scale", caption)
+
+
+def _curve_plot(
+    sweep: Comparison, metric: str, along: str, section: str, caption: str
+) -> Plot:
+    """Plot a metric along an axis of `AXES`, with a color for each group."""
+    traces = []
+    for color, (group, jobs) in enumerate(sweep.groups.items()):
+        for drawn in _group_traces(group, jobs, metric, along, color):
+            if drawn["x"]:
+                # The legend of the page hides and shows a group in all plots.
+                meta = {"colour": color, "group": group}
+                traces.append(drawn | {"showlegend": False, "meta": meta})
+
+    if any("hoverinfo" in drawn for drawn in traces):
+        caption += (
+            " Thin lines are seeds, the thick one is the mean of those that finished."
+        )
+    if _longest_curve(sweep, metric) > POINTS:
+        caption += f" Long curves are drawn as means over at most {POINTS} stretches."
+
+    log = _has_log_axis(sweep, metric, traces)
+    layout: dict[str, Any] = {"xaxis": axis(AXES[along]), "yaxis": axis(metric, log)}
+    target = sweep.target
+    if target is not None and target.metric == metric:
+        layout["shapes"] = [_target_line(target.value)]
+    title = f"{metric} by {along}"
+    return Plot(plot_key(title), section, title, caption, traces, layout)
+
+
+def _longest_curve(sweep: Comparison, metric: str) -> int:
+    """Return the number of points of the longest curve."""
+    jobs = jobs_with(sweep.jobs, metric)
+    return max((len(job.curves[metric].steps) for job in jobs), default=0)
+
+
+def _group_traces(
+    group: str, jobs: list[JobResult], metric: str, along: str, color: int
+) -> list[Trace]:
+    """Return the curve of a group, or its mean in front of the faint ones of seeds."""
+    traces = []
+    for job in jobs_with(jobs, metric):
+        curve = job.curves[metric]
+        x = job.along(along, curve.steps)
+        traces.append(_curve_trace(group, x, curve.values, color))
+    if len(traces) < 2:
+        return traces
+
+    traces = [_faint(drawn) for drawn in traces]
+    averaged = jobs_with(comparable_jobs(jobs), metric)
+    if averaged:
+        mean = _mean_curve(averaged, metric, along)
+        traces.append(_curve_trace(group, mean.x, mean.y, color))
+    return traces
+
+
+def _faint(drawn: Trace) -> Trace:
+    line = drawn["line"] | {"width": 1}
+    return drawn | _FAINT | {"line": line}
+
+
+def _curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
+    """Return the trace of a curve, without its points that are not finite."""
+    known = np.isfinite(x) & np.isfinite(y)
+    x = x[known]
+    y = y[known]
+    if len(x) > POINTS:
+        x = _stretch_means(x)
+        y = _stretch_means(y)
+    mode = "lines+markers" if len(x) < FEW_POINTS else "lines"
+    return trace(name, x, y, color, mode)
+
+
+def _stretch_means(values: Array) -> Array:
+    """Return the means over `POINTS` stretches of about equal length."""
+    return np.array([part.mean() for part in np.array_split(values, POINTS)])
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Points of a curve."""
+
+    x: Array
+    y: Array
+
+
+def _mean_curve(jobs: Sequence[JobResult], metric: str, along: str) -> _Points:
+    """Return the mean over jobs at the steps that all of them have."""
+    steps = jobs[0].curves[metric].steps
+    for job in jobs[1:]:
+        steps = np.intersect1d(steps, job.curves[metric].steps)
+
+    xs = []
+    ys = []
+    for job in jobs:
+        curve = job.curves[metric]
+        xs.append(job.along(along, steps))
+        ys.append(curve.values[np.isin(curve.steps, steps)])
+    return _Points(np.mean(xs, axis=0), np.mean(ys, axis=0))
+
+
+def _has_log_axis(sweep: Comparison, metric: str, traces: list[Trace]) -> bool:
+    """Return whether the metric is a positive cost that varies by more than `FALLS`."""
+    if metric == LEARNING_RATE:
+        return False
+    if metric != NOISE and not sweep.lower_is_better(metric):
+        return False
+    values: list[float] = []
+    for drawn in traces:
+        values += drawn["y"]
+    if not values or min(values) <= 0:
+        return False
+    return max(values) > FALLS * min(values)
+
+
+def _target_line(value: float) -> dict[str, Any]:
+    """Return a horizontal line over the full width of a plot, as Plotly has it."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": value,
+        "y1": value,
+        "label": {"text": "target", "textposition": "end", "yanchor": "bottom"},
+    }
+
+
+def difference_plot(sweep: Comparison) -> Plot:
+    """Plot how far the losses of jobs of one trajectory are apart."""
+    traces = []
+    for color, pair in enumerate(trajectory_pairs(sweep)):
+        values = pair.curve.values
+        # A logarithmic axis has no 0.
+        zero = np.nan if values.any() else 1e-17
+        shown = np.where(values > 0, values, zero)
+        steps = pair.curve.steps.astype(float)
+        name = f"{pair.other.name} / {pair.base.name}"
+        traces.append(_curve_trace(name, steps, shown, color))
+
+    caption = (
+        "How far the training losses of two jobs with equal effective batch, seed and "
+        "config are apart, relative to their value. Rounding starts it and training "
+        "amplifies it. Updates without any difference are left out; where there is "
+        "none at all, 1e-17 is drawn."
+    )
+    layout = {
+        "xaxis": axis("updates"),
+        "yaxis": axis("relative difference of train/loss", log=True),
+    }
+    title = "How far trajectories part"
+    return Plot("difference", RESULT, title, caption, traces, layout)

@@ -1,0 +1,91 @@
+"""What a larger accumulation factor costs: time per update, speed and memory."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.report import statistics
+from pipeline.report.comparison import Comparison
+from pipeline.report.findings import SweepFinding, shared_device_caveat
+from pipeline.report.job_results import (
+    EXAMPLES_PER_SECOND,
+    PEAK_MEMORY,
+    UPDATE_SECONDS,
+    JobResult,
+    Measure,
+    by_family,
+    grouped,
+    pooled,
+)
+from pipeline.report.statistics import Scale
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One cost of a job."""
+
+    key: str  # in the figures of the finding
+    words: str
+    scale: Scale
+    measure: Measure
+
+
+COSTS = (
+    Cost(
+        "update_seconds",
+        "an update takes",
+        statistics.SECONDS,
+        lambda job: job.typical(UPDATE_SECONDS),
+    ),
+    Cost(
+        "examples_per_second",
+        "examples per second",
+        statistics.PLAIN,
+        lambda job: job.typical(EXAMPLES_PER_SECOND),
+    ),
+    Cost(
+        "peak_memory_bytes",
+        "peak memory",
+        statistics.SIZE,
+        lambda job: job.last(PEAK_MEMORY),
+    ),
+)
+
+
+def findings(sweep: Comparison) -> Iterable[SweepFinding]:
+    """Yield, for each family, the cost of the largest factor against the smallest."""
+    caveat = shared_device_caveat(sweep)
+    for family, jobs in by_family(sweep.jobs).items():
+        factors = _timed_factors(jobs)
+        if len(factors) < 2:
+            continue
+
+        smallest = factors[0]
+        largest = factors[-1]
+        jobs_by_factor = grouped(jobs, lambda job: job.factor)
+        figures: dict[str, Any] = {"family": family, "factors": factors}
+        changes = []
+        for cost in COSTS:
+            low = pooled(jobs_by_factor[smallest], cost.measure)
+            high = pooled(jobs_by_factor[largest], cost.measure)
+            if low is None or high is None or low.mean == 0:
+                continue
+            change = f"{low.text(cost.scale)} → {high.text(cost.scale)}"
+            ratio = high.mean / low.mean
+            changes.append(f"{cost.words} {change} (×{ratio:.2f})")
+            figures[cost.key] = (low.mean, high.mean)
+
+        begin = "From"
+        if family:
+            begin = f"{family}: from"
+        text = f"{begin} factor {smallest} to {largest}, {'; '.join(changes)}.{caveat}"
+        yield SweepFinding("cost", text, figures, "update_seconds")
+
+
+def _timed_factors(jobs: list[JobResult]) -> list[int]:
+    """Return the factors of the jobs whose updates were timed, ascending."""
+    factors = set()
+    for job in jobs:
+        if job.factor and UPDATE_SECONDS in job.curves:
+            factors.add(job.factor)
+    return sorted(factors)

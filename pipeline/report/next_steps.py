@@ -1,0 +1,149 @@
+"""What to do next after a sweep, as it follows from the other findings."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline.report.comparison import Comparison
+from pipeline.report.findings import SweepFinding
+from pipeline.report.job_results import NO_RUN, finished_jobs
+from pipeline.report.statistics import count
+from pipeline.tracking.foreign_store import again_command
+
+_CHANCE = ", though not by more than chance may do"
+
+
+def findings(sweep: Comparison, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
+    """Yield what to run, to take and to try, from all earlier findings."""
+    yield from _run_missing_jobs(sweep)
+    yield from _take(sweep, earlier)
+    yield from _try_larger_batches(earlier)
+    yield from _repeat_with_seeds(sweep)
+    yield from _run_in_float64(earlier)
+
+
+def _figures(findings: list[SweepFinding], topic: str) -> list[dict[str, Any]]:
+    """Return the figures of the findings that have a result on the topic."""
+    return [
+        finding.figures
+        for finding in findings
+        if finding.topic == topic and finding.figures
+    ]
+
+
+def _first_figures(findings: list[SweepFinding], topic: str) -> dict[str, Any]:
+    """Return the first figures on a topic; empty without a result."""
+    all_figures = _figures(findings, topic)
+    if not all_figures:
+        return {}
+    return all_figures[0]
+
+
+def _run_missing_jobs(sweep: Comparison) -> Iterable[SweepFinding]:
+    missing = []
+    for job in sweep.jobs:
+        if job.status in (NO_RUN, "FAILED", "KILLED"):
+            missing.append(job.name)
+    if not missing:
+        return
+
+    if sweep.status == "RUNNING":
+        begin = "Once the sweep has ended, run what is then missing: "
+    else:
+        begin = f"Run the {count(len(missing), 'job')} that did not finish: "
+    command = again_command(sweep.name, sweep.run_id, sweep.uri)
+    yield SweepFinding("next", begin + command, {"missing": missing})
+
+
+def _take(sweep: Comparison, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
+    """Yield which settings to take: those of a search, or else the fastest ones."""
+    if sweep.best:
+        text = f"Take {sweep.best}: the lowest loss of the search."
+        text += _better_final(earlier, sweep.best)
+        yield SweepFinding("next", text, {"recommended": sweep.best})
+        return
+
+    times = _first_figures(earlier, "time_to_target")
+    if len(times.get("groups", [])) > 1:
+        yield _take_fastest(sweep, earlier, times)
+
+
+def _take_fastest(
+    sweep: Comparison, earlier: list[SweepFinding], times: dict[str, Any]
+) -> SweepFinding:
+    """Return what to take on this machine.
+
+    It is the group that reached the target first, unless the verdict on accumulating
+    contradicts it.
+    """
+    fastest = times["best"]
+    fastest_job = sweep.groups[fastest][0]
+    recommended = fastest
+    for verdict in _figures(earlier, "verdict"):
+        same_recipe = verdict["recipe"] == fastest_job.recipe
+        if same_recipe and verdict["micro"] == fastest_job.micro:
+            recommended = verdict["take"] or fastest
+
+    if recommended != fastest:
+        text = (
+            f"On this machine take {recommended}, by whether accumulating pays; "
+            f"{fastest} reached the target first."
+        )
+    else:
+        text = f"On this machine take {recommended}: it reached the target first"
+        if not times["told_apart"]:
+            text += _CHANCE
+        text += "."
+    text += _better_final(earlier, recommended)
+
+    recommended_job = sweep.groups[recommended][0]
+    largest = None
+    for figures in _figures(earlier, "largest_batch"):
+        if figures["family"] == recommended_job.family:
+            largest = figures["largest"]
+    if largest and largest > (recommended_job.batch or 0):
+        text += f" With more devices, an effective batch of up to {largest} still pays."
+    return SweepFinding("next", text, {"recommended": recommended, "batch": largest})
+
+
+def _better_final(earlier: list[SweepFinding], recommended: str) -> str:
+    """Return that another group ends better, or an empty text."""
+    final = _first_figures(earlier, "final")
+    best = final.get("best")
+    if best in (None, recommended):
+        return ""
+    chance = "" if final.get("told_apart") else _CHANCE
+    return f" By its final {final['metric']} {best} is better{chance}."
+
+
+def _try_larger_batches(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
+    for figures in _figures(earlier, "largest_batch"):
+        if not figures["open"]:
+            continue
+        batch = 2 * figures["largest"]
+        family = figures["family"]
+        text = f"Try an effective batch of {batch}"
+        if family:
+            text += f" with {family}"
+        text += " on more devices: none was too large yet."
+        yield SweepFinding("next", text, {"batch": batch, "family": family})
+
+
+def _repeat_with_seeds(sweep: Comparison) -> Iterable[SweepFinding]:
+    most_seeds = 0
+    for jobs in sweep.groups.values():
+        most_seeds = max(most_seeds, len(finished_jobs(jobs)))
+    if most_seeds == 1:
+        text = "Repeat with seed=0,1,2: one seed shows no error bars."
+        yield SweepFinding("next", text, {"seeds": 1})
+
+
+def _run_in_float64(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
+    """Yield advice if rounding alone parted trajectories in a lower precision."""
+    for figures in _figures(earlier, "trajectories"):
+        if figures["by_rounding"] and figures["precision"] != "float64":
+            text = (
+                "For trajectories that agree at every update, run with "
+                "hardware.precision=float64."
+            )
+            yield SweepFinding("next", text, {"precision": "float64"})
+            return

@@ -1,0 +1,100 @@
+"""The gradient noise scale, and the critical batch that it predicts."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from pipeline.report import statistics
+from pipeline.report.comparison import Comparison
+from pipeline.report.findings import SweepFinding
+from pipeline.report.job_results import JobResult, jobs_with
+from pipeline.report.largest_batch import BatchCosts
+from pipeline.report.statistics import count, number
+
+NOISE = "train/gradient_noise_scale"
+CAVEAT = (
+    "Merrill et al. 2025 (arXiv:2505.23971) found the noise scale to underestimate the "
+    "critical batch by far."
+)
+
+
+def noise_scale(job: JobResult, sweep: Comparison) -> float:
+    """Return the median of the run's noise scale up to the target, in examples.
+
+    It grows while the loss falls (McCandlish et al. 2018), so later values do not
+    count. Values that are not positive do not count either. The result is NaN without
+    such a value and for a failed run.
+    """
+    curve = job.curves.get(NOISE)
+    if curve is None or job.status in ("FAILED", "KILLED"):
+        return math.nan
+
+    values = curve.values
+    updates_to_target = sweep.cost(job, "updates")
+    if not math.isnan(updates_to_target):
+        # The target is reached between two updates, so the next one counts too.
+        values = values[curve.steps <= updates_to_target + 1]
+    values = values[np.isfinite(values) & (values > 0)]
+    if not values.size:
+        return math.nan
+    return float(np.median(values))
+
+
+def prediction(sweep: Comparison, costs: BatchCosts) -> SweepFinding:
+    """Return the critical batch that the noise scale predicts for a family.
+
+    At the noise scale B_noise, a batch B needs 1 + B / B_noise times the examples of a
+    tiny batch (McCandlish et al. 2018, arXiv:1812.06162, section 2).
+    """
+    scale = statistics.spread([noise_scale(job, sweep) for job in costs.jobs])
+    if scale is None:
+        return SweepFinding("noise_scale", _nothing_predicted(costs.jobs))
+
+    factors = {batch: 1 + batch / scale.mean for batch in costs.batches}
+    figures: dict[str, Any] = {
+        "family": costs.family,
+        "predicted": scale.mean,
+        "deviation": scale.deviation,
+        "runs": scale.count,
+        "cost": factors,
+    }
+    text = (
+        f"{costs.prefix}The gradient noise scale predicts a critical batch of "
+        f"{scale.text()} examples: the mean over {count(scale.count, 'run')} of each "
+        "one's median up to the target."
+    )
+    if costs.fit is not None:
+        critical = costs.fit.critical_batch
+        if costs.tried(critical):
+            ratio = scale.mean / critical
+            figures["measured"] = critical
+            figures["ratio"] = ratio
+            text += (
+                f" The sweep measured {number(critical)}: the prediction is "
+                f"{ratio:.2f} times that."
+            )
+        else:
+            figures["extrapolated"] = critical
+            text += (
+                f" The sweep's own costs extrapolate to {number(critical)}, outside of "
+                "what was tried."
+            )
+
+    largest = costs.batches[-1]
+    text += (
+        f" At that scale a batch of {largest} needs {factors[largest]:.2f} times the "
+        f"examples of a tiny one. {CAVEAT} `pipeline critical` measures it."
+    )
+    return SweepFinding("noise_scale", text, figures, "noise_by_batch")
+
+
+def _nothing_predicted(jobs: list[JobResult]) -> str:
+    logged = jobs_with(jobs, NOISE)
+    which = "that did not fail has a positive" if logged else "has a"
+    largest_factor = max((job.factor or 0 for job in jobs), default=0)
+    reason = "" if largest_factor > 1 else ", which takes a factor over 1"
+    return (
+        "The gradient noise scale predicts nothing where no run "
+        f"{which} {NOISE}{reason}."
+    )

@@ -1,0 +1,213 @@
+"""The tables of a report: which rows and columns they have, in which order.
+
+The page has the table, a row for each group, and the best result by value. `jobs.csv`
+has the same columns with a row for each job.
+"""
+
+import csv
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pipeline.common.errors import printable
+from pipeline.report.comparison import Comparison
+from pipeline.report.job_results import (
+    EXAMPLES_PER_SECOND,
+    EXAMPLES_SEEN,
+    LOSS,
+    PEAK_MEMORY,
+    UPDATE_SECONDS,
+    JobResult,
+    Measure,
+    by_group,
+    by_setting,
+    comparable_jobs,
+    finished_jobs,
+    pooled,
+)
+from pipeline.report.noise_scale import noise_scale
+from pipeline.report.statistics import (
+    PLAIN,
+    SECONDS,
+    SIZE,
+    Scale,
+    Spread,
+    number,
+)
+
+_NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
+# A spreadsheet takes a cell that begins with one of these for a formula.
+_FORMULA_STARTS = tuple("=+-@＝＋－＠")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: a value of a job."""
+
+    name: str
+    measure: Measure
+    scale: Scale = PLAIN  # its units on the page; jobs.csv has base units
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page; the first cell of a row is its heading."""
+
+    heading: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def columns(sweep: Comparison) -> list[Column]:
+    """Return all columns in their order; a sweep may have no values for some."""
+    metrics = []
+    for metric in sweep.metrics:
+        metrics.append(Column(metric, partial(sweep.final, metric=metric)))
+    return [
+        Column("factor", lambda job: job.factor or math.nan),
+        Column("effective batch", lambda job: job.batch or math.nan),
+        Column("micro-batch", lambda job: job.micro or math.nan),
+        Column("updates", _updates),
+        Column("examples", lambda job: job.last(EXAMPLES_SEEN)),
+        *metrics,
+        Column("updates to target", lambda job: sweep.cost(job, "updates")),
+        Column("examples to target", lambda job: sweep.cost(job, "examples")),
+        Column("time to target", lambda job: sweep.cost(job, "seconds"), SECONDS),
+        Column("time per update", lambda job: job.typical(UPDATE_SECONDS), SECONDS),
+        Column("examples/s", lambda job: job.typical(EXAMPLES_PER_SECOND)),
+        Column("peak memory", lambda job: job.last(PEAK_MEMORY), SIZE),
+        Column("noise scale", lambda job: noise_scale(job, sweep)),
+    ]
+
+
+def _updates(job: JobResult) -> float:
+    """Return the last update that the job logged."""
+    last_steps = [int(curve.steps[-1]) for curve in job.curves.values()]
+    return max(last_steps, default=math.nan)
+
+
+def sorted_groups(sweep: Comparison) -> list[tuple[str, list[JobResult]]]:
+    """Return the table's rows in their order: each group with its jobs.
+
+    A group stands where its first job stands in the plan of the sweep.
+    """
+    return list(sweep.groups.items())
+
+
+def groups_table(sweep: Comparison) -> Table:
+    """Return the table with a row for each group: means over its seeds.
+
+    A column without any value is left out.
+    """
+    shown = []
+    for column in columns(sweep):
+        if any(math.isfinite(column.measure(job)) for job in sweep.jobs):
+            shown.append(column)
+
+    rows = []
+    for group, jobs in sorted_groups(sweep):
+        cells = [_mean_cell(jobs, column) for column in shown]
+        rows.append([group, *cells, _status_cell(jobs)])
+    return Table("Table", ["job", *_names(shown), "status"], rows)
+
+
+def _mean_cell(jobs: list[JobResult], column: Column) -> str:
+    spread = pooled(comparable_jobs(jobs), column.measure)
+    if spread is None:
+        return "–"
+    return _unbroken(spread, column.scale)
+
+
+def _unbroken(spread: Spread, scale: Scale) -> str:
+    """Return the text of a cell, which breaks only before its deviation.
+
+    Without one, or if it is 0 as with sizes, the cell has just the mean.
+    """
+    if spread.deviation:
+        text = spread.text(scale)
+    else:
+        text = number(spread.mean, scale)
+    text = text.replace(" ", _NO_BREAK_SPACE)
+    return text.replace(f"{_NO_BREAK_SPACE}±", " ±")
+
+
+def _status_cell(jobs: list[JobResult]) -> str:
+    if len(jobs) == 1:
+        return jobs[0].status.lower()
+    return f"{len(finished_jobs(jobs))} of {len(jobs)} finished"
+
+
+def best_by_value(sweep: Comparison) -> Table:
+    """Return the table with a row for each value of each swept key.
+
+    A row has the best final result with that value, and the settings of that result.
+    """
+    rows = []
+    for key in sweep.axes:
+        if key == "group":
+            continue
+        for value, jobs in by_setting(sweep.jobs, key).items():
+            best = _best_group(sweep, jobs)
+            if best is None:
+                continue
+            text = value if isinstance(value, str) else number(value)
+            rows.append([f"{key}={text}", sweep.ends[best].text(), best])
+    head = ["value", f"best final {sweep.quality}", "with"]
+    return Table("Best by value", head, rows)
+
+
+def _best_group(sweep: Comparison, jobs: list[JobResult]) -> str | None:
+    """Return the group of the jobs that ends best; None if none has finished."""
+    sign = 1 if sweep.lower_is_better(sweep.quality or LOSS) else -1
+    ends = []
+    for group in by_group(jobs):
+        if group in sweep.ends:
+            ends.append((sign * sweep.ends[group].mean, group))
+    if not ends:
+        return None
+    _, best = min(ends)
+    return best
+
+
+def write_csv(path: Path, sweep: Comparison) -> None:
+    """Write a row for each job, in base units: seconds, bytes and examples."""
+    all_columns = columns(sweep)
+    head = ["job", "status", "run", "seed", *_names(all_columns), "failure"]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(head)
+        for job in sweep.jobs:
+            rows.writerow(_csv_row(job, all_columns))
+
+
+def _csv_row(job: JobResult, all_columns: list[Column]) -> list[float | str]:
+    cells: list[float | str] = []
+    for text in (job.name, job.status, job.run_id or "", job.seed or ""):
+        cells.append(_text_cell(text))
+    for column in all_columns:
+        cells.append(_value_cell(column.measure(job)))
+    failure = " ".join(job.tags.get("failure", "").split())
+    cells.append(_text_cell(failure))
+    return cells
+
+
+def _names(shown: list[Column]) -> list[str]:
+    return [column.name for column in shown]
+
+
+def _value_cell(value: float) -> float | str:
+    if math.isnan(value):
+        return ""
+    return value
+
+
+def _text_cell(text: str) -> str:
+    """Return the text without control characters.
+
+    It is quoted if a spreadsheet would evaluate it as a formula.
+    """
+    is_formula = text.lstrip().startswith(_FORMULA_STARTS)
+    if is_formula or text[:1].isspace():
+        return "'" + printable(text)
+    return printable(text)

@@ -1,0 +1,94 @@
+"""The statistics of a report, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline.report import statistics
+from pipeline.report.statistics import Spread
+
+
+def test_spread_and_welch_interval_by_hand():
+    assert statistics.spread([1, 2, 3, math.nan]) == Spread(2, 1, 3)
+    assert statistics.spread([5]) == Spread(5, None, 1)
+    assert statistics.spread([math.nan]) is None
+
+    result = statistics.welch_difference(Spread(10, 2, 4), Spread(13, 2, 4))
+    # t with 6 degrees of freedom at 97.5% is 2.446912; the standard error is
+    # √(4/4 + 4/4).
+    assert result.value == 3
+    assert result.half_width == pytest.approx(2.446912 * math.sqrt(2), rel=1e-6)
+    assert statistics.welch_difference(Spread(10, None, 1), Spread(13, 2, 4)) is None
+
+
+def test_relative_difference_knows_zero_and_what_is_not_finite():
+    first = np.array([2.0, 0, 1, np.nan, np.inf, 1])
+    second = np.array([1.0, 0, -1, np.nan, np.inf, np.nan])
+    relative = statistics.relative_difference(first, second).tolist()
+    assert relative == [0.5, 0, 2, 0, 0, np.inf]
+
+
+def test_a_target_is_reached_between_two_points():
+    x = np.array([10.0, 20, 30, 40])
+    y = np.array([4.0, 3, 1, 2])
+    assert statistics.reached(x, y, 2) == 25
+    assert statistics.reached(x, y, 3) == 20
+    assert statistics.reached(x, y, 5) == 10
+    assert math.isnan(statistics.reached(x, y, 0.5))
+
+
+def test_a_trailing_mean_weighs_by_examples():
+    examples = np.array([10.0, 20, 25, 35])
+    values = np.array([1.0, 2, 4, 8])
+    means = statistics.trailing_mean(examples, values, 15)
+    expected = [1, (5 * 1 + 10 * 2) / 15, (10 * 2 + 5 * 4) / 15, (5 * 4 + 10 * 8) / 15]
+    assert means.tolist() == pytest.approx(expected, rel=1e-12)
+    assert statistics.trailing_mean(examples, values, 1).tolist() == values.tolist()
+
+
+def test_the_loss_of_a_short_tail_is_no_target():
+    """An epoch of 1000 examples in batches of 124 ends with a batch of 8.
+
+    The loss of that one is lower by chance.
+    """
+    examples = np.array([*range(124, 993, 124), 1000.0])
+    values = np.array([2.0] * 8 + [0.1])
+    last_mean = statistics.trailing_mean(examples, values, 124)[-1]
+    assert last_mean == pytest.approx((116 * 2 + 8 * 0.1) / 124)
+
+
+def test_the_trade_off_is_fitted_exactly_and_rejected_where_there_is_none():
+    batches = [16, 64, 256]
+    fit = statistics.tradeoff(batches, [1000 + 5 * batch for batch in batches])
+    assert fit.fewest_examples == pytest.approx(1000)
+    assert fit.fewest_updates == pytest.approx(5)
+    assert statistics.tradeoff(batches[:2], [1000, 2000]) is None
+    assert statistics.tradeoff(batches, [3000, 2000, 1000]) is None
+
+
+def test_the_fit_weighs_every_batch_by_its_relative_residual():
+    batches = np.array([10.0, 100, 1000])
+    costs = np.array([200.0, 300, 900])
+    fit = statistics.tradeoff(batches, costs)
+
+    def residual(examples: float, updates: float) -> float:
+        return float(np.sum(((examples + updates * batches) / costs - 1) ** 2))
+
+    least = residual(fit.fewest_examples, fit.fewest_updates)
+    for share in (0.99, 1.01):
+        assert residual(fit.fewest_examples * share, fit.fewest_updates) > least
+        assert residual(fit.fewest_examples, fit.fewest_updates * share) > least
+
+
+def test_numbers_are_written_with_the_digits_that_count():
+    assert Spread(0.97901, 0.00969, 3).text() == "0.9790 ± 0.0097"
+    assert Spread(0.303, 0.0862, 3).text(statistics.SECONDS) == "303 ± 86 ms"
+    assert Spread(7354.2, 40.8, 3).text() == "7354 ± 41"
+    assert statistics.number(2.0) == "2"
+    assert statistics.number(0.25) == "0.25"
+    assert statistics.number(1e-7) == "1e-7"
+    assert statistics.number(12345.6) == "12346"
+    assert statistics.number(3 * 2**30, statistics.SIZE) == "3 GiB"

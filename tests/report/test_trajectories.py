@@ -1,0 +1,120 @@
+"""Whether jobs that should train one trajectory do so, on losses that were planted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.report import comparison
+from pipeline.report.findings import SweepFinding, same_trajectory
+from tests import synthetic
+from tests.synthetic import Made
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return synthetic.store(tmp_path_factory.mktemp("store"))
+
+
+def finding_of(made: Made) -> SweepFinding:
+    (finding,) = same_trajectory(comparison.read(made.store.uri, made.run_id))
+    return finding
+
+
+@pytest.mark.slow
+def test_float32_trajectories_part_where_they_were_made_to(store):
+    finding = finding_of(synthetic.at_fixed_batch(store, "float32"))
+    figures = finding.figures
+    assert figures["above"] == {"1e-6": 26, "1e-3": 98, "1e-2": None}
+    assert figures["first"] == pytest.approx(1e-7, rel=1e-6)
+    assert figures["largest"] == pytest.approx(1e-7 * 1.1**119, rel=1e-9)
+    assert figures["at"] == 120
+    assert figures["pairs"] == 2
+    assert figures["updates"] == 120
+    assert not figures["agree"]
+    assert figures["rounding"]
+    assert "amplified that 84281 times" in finding.text
+
+
+def test_what_differs_at_the_first_update_is_not_called_rounding(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    layers = {"model.batch_dependent_layers": "batch_normalization"}
+    loss = 2 * 0.9 ** np.arange(10)
+    made.job("factor=1", {"train/loss": loss}, tags=layers)
+    made.job("factor=2", {"train/loss": loss * 1.01}, factor=2, tags=layers)
+    finding = finding_of(made)
+    assert not finding.figures["rounding"]
+    assert finding.figures["above"] == {"1e-6": 1, "1e-3": 1, "1e-2": None}
+    assert "depends on the micro-batch: batch_normalization." in finding.text
+    assert "amplified it" not in finding.text
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"seed": 1},
+        {"batch": 32},
+        {"params": {"optimizer.learning_rate": 0.2}},
+        {"params": {"accumulation.same_noise": 0.2}},
+    ],
+)
+def test_only_equal_configs_are_compared(store, differs):
+    made = Made(store, ["one", "other"])
+    same = {"params": {"optimizer.learning_rate": 0.1}}
+    made.job("one", {"train/loss": [2, 1]}, **same)
+    made.job("other", {"train/loss": [2, 1]}, **{**same, **differs})
+    finding = finding_of(made)
+    assert finding.figures == {}
+    assert "cannot be compared: no two jobs share effective batch, seed" in finding.text
+
+
+def test_hardware_and_logging_do_not_keep_jobs_apart(store):
+    made = Made(store, ["one", "other"])
+    params = {"hardware.replicas": 1, "tracking.log_every": 1}
+    made.job("one", {"train/loss": [2, 1]}, params=params)
+    params = {"hardware.replicas": 2, "tracking.log_every": 2}
+    made.job("other", {"train/loss": {2: 1}}, params=params)
+    finding = finding_of(made)
+    assert finding.figures["largest"] == 0
+    assert finding.figures["updates"] == 1
+    assert "of equal effective batch, seed and config train the same" in finding.text
+
+
+def test_what_else_differs_between_jobs_of_one_trajectory_is_named(store):
+    made = Made(store, ["one", "other"])
+    for name, compiled in (("one", "false"), ("other", "true")):
+        made.job(name, {"train/loss": [2, 1]}, params={"hardware.xla": compiled})
+    text = finding_of(made).text
+    assert "seed and config (but for hardware.xla) train the same" in text
+
+
+def test_rounding_that_starts_after_the_first_update_has_its_amplification(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    loss = 2 * 0.99 ** np.arange(30)
+    # Both are bit-identical for two updates.
+    apart = np.concatenate([[0, 0], 1e-7 * 1.5 ** np.arange(28)])
+    made.job("factor=1", {"train/loss": loss})
+    made.job("factor=2", {"train/loss": loss * (1 - apart)}, factor=2)
+    finding = finding_of(made)
+    # Of 1e-7 of a loss three digits are left.
+    assert finding.figures["amplified"] == pytest.approx(1.5**27, rel=1e-3)
+    assert "at most 0 of their value at the first update" in finding.text
+    assert (
+        "apart by 1e-7 at update 3, and training amplified that 56815 times"
+    ) in finding.text
+
+
+def test_what_was_not_logged_is_not_called_more_than_rounding(store):
+    made = Made(store, ["factor=1", "factor=2"])
+    # As with tracking.log_every=20.
+    steps = np.arange(20, 121, 20)
+    loss = 2 * 0.99**steps
+    apart = 1e-7 * 1.1**steps
+    curve = dict(zip(steps.tolist(), loss, strict=True))
+    made.job("factor=1", {"train/loss": curve}, factor=1)
+    curve = dict(zip(steps.tolist(), loss * (1 - apart), strict=True))
+    made.job("factor=2", {"train/loss": curve}, factor=2)
+    finding = finding_of(made)
+    assert "at update 20, the first that was logged" in finding.text
+    assert "more than rounding" not in finding.text
+    assert finding.figures["rounding"]
